@@ -2,7 +2,6 @@
 
     rollout:
       environment: examples/calculator.py:answer     # or package.module:function
-      environment_timeout_s: 5.0    # for one answer; reward.on_error says what follows
       max_turns: 4                  # of the policy
       max_new_tokens: 256           # of the policy, in all turns together
       max_observation_tokens: 64    # of the environment, in all answers together

@@ -1,7 +1,7 @@
 """A reward function of your own, in two variants. Point the configuration at one of them:
 
     reward:
-      # or several with weights, functions: {math: 1.0, "examples/custom_reward.py:compute_score": 0.2}
+      # or several with weights, function: {math: 1.0, "examples/custom_reward.py:compute_score": 0.2}
       function: examples/custom_reward.py:compute_score     # or package.module:function
       num_workers: 4        # processes per rank
       timeout_s: 10.0       # for one response

@@ -40,7 +40,9 @@ def names_kept(buffer: DataBuffer) -> set[int]:
 
 
 def make_buffer(**settings: Any) -> DataBuffer:
-    return DataBuffer(SpotSection(**settings))
+    """`settings`: of SpotSection, or a share of the buffer."""
+    shares = {name: settings.pop(name) for name in list(settings) if name.endswith("_share")}
+    return DataBuffer(SpotSection(**settings), **shares)
 
 
 def fill(buffer: DataBuffer, step: int, lengths: dict[int, int]) -> None:

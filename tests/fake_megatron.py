@@ -114,7 +114,7 @@ def measure_policy(
             device=select_device("cpu"),
         )
         parameters = live.now
-        wrapped = wrap_data_parallel(Float16Module(stage_model.config, stage_model), section)
+        wrapped = wrap_data_parallel(Float16Module(stage_model.config, stage_model))
         gradients = live.now - parameters
         optimizer = PolicyOptimizer(wrapped, config.optimizer, torch.bfloat16)
         optimizer.megatron.get_grad_norm = lambda: 1.0

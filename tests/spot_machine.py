@@ -107,17 +107,6 @@ class SpotMachine(RuleBasedStateMachine):
         """Time goes by; ranks may sleep through their deadlines."""
         self.now += seconds
 
-    @rule(data=st.data(), number=st.integers(0, 20))
-    def close(self, data: st.DataObject, number: int) -> None:
-        """A session has made all the updates that it may, now and then."""
-        training = sorted({r.epoch for r in self.ranks if r.state == "trains"})
-        if training and number % 7 == 3:
-            session = self.sessions[data.draw(st.sampled_from(training))]
-            if self.is_complete(session):
-                for member in self.members(session):
-                    self.append("closed")
-                    member.state = "waits"
-
     @rule()
     def settle(self) -> None:
         """Nobody finishes or dies for a while: all ranks that can train do, in one session."""
@@ -128,7 +117,7 @@ class SpotMachine(RuleBasedStateMachine):
             if all(self.ranks[rank].state in ("waits", "answers", "trains") for rank in replica)
         ]
         is_worn = any(rank.num_broken >= MAX_BROKEN for rank in self.ranks)
-        if self.truth.is_over or self.truth.is_closed or is_worn or len(able) < self.min_idle:
+        if self.truth.is_over or is_worn or len(able) < self.min_idle:
             return
         training = {rank.rank for rank in self.ranks if rank.state == "trains"}
         expected = {rank for replica in able for rank in replica}
@@ -166,7 +155,6 @@ class SpotMachine(RuleBasedStateMachine):
                 assert fresh.listed_in(other) == rank.view.listed_in(other)
             assert fresh.finished.keys() == rank.view.finished.keys()
             assert fresh.free_replicas() == rank.view.free_replicas()
-            assert fresh.is_closed == rank.view.is_closed
             assert fresh.plan == rank.view.plan
 
     @invariant()
@@ -202,14 +190,14 @@ class SpotMachine(RuleBasedStateMachine):
             rank.state = "done"
             return
         plan, listed = view.plan, view.listed_in(rank.rank)
-        if plan is not None and plan.epoch == listed > rank.epoch and not view.is_closed:
+        if plan is not None and plan.epoch == listed > rank.epoch:
             rank.state, rank.epoch = "answers", plan.epoch
             rank.deadline = self.now + MEMBER_TIMEOUT_S
             self.sessions[plan.epoch].answered.add(rank.rank)
         elif not view.has_left(rank.rank) and rank.num_broken < MAX_BROKEN:
             self.append("left", rank.rank, listed)
         else:
-            rank.proposal = rank.coordinator.plan_start(view, self.now, num_updates=7)
+            rank.proposal = rank.coordinator.plan_start(view, self.now)
 
     def answer(self, rank: Rank) -> None:
         """As SpotSession._rendezvous."""
@@ -219,7 +207,7 @@ class SpotMachine(RuleBasedStateMachine):
             is_leader = rank.rank == session.members[0]
             if is_leader and session.answered == set(session.members):
                 session.verdict = "go"
-            elif self.now >= rank.deadline or view.is_over or view.is_closed:
+            elif self.now >= rank.deadline or view.is_over:
                 session.verdict = "cancel"
         if session.verdict == "go":
             rank.state = "trains"
@@ -273,7 +261,7 @@ class SpotMachine(RuleBasedStateMachine):
         before = self.truth.plan
         free = set(self.truth.free_replicas())
         counts = plan.epoch == self.truth.next_epoch
-        self.append("plan", plan.epoch, plan.base_updates, *plan.replicas)
+        self.append("plan", plan.epoch, *plan.replicas)
         if not counts:
             return
         members = self.layout.ranks_of(*plan.replicas)
@@ -284,7 +272,6 @@ class SpotMachine(RuleBasedStateMachine):
         assert set(plan.replicas) - grown <= free, f"{plan} lists replicas that are not free"
         for member in members:
             assert self.ranks[member].state not in ("generates", "finished")
-        assert before is None or plan.base_updates == before.base_updates
         self.sessions[plan.epoch] = Session(plan=plan, members=members)
 
     def members(self, session: Session) -> list[Rank]:

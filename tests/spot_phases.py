@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.slow_draft import make_draft_model, make_sequence
-from tlt_megatron.config.schema import DrafterSection, SpotSection
+from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.packing import DraftBatch, pack_batch
 from tlt_megatron.models.draft_model import DraftModel
@@ -120,7 +120,8 @@ def make_spot(
     store: dist.Store | None = None,
     check_ranks: Callable[[], None] = lambda: None,
     measure_candidate: Callable[[StopWatch], None] | None = None,
-    **section: float,
+    min_idle_replicas: int = 1,
+    member_timeout_s: float = 60.0,
 ) -> SpotTrainer:
     """A SpotTrainer on this rank of the default world. A collective of all ranks."""
     torch.set_num_threads(1)
@@ -133,12 +134,13 @@ def make_spot(
     return SpotTrainer(
         trainer,
         source or RandomBatches(trainer.model, seed=world.rank, before=before),
-        SpotSection(**{"enabled": True, "member_timeout_s": 60.0, **section}),
         ranks=SpotRanks(
             store=store,
             layout=ReplicaLayout(world.size, replica_size),
             rank=world.rank,
             phase_timeout_s=phase_timeout_s,
+            min_idle_replicas=min_idle_replicas,
+            member_timeout_s=member_timeout_s,
             check_ranks=check_ranks,
         ),
         timeline=Timeline(None, world.rank),

@@ -126,12 +126,7 @@ def megatron_to_hf(
         raise ValueError(f"--to {target}: must not exist")
     common = torch.load(source / _COMMON_FILE, weights_only=True)
     identity = common["identity"]
-    policy = _build(
-        model,
-        identity["model.dtype"],
-        world,
-        use_distributed_optimizer=identity["mcore.use_distributed_optimizer"],
-    )
+    policy = _build(model, identity["model.dtype"], world)
     try:
         policy.load(source)
         kept = getattr(torch, dtype or identity["model.dtype"])
@@ -151,14 +146,12 @@ def _shown(tensors: Iterator[tuple[str, Tensor]], model: Path) -> Iterator[tuple
     progress.close()
 
 
-def _build(
-    model: Path, dtype: str, world: Group, *, use_distributed_optimizer: bool = True
-) -> McorePolicyModel:
+def _build(model: Path, dtype: str, world: Group) -> McorePolicyModel:
     parallel = ParallelSection()
     return McorePolicyModel(
         model=ModelSection(path=str(model), dtype=dtype),
         parallel=parallel,
-        mcore=McoreSection(use_distributed_optimizer=use_distributed_optimizer),
+        mcore=McoreSection(),
         optimizer=OptimizerSection(),
         groups=initialize_model_parallel(parallel, world, seed=0),
         device=select_device("cpu"),

@@ -297,7 +297,7 @@ SLIME: dict[str, Convert] = _same("slime") | {
     "prompt_data": _to("data.train", _file),
     EPOCHS[1]: _epochs("num_rollout"),
     "eval_prompt_data": _to("data.eval", _named_files),
-    "rollout_seed": lambda value, _: {"run.seed": value, "data.seed": value},
+    "rollout_seed": lambda value, _: {"run.seed": value},
     "rollout_temperature": lambda value, given: {
         "rollout.temperature": value,
         **({} if "eval_temperature" in given else {"eval.temperature": value}),
@@ -327,7 +327,7 @@ SLIME: dict[str, Convert] = _same("slime") | {
     ),
     "save_debug_rollout_data": _set("logging.rollouts"),
     "use_wandb": _set("logging.trackers", ["wandb"]),
-    "wandb_project": _if("use_wandb", "logging.wandb_project"),
+    "wandb_project": _if("use_wandb", "logging.project"),
 }
 # Their value of a key that is not given, where ours does another thing.
 VERL_IMPLIED = {

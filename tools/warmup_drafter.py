@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     aux_layer_ids: tuple[int, ...] = ()
     if is_eagle3:
         num_layers = load_model_config(options.model).num_layers
-        aux_layer_ids = tuple(section.aux_layer_ids) or default_aux_layer_ids(num_layers)
+        aux_layer_ids = default_aux_layer_ids(num_layers)
     policy = LoadedPolicy(
         options.model,
         dtype=options.dtype,
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         algorithm=options.algorithm,
         lr=options.lr,
         batch_tokens=options.batch_tokens,
-        feature_weight=None if is_eagle3 else options.feature_weight,
+        feature_weight=options.feature_weight,
     )
     model = policy.new_drafter(
         "eagle3" if is_eagle3 else "eagle", aux_layer_ids, dtype=torch.float32, seed=options.seed
@@ -257,7 +257,7 @@ def _of_run(config: RunConfig) -> dict[str, object]:
         "lr": drafter.lr,
         "batch_tokens": drafter.batch_tokens,
         "feature_weight": drafter.feature_weight,
-        "seed": drafter.seed,
+        "seed": config.run.seed,
     }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.distributed.test_redundant_log_probs import _scored_batch as scored_batch
 from tests.mcore_policy import OPTIMIZER, Layout, build_policy, export, make_batch
+from tests.no_shortcuts import WithLogprobPass
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import AlgorithmSection, CriticSection, McoreSection, ModelSection
@@ -63,7 +64,7 @@ def build_trainer(
         micro_batch_tokens=micro_batch_tokens,
         temperature=0.8,
         max_new_tokens=32,
-        critic=CriticTrainer(model, critic, groups, max_bad_updates=3),
+        critic=CriticTrainer(model, critic, groups),
     )
 
 
@@ -163,7 +164,7 @@ def test_a_critic_that_leaves_its_device_learns_bit_for_bit_what_one_that_stays_
 def test_twenty_steps_make_the_better_sibling_likelier_and_the_values_right(
     tied_path: Path,
 ) -> None:
-    section = AlgorithmSection(advantage="gae", recompute_log_probs="always")
+    section = WithLogprobPass(advantage="gae")
     critic = CriticSection(lr=3e-3)
     batch = scored_batch(0)
 

@@ -41,10 +41,10 @@ def make_lifecycle(engine: Shelf, run_dir: Path) -> DrafterLifecycle:
     """A collective of all ranks."""
     torch.set_num_threads(1)
     world = world_group()
-    section = SpotSection(enabled=True, holdout_share=0.3, member_timeout_s=60.0)
+    section = SpotSection(enabled=True)
     return DrafterLifecycle(
         make_drafter_trainer(batch_tokens=16),
-        DataBuffer(section, torch.float64),
+        DataBuffer(section, torch.float64, holdout_share=0.3),
         engine,
         section,
         ranks=SpotRanks(

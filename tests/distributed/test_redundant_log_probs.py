@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.mcore_policy import VOCAB_SIZE, Layout, build_policy, export
+from tests.no_shortcuts import WithLogprobPass
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
@@ -55,12 +56,12 @@ def _scored_batch(seed: int) -> list[ScoredGroup]:
     return batch
 
 
-def _run(path: Path, layout: Layout, mcore: dict[str, Any], dtype: str, when: str) -> Any:
+def _run(
+    path: Path, layout: Layout, mcore: dict[str, Any], dtype: str, kind: type[AlgorithmSection]
+) -> Any:
     """Metrics of every step, tapped sequences and weights after the last."""
     policy, groups = build_policy(path, layout, dtype=dtype, keep_reference=True, **mcore)
-    section = AlgorithmSection(
-        advantage="rloo", tis_cap=2.0, kl_coef=0.1, entropy_coef=0.01, recompute_log_probs=when
-    )
+    section = kind(advantage="rloo", tis_cap=2.0, kl_coef=0.1, entropy_coef=0.01)
     trainer = PolicyTrainer(
         policy, section, groups=groups, micro_batch_tokens=20, temperature=0.8, max_new_tokens=32
     )
@@ -82,8 +83,8 @@ def test_a_step_without_the_redundant_pass_is_the_same_step(
     model_path: Path, layout: Layout, mcore: dict[str, Any], dtype: str
 ) -> None:
     always, auto = (
-        run_ranks(layout.world, _run, model_path, layout, mcore, dtype, when)
-        for when in ("always", "auto")
+        run_ranks(layout.world, _run, model_path, layout, mcore, dtype, kind)
+        for kind in (WithLogprobPass, AlgorithmSection)
     )
     for (steps, states, weights), (other_steps, other_states, other_weights) in zip(
         always, auto, strict=True

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.mcore_policy import VOCAB_SIZE, Layout, build_policy, export
+from tests.no_shortcuts import WithEveryPass, WithLogprobPass, WithoutSkipping
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
@@ -29,10 +30,10 @@ REWARDS = (
 )
 NUM_COMPUTED = (3, 1, 3, 2)  # without any advantage, the first response to each prompt
 LAYOUTS = {
-    "dp2": (Layout(world=2), "auto"),
-    "tp2": (Layout(world=2, tensor=2), "auto"),
-    "pp2": (Layout(world=2, pipeline=2), "auto"),
-    "dp2_log_probs_first": (Layout(world=2), "always"),
+    "dp2": (Layout(world=2), (WithoutSkipping, AlgorithmSection)),
+    "tp2": (Layout(world=2, tensor=2), (WithoutSkipping, AlgorithmSection)),
+    "pp2": (Layout(world=2, pipeline=2), (WithoutSkipping, AlgorithmSection)),
+    "dp2_log_probs_first": (Layout(world=2), (WithEveryPass, WithLogprobPass)),
 }
 
 
@@ -77,9 +78,9 @@ def _run(path: Path, layout: Layout, section: AlgorithmSection) -> Any:
     return steps, [tuple(s.token_ids.tolist()) for s in tapped], export(policy)
 
 
-@pytest.mark.parametrize(("layout", "when"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("layout", "kinds"), LAYOUTS.values(), ids=LAYOUTS)
 def test_skipping_changes_no_bit(
-    model_path: Path, tmp_path: Path, layout: Layout, when: str
+    model_path: Path, tmp_path: Path, layout: Layout, kinds: tuple[type[AlgorithmSection], ...]
 ) -> None:
     (tmp_path / "mine.py").write_text("def as_they_are(rewards):\n    return rewards\n")
     computed, skipped = (
@@ -88,14 +89,9 @@ def test_skipping_changes_no_bit(
             _run,
             model_path,
             layout,
-            AlgorithmSection(
-                advantage=f"{tmp_path}/mine.py:as_they_are",
-                tis_cap=2.0,
-                recompute_log_probs=when,
-                skip_zero_advantages=is_skipping,
-            ),
+            kind(advantage=f"{tmp_path}/mine.py:as_they_are", tis_cap=2.0),
         )
-        for is_skipping in (False, True)
+        for kind in kinds
     )
     for (steps, _, weights), (other_steps, _, other_weights) in zip(computed, skipped, strict=True):
         for step, other, count in zip(steps, other_steps, NUM_COMPUTED, strict=True):
@@ -111,5 +107,5 @@ def test_skipping_changes_no_bit(
     # The drafter gets what is computed and the long tail.
     before, after = ({t for _, found, _ in run for t in found} for run in (computed, skipped))
     assert len(before) == 6 * len(REWARDS)
-    assert len(after) == len(before) if when == "always" else sum(NUM_COMPUTED) < len(after)
+    assert len(after) == len(before) if WithLogprobPass in kinds else sum(NUM_COMPUTED) < len(after)
     assert after <= before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -150,38 +149,6 @@ def test_a_slow_store_changes_nothing_but_the_speed() -> None:
 def slow_down(rng: random.Random) -> Callable[[str, str], None]:
     """Every operation takes up to 10 ms."""
     return lambda operation, key: time.sleep(rng.uniform(0, 0.01))
-
-
-def test_max_updates_ends_the_sessions_of_a_phase_on_all_members(tmp_path: Path) -> None:
-    """Rank 2 generates until the others have made so many."""
-    markers = Markers(tmp_path)
-
-    def body() -> list[PhaseResult]:
-        spot = make_spot(max_updates=5)
-
-        def tell_when_full(step: int) -> None:
-            while spot.trainer.num_updates < 5 * (step + 1):
-                time.sleep(0.001)
-            markers.set(f"full {step}")
-
-        results = []
-        for step in range(3):
-            dist.barrier()
-            if dist.get_rank() == 2:
-                markers.await_(f"full {step}")
-            else:
-                threading.Thread(target=tell_when_full, args=(step,), daemon=True).start()
-            report = spot.run_until_preempted(step)
-            results.append((report, version_of(spot.trainer), spot.sync_newest(world_group())))
-        dist.barrier()
-        return results
-
-    for step, phase in enumerate(zip(*run_spot_ranks(3, body), strict=True)):
-        reports, versions, newest = zip(*phase, strict=True)
-        assert [n.num_updates for n in newest] == [5 * (step + 1)] * 3
-        last = list(by_epoch(list(reports)).values())[-1]
-        assert {record.end for record in last.values()} == {SessionEnd.FULL}
-        assert len({versions[rank] for rank in last}) == 1
 
 
 def test_kept_groups_serve_recurring_members(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,10 @@ NUM_UPDATES = 4
 class Shares:
     """A member's sequences by update; unequal ones, and member 1 has none at times."""
 
-    def __init__(self, model: DraftModel, rank: int) -> None:
+    def __init__(
+        self, model: DraftModel, rank: int, when_done: Callable[[], None] = lambda: None
+    ) -> None:
+        self.when_done = when_done
         self.model = model
         self.rank = rank
         self.update = 0
@@ -41,6 +45,9 @@ class Shares:
         return [make_sequence(self.model, 4 + self.rank, seed=first + seed) for seed in seeds]
 
     def next_batch(self, max_tokens: int) -> DraftBatch | None:
+        if self.update == NUM_UPDATES:
+            self.when_done()
+            return None
         sequences = self.sequences(self.update)
         self.update += 1
         return pack_batch(sequences) if sequences else None
@@ -57,17 +64,8 @@ def test_n_members_equal_one_member_on_the_union(num_members: int, tmp_path: Pat
         rank = dist.get_rank()
         markers = Markers(tmp_path)
 
-        def hook(operation: str, key: str) -> None:
-            if operation == "append" and spot.trainer.num_updates == NUM_UPDATES:
-                markers.set("trained")
-
-        source = Shares(make_drafter_trainer().model, rank)
-        spot = make_spot(
-            source=source,
-            hook=hook,
-            min_idle_replicas=num_members,
-            max_updates=NUM_UPDATES,
-        )
+        source = Shares(make_drafter_trainer().model, rank, lambda: markers.set("trained"))
+        spot = make_spot(source=source, min_idle_replicas=num_members)
         if rank == num_members:
             markers.await_("trained")
         updates = spot.run_until_preempted(0).updates

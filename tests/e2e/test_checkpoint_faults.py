@@ -35,7 +35,7 @@ from tlt_megatron.trainer.manifest import (
 
 pytestmark = pytest.mark.e2e
 
-QUIET = ("logging.tensorboard=false", "logging.trace=false", "logging.progress=none")
+QUIET = ("logging.trackers=[]", "logging.trace=false", "logging.progress=none")
 EVERY_STEP = (*QUIET, "checkpoint.interval=1", "checkpoint.keep=0")
 NEWEST = "iter_0000003"
 
@@ -200,7 +200,6 @@ def test_a_crafted_index_runs_no_code_on_resume(copy: Path, config: Path, tmp_pa
     ("override", "named"),
     [
         ("run.seed=7", "run.seed 0 -> 7"),
-        ("data.seed=7", "data.seed 0 -> 7"),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
             "rope.theta 1000000.0 -> 500000.0",

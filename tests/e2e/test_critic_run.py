@@ -23,7 +23,7 @@ PPO = (
     "algorithm.kl_coef=0.01",
     "algorithm.kl_placement=reward",
     "data.eval=",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
 )
 
 
@@ -84,7 +84,7 @@ def test_speculation_changes_no_token(config: Path, straight: Path, tmp_path: Pa
 
 def test_a_critic_that_starts_at_a_resume_is_warmed_up_first(config: Path, tmp_path: Path) -> None:
     """Its warm-up steps count from there, and are not repeated at a further resume."""
-    quick = ("data.eval=", "logging.tensorboard=false", "rollout.max_new_tokens=8", "--resume=auto")
+    quick = ("data.eval=", "logging.trackers=[]", "rollout.max_new_tokens=8", "--resume=auto")
     run(1, config, tmp_path, *quick, "run.num_steps=1")
     ppo = (*PPO, *quick, "critic.warmup_steps=2")
     run(1, config, tmp_path, *ppo, "run.num_steps=2")

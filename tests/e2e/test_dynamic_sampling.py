@@ -25,7 +25,7 @@ RARE = """
 def rare(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": sum(map(ord, solution_str)) / 1e4, "acc": solution_str[:1] in ("0", "a", "b")}
 """
-COMMON = ("run.num_steps=3", "data.eval=", "logging.tensorboard=false", "rollout.num_prompts=3")
+COMMON = ("run.num_steps=3", "data.eval=", "logging.trackers=[]", "rollout.num_prompts=3")
 
 
 @pytest.fixture(scope="module")

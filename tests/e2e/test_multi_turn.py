@@ -45,8 +45,8 @@ def answer(messages, data_source, ground_truth, extra_info):
     return [{{"role": "tool", "content": "12+" * (len(turn) % 3)}}], len(turn) % 5 == 4
 '''
 SETTINGS = (
-    *("rollout.environment_timeout_s=600", "rollout.max_turns=3", "rollout.num_prompts=8"),
-    *("rollout.max_observation_tokens=12", "data.eval=", "logging.tensorboard=false"),
+    *("reward.timeout_s=600", "rollout.max_turns=3", "rollout.num_prompts=8"),
+    *("rollout.max_observation_tokens=12", "data.eval=", "logging.trackers=[]"),
 )
 TLT = (
     *("speculation.enabled=true", "speculation.strategies=['3_1_3', 'ngram_4']"),
@@ -137,7 +137,7 @@ def test_a_chat_whose_tool_writes_control_tokens(task: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["calculator", "self_correction"])
 def test_an_example_trains(task: Path, tmp_path: Path, name: str) -> None:
-    own = ("run.num_steps=2", "data.eval=", "logging.tensorboard=false", "logging.trace=false")
+    own = ("run.num_steps=2", "data.eval=", "logging.trackers=[]", "logging.trace=false")
     own += ("run.seed=7",)  # with it, the random policy's conversations have one turn or two
     example = REPO / "examples" / f"{name}.yaml"
     [(code, stderr)] = run_forked(

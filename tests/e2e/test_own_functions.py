@@ -53,7 +53,7 @@ def test_a_users_advantage_loss_rewards_and_engine_train(
     functions = (f"algorithm.advantage={mine}:constant", f"algorithm.loss={mine}:plain")
     functions += (f"rollout.engine={mine}:engine",)
     functions += ("reward.function=math",)
-    functions += (f"reward.functions={{{mine}:one: 0.7, {mine}:two: 0.2, {mine}:three: 0.1}}",)
+    functions += (f"reward.function={{{mine}:one: 0.7, {mine}:two: 0.2, {mine}:three: 0.1}}",)
     run(2, config, tmp_path / "run", *functions, "run.num_steps=2", "eval.num_samples=2")
     evaluation, *rows, _ = metric_rows(tmp_path / "run")
     assert [evaluation[f"eval/{name}"] for name in ("accuracy", "pass@2", "maj@2")] == [1, 1, 1]

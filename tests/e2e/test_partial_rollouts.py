@@ -24,7 +24,7 @@ from tests.torchrun_job import HOLDING, Job, saved_step
 pytestmark = pytest.mark.e2e
 
 SETTINGS = (
-    *("run.num_steps=5", "data.eval=", "logging.tensorboard=false", "algorithm.tis_cap=2"),
+    *("run.num_steps=5", "data.eval=", "logging.trackers=[]", "algorithm.tis_cap=2"),
     *("rollout.num_prompts=3", "rollout.num_samples=2", "rollout.over_sampling_prompts=6"),
     *("rollout.partial_rollout_tokens=6", "reward.timeout_s=600"),
 )

@@ -19,7 +19,7 @@ RECIPES = sorted((REPO / "examples" / "recipes").glob("*.yaml"))
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_trains(config: Path, tmp_path: Path, recipe: Path) -> None:
-    own = ["run.num_steps=2", "data.eval=", "logging.tensorboard=false", "logging.trace=false"]
+    own = ["run.num_steps=2", "data.eval=", "logging.trackers=[]", "logging.trace=false"]
     if recipe.stem == "dapo":
         own.append("reward.overlong_tokens=8")  # responses have up to 24
     if recipe.stem == "reinforce_plus_plus":
@@ -66,7 +66,7 @@ def test_training_replays_the_tokens_that_truncated_sampling_kept(
     """The correction for another distribution of the rollouts has nothing to correct. Without the replay, the weight would be
     the probability of the kept tokens."""
     cut = ["rollout.top_p=0.6", "rollout.top_k=20", "rollout.temperature=0.9", "run.num_steps=2"]
-    own = ["algorithm.tis_cap=2", "parallel.tensor=2", "data.eval=", "logging.tensorboard=false"]
+    own = ["algorithm.tis_cap=2", "parallel.tensor=2", "data.eval=", "logging.trackers=[]"]
     run(2, config, tmp_path, *cut, *own)
     for row in metric_rows(tmp_path):
         assert row["actor/tis_weight"] == pytest.approx(1, abs=1e-4)

@@ -66,7 +66,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 SETTINGS = (
     *("run.num_steps=3", "rollout.num_prompts=2", f"rollout.num_samples={NUM_CALLS // 2}"),
-    *("data.eval=", "logging.tensorboard=false", "rollout.max_new_tokens=12"),
+    *("data.eval=", "logging.trackers=[]", "rollout.max_new_tokens=12"),
     *("speculation.enabled=true", "speculation.strategies=['3_1_3']"),
     *("spot.enabled=true", "drafter.batch_tokens=64"),
 )

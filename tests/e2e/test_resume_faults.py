@@ -18,7 +18,7 @@ from tlt_megatron.runtime.durable import save_tensors
 pytestmark = pytest.mark.e2e
 
 EVERY_STEP = (
-    *("logging.tensorboard=false", "logging.trace=false", "logging.progress=none"),
+    *("logging.trackers=[]", "logging.trace=false", "logging.progress=none"),
     *("checkpoint.interval=1", "checkpoint.keep=0", "data.eval="),
 )
 

@@ -29,7 +29,7 @@ def make_drafter(model: Path, out: Path) -> Path:
 
 def test_five_steps_with_speculation_are_five_steps_without(config: Path, tmp_path: Path) -> None:
     drafter = make_drafter(config.parent / "model", tmp_path / "drafter")
-    common = ["run.num_steps=5", "data.eval=", "logging.tensorboard=false"]
+    common = ["run.num_steps=5", "data.eval=", "logging.trackers=[]"]
     run(2, config, tmp_path / "off", *common)
     on = [
         "speculation.enabled=true",

@@ -29,7 +29,7 @@ SPOT = (
     "drafter.algorithm=hass",
     "drafter.batch_tokens=64",
     "data.eval=",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
 )
 
 
@@ -46,7 +46,7 @@ def straight(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_full_tlt_changes_no_token_no_reward_and_no_weight(
     config: Path, straight: Path, tmp_path: Path
 ) -> None:
-    plain = ["run.num_steps=4", "data.eval=", "logging.tensorboard=false", *UNEVEN]
+    plain = ["run.num_steps=4", "data.eval=", "logging.trackers=[]", *UNEVEN]
     run(2, config, tmp_path / "off", *plain)
     assert answers(straight) == answers(tmp_path / "off")
     for name, tensor in weights(tmp_path / "off").items():

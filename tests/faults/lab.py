@@ -21,7 +21,7 @@ def answer(messages, data_source, ground_truth, extra_info):
     return [{"role": "tool", "content": "12+"}], len(turn) % 3 == 2
 '''
 _BASE = (
-    f"run.num_steps={NUM_STEPS} checkpoint.interval=1 logging.tensorboard=false"
+    f"run.num_steps={NUM_STEPS} checkpoint.interval=1 logging.trackers=[]"
     " rollout.num_samples=2 rollout.num_prompts=2 rollout.max_new_tokens=12"
 )
 _TLT = (

@@ -68,7 +68,7 @@ def _start(case: Case, bodies: dict[str, str], *overrides: str) -> Job:
     case.verdict.where = f"{case.variant.name} call {call} of {name}: {kind}"
     case.mark = case.folder / f"call.{call}"
     setting = "rollout.environment" if is_environment else "reward.function"
-    limits = ("reward.timeout_s=3", "rollout.environment_timeout_s=3")
+    limits = ("reward.timeout_s=3",)
     return case.start(f"{setting}={path}:{name}", *limits, *overrides)
 
 

@@ -27,7 +27,7 @@ SPECULATION = (
 
 def train(config: Path, run_dir: Path, *arguments: str) -> list[dict]:
     """Two steps; the metrics of each."""
-    settings = ["run.device=cuda", "run.num_steps=2", "data.eval=", "logging.tensorboard=false"]
+    settings = ["run.device=cuda", "run.num_steps=2", "data.eval=", "logging.trackers=[]"]
     done = launch(1, "--config", config, f"run.dir={run_dir}", *settings, *arguments, timeout_s=900)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     rows = metric_rows(run_dir)
@@ -81,7 +81,7 @@ def test_a_run_that_was_saved_goes_on(tmp_path: Path) -> None:
     train(config, tmp_path / "run", *extra)
     done = launch(
         1, "--config", config, f"run.dir={tmp_path / 'run'}", "--resume", "auto",
-        "run.device=cuda", "run.num_steps=3", "data.eval=", "logging.tensorboard=false", *extra,
+        "run.device=cuda", "run.num_steps=3", "data.eval=", "logging.trackers=[]", *extra,
         timeout_s=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
 from tests.slow_draft import make_draft_model, make_sequence
-from tlt_megatron.config.schema import DrafterSection, SpotSection
+from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import load_drafter
 from tlt_megatron.drafter.packing import DraftBatch, pack_batch
@@ -117,7 +117,6 @@ def train_until_all_are_done(
     spot = SpotTrainer(
         trainer,
         Batches(twin, world.rank, device.torch_device),
-        SpotSection(enabled=True),
         ranks=SpotRanks(
             store=store,
             layout=ReplicaLayout(world.size, 1),

@@ -170,7 +170,7 @@ def train_drafter(policy: Path, folder: Path, *, num_steps: int = 120) -> Path:
     engine.generate(make_prompts(), params, policy_version=VERSION, on_features=keep)
     config = make_draft_config(load_model_config(policy), "eagle", embedding)
     model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
-    trainer = DrafterTrainer(model, DrafterSection(lr=3e-3, batch_tokens=1024, feature_weight=1.0))
+    trainer = DrafterTrainer(model, DrafterSection(lr=3e-3, batch_tokens=1024))
     batches = pack_sequences(sequences, 1024)
     for step in range(num_steps):
         trainer.step(batches[step % len(batches)])

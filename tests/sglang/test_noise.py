@@ -10,15 +10,14 @@ from sglang.srt import runtime_context
 
 from tlt_megatron.engines.sglang.draft_ranking import _AncestorSlots
 from tlt_megatron.engines.sglang.sglang_noise import (
+    MARK,
     SamplingSettings,
     _sample_rows,
-    mark,
     row_chunks,
     spec_logprobs,
     tree_draws,
 )
 from tlt_megatron.speculation.sampling import sample
-from tlt_megatron.speculation.tree import Ranking
 
 NUM_REQUESTS, NUM_NODES, VOCAB_SIZE = 5, 4, 97
 PLAIN = SamplingSettings(1.0, 1.0, 0)
@@ -58,7 +57,7 @@ def test_no_requests_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _sample_rows(logits_PV, none, none, CUT).token_ids_B.tolist() == []
     positions_BQ = none.view(0, NUM_NODES)
     assert tree_draws(logits_PV, none, positions_BQ, CUT).tolist() == []
-    serving = SimpleNamespace(served_model_name=mark(Ranking.NOISE))
+    serving = SimpleNamespace(served_model_name=MARK)
     monkeypatch.setattr(runtime_context, "get_serving", lambda: serving)
     info = SimpleNamespace(noise_settings=CUT)
     batch = SimpleNamespace(sampling_info=info, top_logprobs_nums=[1])

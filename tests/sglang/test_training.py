@@ -40,7 +40,7 @@ SETTINGS = (
     "rollout.max_batch_size=4",
     "rollout.max_new_tokens=40",
     "data.eval=",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
 )
 PARTIAL = (
     *("rollout.num_samples=2", "rollout.over_sampling_prompts=5", "algorithm.tis_cap=2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -18,18 +19,6 @@ import yaml
 from tlt_megatron.config.other_names import our_name
 from tlt_megatron.config.ranges import Section
 from tlt_megatron.config.schema import RunConfig
-
-# A removed key: the value that says what a run does without it, and the answer to any other value.
-# A run's own config.yaml of an earlier version has such keys.
-REMOVED: dict[str, tuple[object, str]] = {
-    "algorithm.stream_update": (False, "was removed: steps were no faster"),
-    "speculation.warmup_minutes": (
-        0.0,
-        "was removed: make the drafter first (tools/warmup_drafter.py) and set speculation.drafter",
-    ),
-    "spot.publish": ("step", "was removed: drafters are published between rollouts"),
-}
-
 
 _MAX_VALUES = 100_000  # of a file with its aliases written out; ten lines can stand for 10^10
 _INT = "tag:yaml.org,2002:int"
@@ -78,6 +67,13 @@ for _class in (_Loader, _Dumper):
         re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
         list("-+0123456789"),
     )
+
+
+@functools.cache
+def removed_settings() -> dict[str, tuple[object, str]]:
+    """Return the settings of earlier versions: the value that a run has without it, and what replaces it."""
+    text = Path(__file__).with_name("removed.yaml").read_text(encoding="utf-8")
+    return {name: (value, answer) for name, (value, answer) in _parse(text, "removed.yaml").items()}
 
 
 def load_config(
@@ -180,10 +176,11 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
     values: dict[str, Any] = {}
     for key, value in raw.items():
         name = f"{prefix}.{key}" if prefix else str(key)
-        if name in REMOVED and value == REMOVED[name][0]:
-            continue
-        if name in REMOVED:
-            raise ValueError(f"{name}={value!r}: {REMOVED[name][1]}")
+        if name in removed_settings():
+            unchanged, answer = removed_settings()[name]
+            if value == unchanged:
+                continue
+            raise ValueError(f"{name}={value!r}: was removed: {answer}")
         if key not in known:
             raise ValueError(f"{name}={value!r}: unknown key; {_meant(name, value, known)}")
         hint = hints[key]

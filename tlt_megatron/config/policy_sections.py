@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from tlt_megatron.config.extensions import REGISTRY, check_extension
@@ -52,9 +52,9 @@ class ParallelSection(Section):
 class RewardSection(Section):
     """How responses are scored."""
 
-    function: str = "math"  # math | exact | path/to/file.py:function | package.module:function
-    # instead of `function`: name or path -> weight in the reward, which is the weighted sum
-    functions: dict[str, float] = field(default_factory=dict)
+    # math | exact | path/to/file.py:function | package.module:function, or several of them with
+    # their weights in the reward, which is the weighted sum: {math: 1.0, exact: 0.2}
+    function: str | dict[str, float] = "math"
     # a score from which a response counts as right: in pass@k, maj@k and rollout/solve_all
     right_score: float = 1.0
     num_workers: PositiveInt = 1  # worker processes per rank
@@ -71,19 +71,14 @@ class RewardSection(Section):
             check_extension("reward.function", spec)
         names = [spec.rpartition(":")[2] for spec in self.weights]
         is_unique = len(set(names)) == len(names)
-        self.require(is_unique, "functions", f"functions with different names, not {names}")
+        self.require(is_unique, "function", f"functions with different names, not {names}")
         has_weight = any(self.weights.values())
-        self.require(has_weight, "functions", "functions of which one has a weight that is not 0")
-        self.require(
-            not self.functions or self.function == "math",
-            "function",
-            "left out where reward.functions is set",
-        )
+        self.require(has_weight, "function", "functions of which one has a weight that is not 0")
 
     @property
     def weights(self) -> dict[str, float]:
         """Return the weight of every function by its setting."""
-        return self.functions or {self.function: 1.0}
+        return {self.function: 1.0} if isinstance(self.function, str) else self.function
 
     @property
     def is_built_in(self) -> bool:
@@ -141,10 +136,6 @@ class AlgorithmSection(Section):
     max_num_gen_batches: PositiveInt = 10  # generation rounds per step, at most
     num_minibatches: PositiveInt = 1  # optimizer updates per pass over a batch of rollouts
     num_epochs: PositiveInt = 1  # passes over a batch of rollouts
-    # log-probs before the update; auto: skipped if redundant
-    recompute_log_probs: Annotated[str, one_of("auto", "always")] = "auto"
-    # responses whose gradient is zero take no pass in the update
-    skip_zero_advantages: bool = True
     # nats, training to rollout at the first step; None: max 1e-3, mean 0.1 with bfloat16
     max_logprob_diff: float | None = None
 
@@ -202,7 +193,7 @@ class AlgorithmSection(Section):
         A batch's only update computes the same numbers; a KL penalty in the reward needs them earlier.
         """
         num_updates = self.num_epochs * self.num_minibatches
-        return self.recompute_log_probs == "always" or num_updates > 1 or self.has_kl_reward
+        return num_updates > 1 or self.has_kl_reward
 
     @property
     def has_kl_reward(self) -> bool:
@@ -224,7 +215,7 @@ class AlgorithmSection(Section):
         """
         has_only_advantages = not (self.entropy_coef or self.kl_coef or self.has_critic)
         is_built_in = self.loss in REGISTRY["algorithm.loss"].built_in
-        return self.skip_zero_advantages and has_only_advantages and is_built_in
+        return has_only_advantages and is_built_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,21 +248,12 @@ class CriticSection(Section):
 
     path: str = ""  # folder of a Hugging Face model, its initial weights; empty: model.path
     lr: Positive = 1e-5  # constant
-    weight_decay: NonNegative = 0.01  # not on norms
-    clip_grad: NonNegative = 1.0  # of the global gradient norm; 0: off
     cliprange_value: Positive = 0.5  # values move by at most so much in the updates of a step
     warmup_steps: NonNegativeInt = 0  # first RL steps of a critic, in which only it learns
 
     def optimizer(self, policy: OptimizerSection) -> OptimizerSection:
-        """Return the critic's optimizer: the policy's betas and eps, everything else its own."""
-        return OptimizerSection(
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            clip_grad=self.clip_grad,
-            beta1=policy.beta1,
-            beta2=policy.beta2,
-            eps=policy.eps,
-        )
+        """Return the critic's optimizer: the policy's with a learning rate of its own, constant."""
+        return replace(policy, lr=self.lr, min_lr=0.0, warmup_steps=0, decay="constant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +263,6 @@ class McoreSection(Section):
     micro_batch_tokens: PositiveInt = 8192  # at most, in one pack; a longer sequence gets its own
     # activation recompute
     recompute: Annotated[str, one_of("none", "selective", "full")] = "none"
-    use_distributed_optimizer: bool = True  # optimizer state sharded over data-parallel ranks
     # During rollouts gradient buffers are freed and, on a GPU, optimizer state moves to host memory
     offload_in_rollouts: bool = False
     transformer: dict[str, Any] = field(default_factory=dict)  # such as attention_softmax_in_fp32

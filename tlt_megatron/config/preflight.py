@@ -41,7 +41,7 @@ def check_files(config: RunConfig) -> None:
         if config.speculation.drafter:
             _check_drafter(config, policy)
         elif config.drafter.algorithm == "eagle3":
-            _check_taps(config.drafter.aux_layer_ids, policy.num_layers)
+            _check_taps(policy.num_layers)
     for key in REGISTRY:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
@@ -49,7 +49,7 @@ def check_files(config: RunConfig) -> None:
             value = config.reward.weights
         for spec in filter(None, [value] if isinstance(value, str) else value):
             check_extension_file(key, spec)
-    _check_trackers(config.logging.all_trackers)
+    _check_trackers(config.logging.trackers)
     _check_prompts("data.train", config.data.train)
     for path in config.data.eval_files.values():
         _check_prompts("data.eval", path)
@@ -127,26 +127,16 @@ def _check_drafter(config: RunConfig, policy: ModelConfig) -> None:
         for name, size in (("hidden_size", policy.hidden_size), ("vocab_size", policy.vocab_size)):
             if settings[name] != size:
                 raise ValueError(f"{name}={settings[name]} must be the policy's, {size}")
-        wanted = config.drafter.aux_layer_ids
-        layers = (settings.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids", [])
-        if wanted and wanted != layers:
-            raise ValueError(
-                f"reads the policy's layers {layers}: drafter.aux_layer_ids={wanted} must be the same, or empty"
-            )
     except ValueError as error:
         raise _refusal(f"speculation.drafter={str(folder)!r}", folder, error) from error
 
 
-def _check_taps(layers: Sequence[int], num_layers: int) -> None:
-    """Check the layers that a new EAGLE-3 drafter reads, in a policy of `num_layers`; [] are the default ones."""
+def _check_taps(num_layers: int) -> None:
+    """Check that a policy of `num_layers` has the layers that a new EAGLE-3 drafter reads."""
     if num_layers < 4:
         raise ValueError(
             f"drafter.algorithm='eagle3': must be eagle or hass for a policy of {num_layers} layers"
             " (eagle3 reads three of at least 4)"
-        )
-    if layers and layers[-1] > num_layers - 2:
-        raise ValueError(
-            f"drafter.aux_layer_ids={layers}: must be at most {num_layers - 2} for a policy of {num_layers} layers"
         )
 
 

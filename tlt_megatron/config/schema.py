@@ -43,11 +43,8 @@ class DataSection(Section):
     input_key: str = "prompt"  # string or list of chat messages
     label_key: str = ""  # empty: label, else reward_model.ground_truth
     apply_chat_template: bool = True  # for chat messages; a string prompt is used unchanged
-    # rows with the same id and data_source
-    duplicate_ids: Annotated[str, one_of("refuse", "keep")] = "refuse"
     max_prompt_tokens: PositiveInt = 1024  # longer prompts are skipped, counted and reported
-    shuffle: bool = True  # anew in every epoch
-    seed: int = 0  # of the order of the prompts
+    shuffle: bool = True  # anew in every epoch, by run.seed
 
     @property
     def eval_files(self) -> dict[str, str]:
@@ -92,9 +89,9 @@ class RolloutSection(Section):
     keep_graphs: bool = False
     batch_invariant: bool = False  # embedded: a row's numbers do not depend on other rows
     # empty: one turn | path/to/file.py:function | package.module:function, which answers each turn
-    # of the policy; max_new_tokens then limits the policy's tokens of the whole conversation
+    # of the policy; max_new_tokens then limits the policy's tokens of the whole conversation.
+    # reward.timeout_s and reward.on_error hold for its answers too
     environment: str = ""
-    environment_timeout_s: Positive = 30.0  # for one answer; reward.on_error says what follows
     max_turns: PositiveInt = 4  # of the policy, at most
     # of all observations of a conversation; one that does not fit ends it
     max_observation_tokens: PositiveInt = 1024
@@ -129,7 +126,6 @@ class CheckpointSection(Section):
 
     interval: NonNegativeInt = 0  # steps between checkpoints; 0: only at the end and on SIGTERM
     keep: NonNegativeInt = 2  # newest checkpoints that are kept; 0: all
-    at_end: bool = True  # also after the last step
     resume: str = "never"  # auto: from the newest, if any | never | folder of checkpoints, or one
     export_hf: bool = True  # export the final policy as a Hugging Face model to <run.dir>/hf
 
@@ -151,10 +147,8 @@ class EvalSection(Section):
 class LoggingSection(Section):
     """What a run writes for its users."""
 
-    tensorboard: bool = True  # <run.dir>/tensorboard; the same as "tensorboard" in trackers
-    wandb_project: str = ""  # not empty: the same as "wandb" in trackers, with this project
-    # tensorboard, wandb, path/to/file.py:Class or package.module:Class
-    trackers: list[str] = field(default_factory=list)
+    # tensorboard (in <run.dir>/tensorboard), wandb, path/to/file.py:Class or package.module:Class
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     project: str = "tlt_megatron"  # of the run in wandb and trackers of yours
     # live: a display on a terminal; lines: one per step; auto: live on a terminal, else lines
     progress: Annotated[str, one_of("auto", "live", "lines", "none")] = "auto"
@@ -162,6 +156,8 @@ class LoggingSection(Section):
     trace: bool = True  # spans of every rank, merged to <run.dir>/trace.json (Perfetto)
 
     def check(self) -> None:
+        is_set = len(set(self.trackers)) == len(self.trackers)
+        self.require(is_set, "trackers", "each tracker once")
         for spec in self.trackers:
             self.require(
                 spec not in ("mlflow", "swanlab"),
@@ -169,12 +165,6 @@ class LoggingSection(Section):
                 "examples/trackers.py:MlFlow or examples/trackers.py:SwanLab for these",
             )
             check_extension("logging.trackers", spec)
-
-    @property
-    def all_trackers(self) -> list[str]:
-        """Return every tracker in use once."""
-        named = ["tensorboard"] * self.tensorboard + ["wandb"] * bool(self.wandb_project)
-        return list(dict.fromkeys([*named, *self.trackers]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,13 +175,10 @@ class RunSection(Section):
     # if dir holds a run that is not resumed; set_aside renames it
     on_used_dir: Annotated[str, one_of("refuse", "set_aside")] = "refuse"
     num_steps: NonNegativeInt = 10  # RL steps
-    seed: Seed = 0  # of sampling noise
+    seed: Seed = 0  # of sampling noise, the order of prompts and the weights of a new drafter
     device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"  # auto: cuda if there is one
     group_timeout_s: Positive = 1800.0  # a collective that waits longer fails and names the ranks
     heartbeat_timeout_s: float = 60.0  # a rank silent for this long ends the run; 0: off, else >= 1
-    max_bad_updates: PositiveInt = (
-        3  # skipped or not finite, in a row; the run then ends, exit code 1
-    )
 
     def check(self) -> None:
         silence_s = self.heartbeat_timeout_s

@@ -51,8 +51,7 @@ def read_rows(path: Path, section: DataSection) -> Iterator[Row]:
     for number, raw in readers[path.suffix](path):
         try:
             row = _read_row(raw, number, path.stem, section)
-            if section.duplicate_ids == "refuse":
-                _check_id(row, seen)
+            _check_id(row, seen)
         except _RowError as error:
             raise ValueError(f"{path} row {number}: {error}") from error
         yield row
@@ -63,7 +62,7 @@ def _check_id(row: Row, seen: dict[tuple[str, str], int]) -> None:
     if first != row.number:
         raise _RowError(
             f"id {row.prompt_id!r} of data_source {row.data_source!r} stands in row {first} already; ids (id, metadata.id, "
-            "extra_info.index) must differ within a data_source, or set data.duplicate_ids=keep"
+            "extra_info.index) must differ within a data_source"
         )
 
 

@@ -54,7 +54,7 @@ class DataBuffer:
     """Sequences of this RL step and the last `keep_steps`, on the CPU, within `data_bytes`.
 
     Example: `start_step(7)`; `add(sequence, 7)` as responses finish; `next_batch(4096)` while idle;
-    `start_step(8)`. The order of batches depends only on the seed, the samples and the calls, so a
+    `start_step(8)`. The order of batches depends only on the samples and the calls, so a
     restored buffer gives the same batches. The long tail of an earlier step is its longest
     sequences, which together hold half of its rows.
 
@@ -63,11 +63,24 @@ class DataBuffer:
     goes first, then the shortest sequence.
     """
 
-    def __init__(self, section: SpotSection, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        section: SpotSection,
+        dtype: torch.dtype = torch.float32,
+        *,
+        long_tail_share: float = 0.5,
+        holdout_share: float = 0.05,
+    ) -> None:
+        """`long_tail_share` of a batch comes from the longest responses of earlier steps.
+
+        `holdout_share` of the samples are never trained on, and compare candidates.
+        """
         self.step = 0
         self.num_bytes = 0
         self.dtype = dtype  # of the states
         self._section = section
+        self._long_tail_share = long_tail_share
+        self._holdout_share = holdout_share
         self._samples: dict[str, _Sample] = {}
         self._rows_seen: dict[int, dict[str, int]] = {}  # by step and key, evicted samples included
         self._tail_starts: dict[int, int] = {}  # by step: fewest rows in its long tail
@@ -140,7 +153,7 @@ class DataBuffer:
         tail, rest = self._pools()
         if not tail and not rest:
             return None
-        share = self._section.long_tail_share
+        share = self._long_tail_share
         wanted = share * max_tokens + self._tail_balance if rest else float(max_tokens)
         picked: list[_Sample] = []
         self._last_batch = (picked, self._tail_balance)
@@ -234,7 +247,7 @@ class DataBuffer:
             key=key,
             sequence=sequence,
             step=step,
-            is_held_out=_hash(key) < self._section.holdout_share * 2**64,
+            is_held_out=_hash(key) < self._holdout_share * 2**64,
             num_rows=sequence.num_rows,
             num_bytes=sum(tensor.nbytes for tensor in _tensors(sequence).values()),
         )
@@ -244,13 +257,13 @@ class DataBuffer:
         tail, rest = [], []
         for sample in sorted(self._samples.values(), key=self._turn):
             if not sample.is_held_out:
-                is_apart = self._section.long_tail_share > 0 and self._is_tail(sample)
+                is_apart = self._long_tail_share > 0 and self._is_tail(sample)
                 (tail if is_apart else rest).append(sample)
         return tail, rest
 
     def _turn(self, sample: _Sample) -> tuple[int, int, str]:
-        """Sort by epoch, then in a random order that the seed and the epoch fix."""
-        return sample.epoch, _hash(f"{self._section.seed}/{sample.epoch}/{sample.key}"), sample.key
+        """Sort by epoch, then in a random order that the epoch fixes."""
+        return sample.epoch, _hash(f"{sample.epoch}/{sample.key}"), sample.key
 
     def _find_tails(self) -> None:
         self._tail_starts = {
@@ -276,7 +289,7 @@ class DataBuffer:
         """Return the sample to evict, in the order that the class docstring gives."""
         is_tail = {sample.key: self._is_tail(sample) for sample in samples}
         tail_bytes = sum(s.num_bytes for s in samples if is_tail[s.key])
-        is_tail_kept = tail_bytes <= self._section.long_tail_share * self._section.data_bytes
+        is_tail_kept = tail_bytes <= self._long_tail_share * self._section.data_bytes
 
         def rank(sample: _Sample) -> tuple[int, int, int, str]:
             order = 2  # a sample of this step

@@ -23,6 +23,8 @@ from tlt_megatron.models.attention.packed import UnrolledAttention
 from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.draft_model import DraftModel
 
+HEAD_CHUNK_TOKENS = 512  # rows whose vocabulary-sized logits are held at once
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
@@ -35,13 +37,12 @@ class Objective:
 
 
 def make_objective(section: DrafterSection) -> Objective:
-    default_steps = {"eagle": 1, "hass": 3, "eagle3": 5}[section.algorithm]
-    default_weight = 0.0 if section.algorithm == "eagle3" else 10.0  # the papers' 1.0 : 0.1
-    weight = section.feature_weight
+    """Return the objective of `drafter.algorithm`, with the weights of its paper."""
     return Objective(
-        num_steps=section.unroll_steps or default_steps,
-        feature_weight=default_weight if weight is None else weight,
-        decay=section.unroll_decay,
+        num_steps={"eagle": 1, "hass": 3, "eagle3": 5}[section.algorithm],
+        # The output of EAGLE-3 is not a feature of the target.
+        feature_weight=0.0 if section.algorithm == "eagle3" else section.feature_weight,
+        decay=0.8,
         has_detached_steps=section.algorithm == "hass",
     )
 
@@ -65,7 +66,7 @@ def draft_loss(
     batch: DraftBatch,
     objective: Objective,
     *,
-    head_chunk_tokens: int,
+    head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
     between_chunks: Callable[[], None] = lambda: None,
 ) -> DraftLoss:
     """Return the loss of the unrolled drafter. Logits exist for `head_chunk_tokens` rows.

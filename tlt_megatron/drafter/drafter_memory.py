@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tlt_megatron.config.schema import DrafterSection, SpotSection
-from tlt_megatron.drafter.drafter_loss import make_objective
+from tlt_megatron.drafter.drafter_loss import HEAD_CHUNK_TOKENS, make_objective
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.memory_claim import MemoryClaim, Phase
 
@@ -43,7 +43,7 @@ def spot_claims(
     # Per row and unroll step: states in and out, fused pair, q, k, v, gate, up, product.
     per_row = (8 * sizes.hidden + 2 * sizes.kv + 4 * sizes.ffn) * item
     batch = rows * per_row * make_objective(drafter).num_steps
-    batch += 4 * 4 * drafter.head_chunk_tokens * sizes.vocab  # both distributions and temporaries
+    batch += 4 * 4 * HEAD_CHUNK_TOKENS * sizes.vocab  # both distributions and temporaries
     data = f"spot.data_bytes={spot.data_bytes}"
     buffered = step_tokens * (1 + spot.keep_steps) * num_states * sizes.hidden * item
     tapped = step_tokens * num_states * sizes.hidden * (item if is_cuda else _STATE_BYTES)

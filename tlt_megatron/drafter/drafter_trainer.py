@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.drafter_loss import DraftLoss, draft_loss, make_objective
+from tlt_megatron.drafter.drafter_loss import DraftLoss, Objective, draft_loss, make_objective
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.device import QueueLimit
@@ -94,6 +94,10 @@ def interruptible(
             handle.remove()
 
 
+_BETAS = 0.9, 0.95  # of Adam's moments
+_MAX_GRAD_NORM = 1.0  # larger gradients are scaled down to it
+
+
 def _go_on() -> None:
     """Never abandon a pass."""
 
@@ -101,7 +105,15 @@ def _go_on() -> None:
 class DrafterTrainer:
     """AdamW over the drafter's own parameters. All members must call `step` equally often."""
 
-    def __init__(self, model: DraftModel, section: DrafterSection, group: Group = SINGLE) -> None:
+    def __init__(
+        self,
+        model: DraftModel,
+        section: DrafterSection,
+        group: Group = SINGLE,
+        *,
+        objective: Objective | None = None,
+    ) -> None:
+        """`objective`: None for that of `section.algorithm`."""
         is_eagle3 = section.algorithm == "eagle3"
         if is_eagle3 != model.config.is_eagle3:
             raise ValueError(
@@ -113,20 +125,11 @@ class DrafterTrainer:
         self.num_updates = 0
         self.num_skipped = 0
         self._section = section
-        self._objective = make_objective(section)
+        self._objective = objective or make_objective(section)
         self.num_unroll_steps = self._objective.num_steps
         self._parameters = dict(model.named_parameters())
-        decayed = [p for p in self._parameters.values() if p.ndim > 1]
-        plain = [p for p in self._parameters.values() if p.ndim <= 1]
         self._optimizer = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": section.weight_decay},
-                {"params": plain, "weight_decay": 0.0},
-            ],
-            lr=section.lr,
-            betas=(section.beta1, section.beta2),
-            eps=section.eps,
-            fused=True,
+            self._parameters.values(), lr=section.lr, betas=_BETAS, weight_decay=0.0, fused=True
         )
         self._num_weights = sum(p.numel() for p in self._parameters.values())
         # Gradients, loss sum, rows, three sums by unroll step, flags: all that a step reduces.
@@ -229,7 +232,6 @@ class DrafterTrainer:
                 self.model,
                 batch.to(self.device),
                 self._objective,
-                head_chunk_tokens=self._section.head_chunk_tokens,
                 between_chunks=between_chunks,
             )
 
@@ -249,8 +251,7 @@ class DrafterTrainer:
         return sums
 
     def _update(self, count: float, grad_norm: float, lr: float) -> None:
-        clip = self._section.clip_grad
-        scale = min(1.0, clip / max(grad_norm, 1e-12)) if clip else 1.0
+        scale = min(1.0, _MAX_GRAD_NORM / max(grad_norm, 1e-12))
         self._flat[: self._num_weights].mul_(scale / count)
         for group in self._optimizer.param_groups:
             group["lr"] = lr

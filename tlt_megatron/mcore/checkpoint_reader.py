@@ -1,4 +1,4 @@
-"""Reads a torch_dist checkpoint without running anything that is in it. Used by checkpoint.py.
+"""Reads a torch_dist checkpoint without running anything that is in it. Used by megatron_checkpoint.py.
 
 Three kinds of its files are pickles, which can call any function when they are loaded. Our unpickler reads `.metadata` and
 accepts only the classes that torch.distributed.checkpoint writes. `common.pt` and the tensors are read by torch.load with

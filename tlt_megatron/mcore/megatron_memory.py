@@ -52,7 +52,6 @@ def policy_claims(  # noqa: PLR0913
     """
     own = _parameters_of_a_rank(sizes, parallel, mcore)
     item = _ITEM_BYTES[model.dtype]
-    num_shards = num_data_parallel if mcore.use_distributed_optimizer else 1
     layout = f"parallel.tensor={parallel.tensor} or parallel.pipeline={parallel.pipeline}"
     micro_tokens = max(longest, min(mcore.micro_batch_tokens, batch_tokens))
     micro_batch = f"mcore.micro_batch_tokens={mcore.micro_batch_tokens}"
@@ -65,7 +64,7 @@ def policy_claims(  # noqa: PLR0913
     # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before rollouts.
     kept_in = frozenset({Phase.UPDATE}) if is_cuda else ALL_PHASES
     freed = 0 if is_cuda else int(_FREED_SHARE * activations)
-    optimizer = own * _OPTIMIZER_BYTES[model.dtype] // num_shards
+    optimizer = own * _OPTIMIZER_BYTES[model.dtype] // num_data_parallel
     gradients_in = optimizer_in = ALL_PHASES
     away = 0  # bytes that a GPU keeps in host memory outside of updates
     if mcore.offload_in_rollouts:
@@ -73,9 +72,9 @@ def policy_claims(  # noqa: PLR0913
         optimizer_in = gradients_in if is_cuda else ALL_PHASES
         away = optimizer if is_cuda else 0
     largest = max(sizes.table, 2 * sizes.hidden * sizes.ffn) // parallel.tensor
-    buffers = 4 * largest * (_WRITTEN + _JOINED * (num_shards > 1))
+    buffers = 4 * largest * (_WRITTEN + _JOINED * (num_data_parallel > 1))
     if resumes:  # a load comes before anything is away
-        buffers = max(buffers, largest_own * _LOAD_BYTES // num_shards - away)
+        buffers = max(buffers, largest_own * _LOAD_BYTES // num_data_parallel - away)
     reference = own * item * has_reference
     exported = 2 * max(sizes.layer, sizes.table) * 4
     offload = f"{layout} or mcore.offload_in_rollouts={mcore.offload_in_rollouts}"
@@ -102,7 +101,7 @@ def policy_claims(  # noqa: PLR0913
             "checkpoint buffers", buffers, phases=checkpoint, in_host=is_cuda, lower=layout
         ),
         MemoryClaim("exported layer", exported, phases=sync),
-        *_critic_claims(critic, own, model, parallel, mcore, num_shards, is_cuda),
+        *_critic_claims(critic, own, model, parallel, mcore, num_data_parallel, is_cuda),
     ]
 
 
@@ -112,7 +111,7 @@ def _critic_claims(
     model: ModelSection,
     parallel: ParallelSection,
     mcore: McoreSection,
-    num_shards: int,
+    num_data_parallel: int,
     is_cuda: bool,
 ) -> list[MemoryClaim]:
     """Return what a critic takes beside a policy that has `policy_own` parameters on the rank.
@@ -129,8 +128,8 @@ def _critic_claims(
     optimizer = _OPTIMIZER_BYTES[model.dtype]
     layout = f"parallel.tensor={parallel.tensor} or parallel.pipeline={parallel.pipeline}"
     offload = f"{layout} or mcore.offload_in_rollouts={mcore.offload_in_rollouts}"
-    grads, states = trained * _GRAD_BYTES, trained * optimizer // num_shards
-    outside = away * optimizer // num_shards
+    grads, states = trained * _GRAD_BYTES, trained * optimizer // num_data_parallel
+    outside = away * optimizer // num_data_parallel
     return [
         MemoryClaim("critic", own * _ITEM_BYTES[model.dtype], lower=layout),
         MemoryClaim("critic's gradients", grads, phases=held_in, lower=offload),
@@ -149,9 +148,8 @@ def checkpoint_bytes(
 ) -> tuple[int, int]:
     """Return the bytes of a policy checkpoint, and how many of them the fullest rank writes."""
     item = _ITEM_BYTES[model.dtype]
-    num_shards = num_data_parallel if mcore.use_distributed_optimizer else 1
     own = _parameters_of_a_rank(sizes, parallel, mcore)
-    return sizes.total * (item + _STATE_BYTES), own * item + own * _STATE_BYTES // num_shards
+    return sizes.total * (item + _STATE_BYTES), own * item + own * _STATE_BYTES // num_data_parallel
 
 
 def _stages(sizes: ModelSizes, parallel: ParallelSection, mcore: McoreSection) -> list[int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from tlt_megatron.config.schema import McoreSection, OptimizerSection
+from tlt_megatron.config.schema import OptimizerSection
 from tlt_megatron.types import OptimizerStats
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
-def wrap_data_parallel(model: nn.Module, section: McoreSection) -> DistributedDataParallel:
+def wrap_data_parallel(model: nn.Module) -> DistributedDataParallel:
     """Wrap this rank's stage in Megatron's DistributedDataParallel, set up for a loss that is a fraction.
 
     Gradients are kept in float32 and reduced after the last backward pass. A collective of all ranks.
@@ -38,7 +38,7 @@ def wrap_data_parallel(model: nn.Module, section: McoreSection) -> DistributedDa
             grad_reduce_in_fp32=True,
             # No overlap: a data-parallel rank without micro-batches has no backward pass to start the reduction.
             overlap_grad_reduce=False,
-            use_distributed_optimizer=section.use_distributed_optimizer,
+            use_distributed_optimizer=True,
             check_for_nan_in_grad=False,  # PolicyOptimizer.step checks the norm instead
             average_in_collective=False,
         ),
@@ -49,7 +49,7 @@ def wrap_data_parallel(model: nn.Module, section: McoreSection) -> DistributedDa
 class PolicyOptimizer:
     """Adam over the parameters of `model`, its schedule, and the skipping of updates that are not finite.
 
-    `megatron` and `scheduler` are the Megatron objects, for checkpoint.py.
+    `megatron` and `scheduler` are the Megatron objects, for megatron_checkpoint.py.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Converts the optimizer's state to a form that does not depend on the layout. Used by checkpoint.py.
+"""Converts the optimizer's state to a form that does not depend on the layout. Used by megatron_checkpoint.py.
 
 Megatron's distributed optimizer keeps flat shards of flat buckets. Here they become tensors with the shapes of the model's
 parameters ("fully_reshardable", keys `optimizer.state.<param|exp_avg|exp_avg_sq>.<parameter>`). Megatron writes the same form,
@@ -42,8 +42,6 @@ def sharded_optimizer_state(
     """
     part = _only_part(optimizer)
     _materialize(part)
-    if not part.config.use_distributed_optimizer:
-        return part.sharded_state_dict(model_state, is_loading, metadata=metadata)
     assert _is_distributed(part)
     state = part.state_dict()  # parameter groups with their step; no tensors
     state["param_state_sharding_type"] = metadata["distrib_optim_sharding_type"]

@@ -63,7 +63,7 @@ class TrainedModel:
         wrapped = self._stage
         if dtype != torch.float32:
             wrapped = Float16Module(self._stage.config, self._stage)
-        self._model = wrap_data_parallel(wrapped, mcore)
+        self._model = wrap_data_parallel(wrapped)
         self._optimizer = PolicyOptimizer(self._model, optimizer, dtype)
         self._count: int | None = (
             None  # of the loss, for the gradients so far; None: there are none

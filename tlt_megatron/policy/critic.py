@@ -36,14 +36,11 @@ class CriticTrainer:
         model: CriticModel,
         section: CriticSection,
         groups: ProcessGroups,
-        *,
-        max_bad_updates: int,
     ) -> None:
-        """The run ends after `max_bad_updates` skipped updates in a row."""
         self.model = model
         self.section = section
         self.groups = groups
-        self._health = UpdateHealth(max_bad_updates, updates=_UPDATES, advice="critic.lr")
+        self._health = UpdateHealth(updates=_UPDATES, advice="critic.lr")
 
     @property
     def is_last_update_good(self) -> bool:

@@ -90,18 +90,20 @@ class EngineDifference:
         }
 
 
+MAX_BAD_UPDATES = 3  # in a row; then the run ends
+
+
 class UpdateHealth:
     """Ends a run after too many bad updates in a row, over RL steps."""
 
-    def __init__(self, max_bad_updates: int, *, updates: str, advice: str) -> None:
+    def __init__(self, *, updates: str, advice: str) -> None:
         """`updates`: what they are called in the error. `advice`: what to check."""
-        self._max_bad_updates = max_bad_updates
         self._updates = updates
         self._advice = advice
         self.num_bad = 0  # updates in a row
 
     def check_updates(self, step: int, grad_norms: Sequence[float], loss: float) -> None:
-        """Raise UnhealthyTrainingError after `max_bad_updates` bad updates in a row.
+        """Raise UnhealthyTrainingError after MAX_BAD_UPDATES bad updates in a row.
 
         `grad_norms` are those of the step's updates, in order. An update whose norm is not finite
         was skipped.
@@ -111,10 +113,10 @@ class UpdateHealth:
             self.num_bad = 0 if math.isfinite(grad_norm) else self.num_bad + 1
         if not math.isfinite(loss) and self.num_bad == 0:
             self.num_bad = num_before + 1
-        if self.num_bad >= self._max_bad_updates:
+        if self.num_bad >= MAX_BAD_UPDATES:
             raise UnhealthyTrainingError(
-                f"step {step}: {self.num_bad} {self._updates} in a row were skipped or not finite "
-                f"(run.max_bad_updates={self._max_bad_updates}): gradient norm {grad_norms[-1]}, loss {loss}. "
+                f"step {step}: {self.num_bad} {self._updates} in a row were skipped or not finite: "
+                f"gradient norm {grad_norms[-1]}, loss {loss}. "
                 f"Check the rewards (critic/rewards/*), {self._advice}. The newest checkpoint is kept"
             )
 
@@ -126,13 +128,11 @@ class TrainingHealth(UpdateHealth):
     `max_diff` replaces the default bound on the difference of the engines; None keeps the default.
     """
 
-    def __init__(
-        self, *, max_bad_updates: int, max_diff: float | None, dtypes: tuple[str, str]
-    ) -> None:
+    def __init__(self, *, max_diff: float | None, dtypes: tuple[str, str]) -> None:
         """`dtypes` are (training, rollout)."""
         logprobs = "the log-probs of the batch (train/train_rollout_logprob_abs_diff)"
         advice = f"optimizer.lr and {logprobs}"
-        super().__init__(max_bad_updates, updates="updates", advice=advice)
+        super().__init__(updates="updates", advice=advice)
         self._dtypes = dtypes
         self._is_exact = all(dtype in EXACT_DTYPES for dtype in dtypes)
         default = MAX_DIFF_EXACT if self._is_exact else MEAN_DIFF_ROUNDED

@@ -1,5 +1,4 @@
-"""Loads and checks the functions of `reward.function` or `reward.functions`, and reads their
-results. For reward workers.
+"""Loads and checks the functions of `reward.function`, and reads their results. For reward workers.
 
 A reward function has the usual signature:
 
@@ -35,8 +34,7 @@ def load_reward(spec: str) -> RewardFunction:
 def name_setting(weights: Mapping[str, float]) -> str:
     """Return the setting that names these functions, with its value, for messages."""
     (spec, weight), *others = weights.items()
-    alone = not others and weight == 1
-    return f"reward.function={spec!r}" if alone else f"reward.functions={dict(weights)!r}"
+    return f"reward.function={spec if not others and weight == 1 else dict(weights)!r}"
 
 
 def is_async(function: RewardFunction) -> TypeGuard[AsyncRewardFunction]:

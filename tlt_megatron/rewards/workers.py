@@ -54,7 +54,7 @@ class RewardPool:
     "raise" makes `collect` raise RuntimeError. "zero" makes the reward 0.0, counts the failure and
     logs it once for each prompt. Output of the function and its programs goes to the logger
     "reward_output", up to `MAX_OUTPUT_BYTES` per batch. The workers also run the function of
-    `environment`, with its own timeout and the same `on_error`. Example: `with RewardPool("math",
+    `environment`, with the same timeout and `on_error`. Example: `with RewardPool("math",
     num_workers=2, timeout_s=30.0, on_error="raise") as pool: ...`
     """
 
@@ -66,7 +66,6 @@ class RewardPool:
         timeout_s: float,
         on_error: str,
         environment: str = "",
-        environment_timeout_s: float = 30.0,
     ) -> None:
         if num_workers < 1 or timeout_s <= 0 or on_error not in ("raise", "zero"):
             raise ValueError(
@@ -82,7 +81,7 @@ class RewardPool:
         self._loop = asyncio.new_event_loop()
         self._workers = _Workers(
             _Functions(weights, environment),
-            {"reward": timeout_s, "environment": environment_timeout_s},
+            timeout_s,
             is_fatal=on_error == "raise",
         )
         self._thread = threading.Thread(target=self._run_loop, name="reward-workers", daemon=True)
@@ -209,11 +208,9 @@ class RewardPool:
 class _Workers:
     """The workers of a pool. Only the thread of the pool's event loop calls it."""
 
-    def __init__(
-        self, functions: _Functions, timeouts_s: Mapping[str, float], *, is_fatal: bool
-    ) -> None:
+    def __init__(self, functions: _Functions, timeout_s: float, *, is_fatal: bool) -> None:
         self._functions = functions
-        self._timeouts_s = timeouts_s  # of each function
+        self._timeout_s = timeout_s  # of one call
         self._is_fatal = is_fatal  # a failure raises RuntimeError
         self._folder = os.getcwd()  # relative paths mean the same in a worker started later
         self._logged_prompt_ids: set[str] = set()
@@ -243,7 +240,7 @@ class _Workers:
 
     async def run(self, function: str, arguments: bytes, prompt_id: str, where: str) -> Outcome:
         """Return the outcome of one call."""
-        call = function, arguments, self._timeouts_s[function]
+        call = function, arguments, self._timeout_s
         seat = await self._free.get()
         try:
             outcome = await (await self._worker_of(seat)).call(*call)

@@ -34,7 +34,7 @@ val-core/*/reward/{mean@*,best@*/mean} | reward | by data source, as verl: mean 
   and of the best of each prompt. verl's `best@N/mean` is lower where they differ: it draws the N with
   replacement (`bootstrap_metric`). Rows without a data source get the name of their file
 reward/*/*/mean | | by data source: mean of each further number of the reward function, and of each score of
-  `reward.functions`
+  `reward.function`
 val-aux/*/*/{mean@*,best@*/mean} | | the same in evaluations
 train/num_gen_batches | rounds | of generation in this step, with `algorithm.dynamic_sampling` or partial rollouts
 rollout/extra_draws | prompts | drawn beyond `rollout.num_prompts` in this step
@@ -58,7 +58,7 @@ actor/entropy | nats per token | of the sampled distribution (`rollout.temperatu
   `rollout.top_p` and `rollout.top_k` kept), over the responses of the update
 rollout/entropy | nats per token | minus the mean log-prob of the sampled tokens: an estimate over all responses
 actor/skipped_response_share | share | responses of zero advantage or masked (`algorithm.mask_truncated`), which take no pass in the
-  update (`algorithm.skip_zero_advantages`); the metrics of tokens here are of the others
+  update; the metrics of tokens here are of the others
 actor/ppo_kl | nats per token | old minus new log-prob; 0 with one update per batch
 actor/pg_clipfrac | share of tokens | where the clip decided
 actor/pg_clipfrac_lower | share of tokens | where `algorithm.dual_clip` decided

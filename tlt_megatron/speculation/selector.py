@@ -93,7 +93,6 @@ def make_selector(
     strategies: Sequence[SpeculationStrategy],
     *,
     max_batch_size: int,
-    beg_thresholds: Sequence[int] = (),
 ) -> StrategySelector:
     """Return a new selector over `strategies`. A selector that is not built in is called as `Selector(strategies)`.
 
@@ -103,7 +102,7 @@ def make_selector(
     if spec == "fixed":
         return selector(strategies[0])
     if spec == "beg_mab":
-        return selector(strategies, beg_thresholds, max_batch_size=max_batch_size)
+        return selector(strategies, max_batch_size=max_batch_size)
     methods = [name for name in vars(StrategySelector) if not name.startswith("_")]
     missing = [name for name in methods if not callable(getattr(selector, name, None))]
     if missing:

@@ -30,27 +30,22 @@ class Coordinator:
         self._seen: tuple[int, bool] = (0, False)  # epoch, and whether a member has left it
         self._since = 0.0
 
-    def plan_start(self, view: PhaseView, now: float, num_updates: int) -> Plan | None:
+    def plan_start(self, view: PhaseView, now: float) -> Plan | None:
         """Return a plan of all free replicas, or None. For a rank that waits."""
         free = view.free_replicas()
         is_allowed = self._may_follow(view, now)  # always called: it also starts the clock
-        if view.is_over or view.is_closed or not is_allowed or not self.is_speaker:
+        if view.is_over or not is_allowed or not self.is_speaker:
             return None
         if self.replica not in free or len(free) < self.min_idle_replicas:
             return None
-        base_updates = view.plan.base_updates if view.plan else num_updates
-        return Plan(epoch=view.next_epoch, replicas=free, base_updates=base_updates)
+        return Plan(epoch=view.next_epoch, replicas=free)
 
     def plan_growth(self, view: PhaseView) -> Plan | None:
         """Return the session's plan with all free replicas added, or None. For its leader."""
         free = view.free_replicas()
-        if view.is_over or view.is_closed or view.plan is None or not free:
+        if view.is_over or view.plan is None or not free:
             return None
-        return Plan(
-            epoch=view.next_epoch,
-            replicas=view.plan.replicas + free,
-            base_updates=view.plan.base_updates,
-        )
+        return Plan(epoch=view.next_epoch, replicas=view.plan.replicas + free)
 
     def _may_follow(self, view: PhaseView, now: float) -> bool:
         """Return whether a new session may start: the newest one is over, or counts as lost."""

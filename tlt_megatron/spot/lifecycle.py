@@ -83,7 +83,6 @@ class DrafterLifecycle:
         self.spot = SpotTrainer(
             trainer,
             buffer,
-            section,
             ranks=ranks,
             timeline=timeline,
             measure_candidate=self._measure_candidate,

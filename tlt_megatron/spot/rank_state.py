@@ -48,6 +48,8 @@ class SpotRanks:
     layout: ReplicaLayout
     rank: int  # this one
     phase_timeout_s: float  # from the first finished rollout of a phase to the last
+    min_idle_replicas: int = 1  # sessions start when so many replicas are idle
+    member_timeout_s: float = 20.0  # a member silent for this long is lost; > one drafter step
     # Called before every read of a log. Raises if a rank is lost and the run cannot continue.
     check_ranks: Callable[[], None] = lambda: None
 
@@ -58,7 +60,6 @@ class Plan:
 
     epoch: int  # 1, 2, ... within a phase; the first plan in the log for an epoch counts
     replicas: tuple[int, ...]  # in the order in which they became idle
-    base_updates: int  # the drafter's num_updates when the phase's first session began
 
 
 class SharedLog:
@@ -105,9 +106,8 @@ class PhaseView:
 
     finished RANK MACHINE TIME    its rollouts have finished
     ready RANK                    it can join a session from now on
-    plan EPOCH UPDATES REPLICA..  a session; UPDATES: see `Plan.base_updates`
+    plan EPOCH REPLICA..          a session
     left RANK EPOCH               it has left this session, and can join another
-    closed                        no more sessions in this phase
     """
 
     def __init__(self, layout: ReplicaLayout, machine: str = "") -> None:
@@ -116,7 +116,6 @@ class PhaseView:
         self.finished: dict[int, float] = {}  # rank -> time, in the order of the log
         self.ready: set[int] = set()  # ranks that can join a session
         self.plan: Plan | None = None  # the newest
-        self.is_closed = False  # the phase has reached spot.max_updates
         self._listed: dict[int, int] = {}  # rank -> epoch of the newest plan that lists it
         self._left: dict[int, int] = {}  # rank -> newest epoch that it reported as left
 
@@ -128,19 +127,13 @@ class PhaseView:
                 self.finished.setdefault(int(rank), float(finished_at) if is_near else now)
             case ["ready", rank]:
                 self.ready.add(int(rank))
-            case ["plan", epoch, updates, *replicas] if int(epoch) == self.next_epoch:
-                self.plan = Plan(
-                    epoch=int(epoch),
-                    replicas=tuple(map(int, replicas)),
-                    base_updates=int(updates),
-                )
+            case ["plan", epoch, *replicas] if int(epoch) == self.next_epoch:
+                self.plan = Plan(epoch=int(epoch), replicas=tuple(map(int, replicas)))
                 self._listed.update(dict.fromkeys(self.members(), self.plan.epoch))
             case ["plan", *_]:
                 pass  # another plan was first
             case ["left", rank, epoch]:
                 self._left[int(rank)] = max(int(epoch), self._left.get(int(rank), 0))
-            case ["closed"]:
-                self.is_closed = True
             case _:
                 raise AssertionError(words)
 
@@ -217,7 +210,7 @@ class PhaseLog(SharedLog):
 
     def propose(self, plan: Plan) -> None:
         """Append a plan. The next `read` shows whether it was the first for its epoch."""
-        self.append("plan", plan.epoch, plan.base_updates, *plan.replicas)
+        self.append("plan", plan.epoch, *plan.replicas)
 
     def read(self) -> PhaseView:
         """Return the view of all lines so far. Call `announce_finished` first.

@@ -58,7 +58,6 @@ class SessionEnd(StrEnum):
 
     STOPPED = "stopped"  # the last rollout has ended
     REPLACED = "replaced"  # by a newer plan
-    FULL = "full"  # the phase has reached spot.max_updates
     CANCELLED = "cancelled"  # not every member answered the plan, or the phase ended before that
     LOST = "lost"  # a member exited or does not answer
 
@@ -146,7 +145,6 @@ class GroupPool:
 class SessionLimits:
     """Limits of a session. Times are in seconds."""
 
-    max_updates: int  # per phase; 0: no limit
     member_timeout_s: float  # a member that does not answer for this long is lost
     poll_s: float  # between two reads of the store
     watch_s: float  # the same during a step; 0: read at every point where a step can be abandoned
@@ -245,7 +243,7 @@ class SpotSession:
                     self.phase_log.step,
                     self.limits.member_timeout_s,
                 )
-            if is_late or view.is_over or view.is_closed:
+            if is_late or view.is_over:
                 log_of_answers.append("cancel", *missing)
             else:
                 time.sleep(self.limits.poll_s)
@@ -275,10 +273,6 @@ class SpotSession:
             is_stopped, is_replaced = (flag > 0 for flag in stats.flags)
             if is_stopped:
                 return SessionEnd.STOPPED
-            num_done = stats.num_updates - self.plan.base_updates
-            if 0 < self.limits.max_updates <= num_done:
-                self.phase_log.append("closed")  # every member closes before it continues
-                return SessionEnd.FULL
             if is_replaced:
                 return SessionEnd.REPLACED
             if not stats.num_tokens:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.drafter_trainer import DrafterStats, DrafterTrainer
 from tlt_megatron.runtime.collectives import gather_objects
@@ -98,13 +97,12 @@ def merge_metrics(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 class SpotTrainer:
-    """Runs the sessions of this rank. All ranks create one, with the same layout and section."""
+    """Runs the sessions of this rank. All ranks create one, with the same layout."""
 
     def __init__(
         self,
         trainer: DrafterTrainer,
         source: DataBuffer,
-        section: SpotSection,
         *,
         ranks: SpotRanks,
         timeline: Timeline,
@@ -116,13 +114,11 @@ class SpotTrainer:
         """
         self.trainer = trainer
         self.source = source
-        self.section = section
         self.ranks = ranks
         self.timeline = timeline
-        num_ranks, num_replicas = ranks.layout.world_size, ranks.layout.num_replicas
+        num_ranks = ranks.layout.world_size
         self.limits = SessionLimits(
-            max_updates=section.max_updates,
-            member_timeout_s=section.member_timeout_s,
+            member_timeout_s=ranks.member_timeout_s,
             # The store answers about ten thousand requests per second, and all idle ranks poll it.
             poll_s=max(0.002, 0.0001 * num_ranks),
             watch_s=max(0.002, 0.001 * num_ranks),  # a tenth of the rate, all session
@@ -132,17 +128,13 @@ class SpotTrainer:
             ranks.store,
             ranks.rank,
             trainer.device,
-            timeout_s=section.member_timeout_s,
+            timeout_s=ranks.member_timeout_s,
             max_kept=_KEPT_NCCL_GROUPS if trainer.device.type == "cuda" else 0,
         )
         self._level: StateVersion | None = None  # of all ranks after the last phase
         self._left_phases: list[PhaseLog] = []  # phases that are still in the store
-        if section.min_idle_replicas >= num_replicas:
-            log.warning(
-                "spot.min_idle_replicas=%d: with %d rollout replicas no session will ever start",
-                section.min_idle_replicas,
-                num_replicas,
-            )
+        if ranks.layout.num_replicas == 1:
+            log.warning("spot.enabled=true: with one rollout replica no session will ever start")
 
     def run_until_preempted(self, step: int, generation_round: int = 0) -> SpotReport:
         """Train from the end of this rank's rollouts of a round of `step` to the last rank's end.
@@ -163,7 +155,7 @@ class SpotTrainer:
         coordinator = Coordinator(
             ranks.layout,
             ranks.rank,
-            min_idle_replicas=self.section.min_idle_replicas,
+            min_idle_replicas=ranks.min_idle_replicas,
             settle_s=_SETTLE_S,
             member_timeout_s=self.limits.member_timeout_s,
         )
@@ -213,14 +205,14 @@ class SpotTrainer:
                     return None
                 plan, listed = view.plan, view.listed_in(self.ranks.rank)
                 is_mine = plan is not None and plan.epoch == listed > newest_epoch
-                if is_mine and not view.is_closed:
+                if is_mine:
                     return plan
                 if not view.has_left(self.ranks.rank) and num_broken < _MAX_BROKEN_SESSIONS:
                     # The session that listed this rank goes on without it, or has ended.
                     phase_log.append("left", self.ranks.rank, listed)
                     continue
                 now = time.monotonic()
-                proposal = coordinator.plan_start(view, now, self.trainer.num_updates)
+                proposal = coordinator.plan_start(view, now)
                 if proposal is not None:
                     phase_log.propose(proposal)
                     continue

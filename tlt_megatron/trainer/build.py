@@ -122,7 +122,6 @@ def _build(site: _Site, explaining: Callable[[], AbstractContextManager[None]]) 
             timeout_s=reward.timeout_s,
             on_error=reward.on_error,
             environment=config.rollout.environment,
-            environment_timeout_s=config.rollout.environment_timeout_s,
         )
     )
     tokenizer = load_tokenizer(config.model.path)
@@ -132,7 +131,7 @@ def _build(site: _Site, explaining: Callable[[], AbstractContextManager[None]]) 
     if saved is not None:
         resumed = compare_run(saved, about, is_warning=world.is_first)
     prompts = load_prompts(config.data.train, tokenizer, config.data, world)
-    sampler = PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.data.seed)
+    sampler = PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.run.seed)
     if saved is not None:
         sampler.load_state_dict(saved.state["sampler"])
     held_out = load_held_out(config.data, tokenizer, world, limit=config.eval.num_prompts)
@@ -178,7 +177,6 @@ def _build(site: _Site, explaining: Callable[[], AbstractContextManager[None]]) 
             num_steps=config.run.num_steps,
             eval_interval=config.eval.interval,
             checkpoint_interval=config.checkpoint.interval,
-            has_last_checkpoint=config.checkpoint.at_end,
         ),
         trainer,
         evaluator=Evaluator(
@@ -209,7 +207,7 @@ def _check_extensions(config: RunConfig) -> None:
     load_extension("algorithm.advantage", config.algorithm.advantage)
     load_extension("algorithm.loss", config.algorithm.loss)
     load_extension("speculation.selector", config.speculation.selector)
-    for spec in config.logging.all_trackers:
+    for spec in config.logging.trackers:
         load_extension("logging.trackers", spec)
 
 
@@ -296,13 +294,12 @@ def _open_report(
 def _make_trackers(config: RunConfig, run_dir: Path, resume_step: int | None) -> Trackers:
     """Start the trackers of rank 0. ValueError names one that cannot start."""
     trackers = {}
-    for spec in config.logging.all_trackers:
-        is_named = spec == "wandb" and config.logging.wandb_project
+    for spec in config.logging.trackers:
         try:
             with signals_kept():
                 trackers[spec] = load_extension("logging.trackers", spec)(
                     run_dir=run_dir,
-                    project=config.logging.wandb_project if is_named else config.logging.project,
+                    project=config.logging.project,
                     config=dataclasses.asdict(config),
                     resume_step=resume_step,
                 )
@@ -373,10 +370,9 @@ def _build_policy_trainer(
     critic: McoreCriticModel | None,
     groups: ProcessGroups,
 ) -> PolicyTrainer:
-    max_bad_updates = config.run.max_bad_updates
     trainer = None
     if critic is not None:
-        trainer = CriticTrainer(critic, config.critic, groups, max_bad_updates=max_bad_updates)
+        trainer = CriticTrainer(critic, config.critic, groups)
     return PolicyTrainer(
         model,
         config.algorithm,
@@ -385,7 +381,6 @@ def _build_policy_trainer(
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         health=TrainingHealth(
-            max_bad_updates=max_bad_updates,
             max_diff=config.algorithm.max_logprob_diff,
             dtypes=(config.model.dtype, config.rollout.dtype),
         ),

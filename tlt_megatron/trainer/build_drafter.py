@@ -30,7 +30,7 @@ def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...
         return load_draft_config(config.speculation.drafter).aux_layer_ids
     if config.drafter.algorithm != "eagle3":
         return ()
-    return tuple(config.drafter.aux_layer_ids) or default_aux_layer_ids(target.num_layers)
+    return default_aux_layer_ids(target.num_layers)
 
 
 def attach_drafter(
@@ -86,9 +86,7 @@ def make_drafter(
             config.speculation.drafter, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD
         )
     architecture = "eagle3" if config.drafter.algorithm == "eagle3" else "eagle"
-    draft_config = make_draft_config(
-        target, architecture, embedding_VD, tuple(config.drafter.aux_layer_ids)
-    )
+    draft_config = make_draft_config(target, architecture, embedding_VD)
     return DraftModel(
-        draft_config, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD, seed=config.drafter.seed
+        draft_config, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD, seed=config.run.seed
     )

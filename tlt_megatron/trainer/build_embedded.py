@@ -16,7 +16,6 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.speculation.selector import make_selector
-from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.trainer.build_drafter import drafter_tap_layers, make_drafter
 
 log = logging.getLogger(__name__)
@@ -68,6 +67,5 @@ def make_speculation(config: RunConfig, draft: DraftInference | None) -> Specula
         section.selector,
         strategies,
         max_batch_size=config.rollout.max_batch_size,
-        beg_thresholds=section.beg_thresholds,
     )
-    return Speculation(draft, selector, strategies, ranking=Ranking(section.ranking))
+    return Speculation(draft, selector, strategies)

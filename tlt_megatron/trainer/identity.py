@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt_megatron.config.load import REMOVED
+from tlt_megatron.config.load import removed_settings
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import fingerprint_weights
@@ -35,14 +35,11 @@ _OF_SELECTOR = (
     "speculation.drafter",
     "speculation.strategies",
     "speculation.selector",
-    "speculation.beg_thresholds",
-    "speculation.ranking",
     "speculation.draft_vocab_size",
 )
 _OF_DRAFTER = (
     "speculation.drafter",
     "drafter.algorithm",
-    "drafter.aux_layer_ids",
     "spot.enabled",
 )
 # Sections and settings that do not affect results: location, output and length of a run.
@@ -90,7 +87,6 @@ def describe_run(
         "config.json": function,
         "stop_token_ids": list(stop_token_ids),
         "run.seed": config.run.seed,
-        "data.seed": config.data.seed,
         "data.shuffle": config.data.shuffle,
     }
     if config.algorithm.kl_coef > 0:
@@ -117,10 +113,11 @@ def compare_run(saved: SavedRun, about: Mapping[str, Any], *, is_warning: bool) 
             f"checkpoint {saved.folder} belongs to another run: {_describe(strangers)} (saved -> now): "
             "model and seeds must be those that the run was started with"
         )
+    removed = {name: value for name, (value, _) in removed_settings().items()}
     changes = {
         name: change
         for name, change in _changes(_SETTINGS, saved.state, about).items()
-        if not name.startswith(_FREE) and not (name in REMOVED and REMOVED[name][0] == change[0])
+        if not name.startswith(_FREE) and not (name in removed and removed[name] == change[0])
     }
     num_ranks = (saved.state.get(_NUM_RANKS), about[_NUM_RANKS])
     is_same_world = num_ranks[0] == num_ranks[1]

@@ -28,7 +28,6 @@ class Schedule:
     num_steps: int
     eval_interval: int  # 0: only before the first step and after the last
     checkpoint_interval: int  # 0: only after the last step
-    has_last_checkpoint: bool  # after the last step; a stop always saves
 
 
 class Run:
@@ -62,7 +61,7 @@ class Run:
         is the state at its beginning. A running update is finished first.
         """
         self.is_stopped = not self._run_steps()
-        if self.is_stopped or self.schedule.has_last_checkpoint:
+        if self.is_stopped or self.schedule.num_steps:  # not after an evaluation alone
             self.save_checkpoint()
 
     def _run_steps(self) -> bool:

@@ -148,7 +148,7 @@ def _held_out(config: RunConfig) -> str:
 def _launcher(
     options: argparse.Namespace, console: Console, root: str, *overrides: str
 ) -> Launcher:
-    quiet = ("logging.rollouts=true", "logging.progress=none", "logging.tensorboard=false")
+    quiet = ("logging.rollouts=true", "logging.progress=none", "logging.trackers=[]")
     return Launcher(
         root=Path(root),
         config=options.config,

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Run all variants in rounds and print the table. Return the values of the JSON."""
     found: dict[str, list[dict[str, float | None]]] = {name: [] for name in _VARIANTS}
     with tempfile.TemporaryDirectory(prefix="bench-partial-") as folder:
-        quiet = ("checkpoint.at_end=false", "checkpoint.export_hf=false", "speculation.measure_gain=false")  # fmt: skip
+        quiet = ("checkpoint.export_hf=false", "speculation.measure_gain=false")  # fmt: skip
         launcher = Launcher(
             root=Path(folder),
             config=options.config,

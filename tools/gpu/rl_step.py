@@ -72,7 +72,7 @@ def rl_step(machine: Machine, policy: str) -> Iterator[Figures]:
         "rollout.num_samples": machine.pick(8, 2),
         "speculation.measure_gain": "false",
         "mcore.offload_in_rollouts": "true",
-        "logging.tensorboard": "false",
+        "logging.trackers": "[]",
         "run.device": "cpu" if machine.is_cpu else "cuda",
         "run.dir": folder / "run",
     }

@@ -199,7 +199,7 @@ CASES = [
     Case("duplicate section", r"key 'data' stands in line 2 and again in line 5", lambda f: (f / "run.yaml").open("a").write("data: {seed: 3}\n")),
     Case("duplicate key of an override", r"override 'run=\{seed: 1, seed: 2\}': is not YAML: key 'seed' stands", overrides=("run={seed: 1, seed: 2}",)),
     Case("k1 as a loss", r"algorithm\.kl_estimator='k1': must be k2 or k3 where algorithm\.kl_placement='loss'", overrides=("algorithm.kl_estimator=k1",)),
-    Case("weights of zero", r"reward\.functions=\{'math': 0\.0, 'exact': 0\.0\}: must be functions of which one has a weight that is not 0", overrides=("reward.functions={math: 0, exact: 0}",)),
+    Case("weights of zero", r"reward\.function=\{'math': 0\.0, 'exact': 0\.0\}: must be functions of which one has a weight that is not 0", overrides=("reward.function={math: 0, exact: 0}",)),
     Case("evaluation without prompts", r"eval\.interval=2: must be 0 where data\.eval is empty", overrides=("eval.interval=2",)),
     *(
         Case(f"{key}={value}", re.escape(key) + rf"={shown}: must be a finite number", overrides=(f"{key}={value}",))

@@ -79,7 +79,7 @@ def test_settings_without_effect_are_listed_once_with_what_they_need() -> None:
         "optimizer.min_lr=1e-7": "optimizer.decay!=constant",
         "sglang.start_timeout_s=5": "rollout.engine!=embedded",
     }
-    defaults = ["algorithm.gamma=1.0", "spot.seed=0"]
+    defaults = ["algorithm.gamma=1.0", "spot.keep_steps=1"]
     (line,) = risky_settings(load_config(None, [*ignored, *defaults]))
     assert line.startswith("settings without effect: ")
     for setting, need in ignored.items():

@@ -90,8 +90,6 @@ def test_ids_differ_within_a_data_source_alone(load: Load) -> None:
     assert [prompt.prompt_id for prompt in load(rows).rows] == ["7", "7"]
     with pytest.raises(ValueError, match=r"row 3: id '7' of data_source 'x' stands in row 1"):
         load([*rows, rows[0]])
-    kept = load([*rows, rows[0]], duplicate_ids="keep").rows
-    assert [prompt.data_source for prompt in kept] == ["x", "y", "x"]
 
 
 def test_own_keys(load: Load) -> None:

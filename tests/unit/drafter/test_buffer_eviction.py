@@ -63,7 +63,7 @@ def test_the_newest_long_tail_has_its_turns_where_the_tails_share_is_small() -> 
         fill(buffer, step, {100 + step: 30} | {200 + 10 * step + n: 5 for n in range(4)})
         counts = Counter(name for _ in range(40) for name in names_in(buffer.next_batch(40)))
         turns = [counts[100 + earlier] for earlier in range(step)]
-        assert not turns or max(turns) - min(turns) <= 1
+        assert not turns or max(turns) - min(turns) <= 2  # the 40 begin and end within an epoch
         assert all(turns)
 
 

@@ -50,9 +50,10 @@ def test_unrolled_steps_equal_drafting_on_kept_keys(architecture: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_loss_and_metrics_equal_the_definition(algorithm: str) -> None:
     model = make_draft_model(architecture_of(algorithm))
-    section = DrafterSection(algorithm=algorithm, unroll_decay=0.7)
     objective = dataclasses.replace(
-        make_objective(section), num_steps=1 if algorithm == "eagle" else 3
+        make_objective(DrafterSection(algorithm=algorithm)),
+        num_steps=1 if algorithm == "eagle" else 3,
+        decay=0.7,
     )
     sequences = [make_sequence(model, n, seed=n, loss_start=start) for n, start in ((7, 4), (5, 0))]
     batch = pack_batch(sequences)

@@ -45,7 +45,7 @@ def test_the_first_round_is_measured_however_long() -> None:
 
 @pytest.mark.parametrize("budget", [60, 120])
 def test_the_buffer_gives_short_and_long_sequences_within_the_budget(budget: int) -> None:
-    buffer = DataBuffer(SpotSection(enabled=True, holdout_share=0.999), torch.float64)
+    buffer = DataBuffer(SpotSection(), torch.float64, holdout_share=0.999)
     model = make_draft_model("eagle")
     for step in (0, 1):
         buffer.start_step(step)

@@ -153,7 +153,7 @@ def test_the_ranks_follow_the_first_one() -> None:
 def test_the_file_makes_our_policy_and_another_file_sglangs(tmp_path: Path) -> None:
     factory = AdaptiveHooks(lambda **settings: ("upstream", settings))
     path = tmp_path / "policy.json"
-    write_config(path, [CHAIN], "cost_model", [], max_batch_size=64)
+    write_config(path, [CHAIN], "cost_model", max_batch_size=64)
     assert json.loads(path.read_text())["1"]["candidate_steps"] == [0, 4]
     policy = factory.make(initial_steps=4, cfg_path=str(path))
     assert policy is factory.policy
@@ -170,7 +170,7 @@ def test_buckets_of_beg_mab_follow_the_largest_batch(tmp_path: Path) -> None:
     chains = [SpeculationStrategy.parse("2_1_2"), CHAIN]
     for max_batch_size, at_three in ((9, 2), (64, 4)):
         path = tmp_path / f"{max_batch_size}.json"
-        write_config(path, chains, "beg_mab", [], max_batch_size=max_batch_size)
+        write_config(path, chains, "beg_mab", max_batch_size=max_batch_size)
         factory = AdaptiveHooks(lambda **settings: settings)
         policy = factory.make(initial_steps=4, cfg_path=str(path))
         assert policy.selector.choose(3).strategy.num_steps == at_three

@@ -16,7 +16,7 @@ from tlt_megatron.policy.health import (
 
 
 def health(max_diff: float | None = None, rollout_dtype: str = "float32") -> TrainingHealth:
-    return TrainingHealth(max_bad_updates=3, max_diff=max_diff, dtypes=("float32", rollout_dtype))
+    return TrainingHealth(max_diff=max_diff, dtypes=("float32", rollout_dtype))
 
 
 def difference(*nats: float) -> EngineDifference:

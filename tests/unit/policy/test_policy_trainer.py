@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.no_shortcuts import WithLogprobPass
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
@@ -172,16 +173,19 @@ def test_ranks_share_every_sequence_out_once() -> None:
 
 
 def test_engines_are_compared_on_the_raw_policy_per_token() -> None:
-    section = AlgorithmSection(recompute_log_probs="always")
+    section = WithLogprobPass()
     metrics = run(section, ProcessGroups(world=SINGLE))[0]
     assert metrics["train/train_rollout_logprob_abs_diff"] == pytest.approx(0.25)
     assert metrics["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize("has_pass", ["always", "auto"])
-def test_every_rank_knows_the_difference_of_every_response(has_pass: str) -> None:
+@pytest.mark.parametrize(
+    ("section", "nats"), [(WithLogprobPass(), 0.25), (AlgorithmSection(), 0.15)]
+)
+def test_every_rank_knows_the_difference_of_every_response(
+    section: AlgorithmSection, nats: float
+) -> None:
     """The fake differs by 0.25 in the log-prob pass, and by 0.15 in the pass of the update."""
-    section = AlgorithmSection(recompute_log_probs=has_pass)
 
     def on_rank() -> dict[tuple[int, int], float]:
         everyone = group_of(dist.group.WORLD)
@@ -196,7 +200,6 @@ def test_every_rank_knows_the_difference_of_every_response(has_pass: str) -> Non
         trainer.update(trainer.infer_logprobs(scored_batch()))
         return trainer.engine_differences
 
-    nats = 0.25 if has_pass == "always" else 0.15
     expected = {(group, sample): nats for group in range(5) for sample in range(3)}
     for differences in run_ranks(2, on_rank):
         assert differences == pytest.approx(expected)
@@ -204,7 +207,7 @@ def test_every_rank_knows_the_difference_of_every_response(has_pass: str) -> Non
 
 def test_update_uses_the_old_logprobs_of_the_log_prob_pass() -> None:
     """The fake's policy has moved by -0.1 since: the mean log-ratio, whatever the rollout engine said."""
-    section = AlgorithmSection(recompute_log_probs="always")
+    section = WithLogprobPass()
     updated = run(section, ProcessGroups(world=SINGLE))[1]
     assert updated["actor/ppo_kl"] == pytest.approx(0.1, rel=1e-5)
     assert updated["actor/entropy"] == pytest.approx(1.0)
@@ -249,7 +252,7 @@ def test_in_the_reward_the_default_estimate_of_kl_is_the_log_ratio() -> None:
 
 def test_a_tap_is_given_the_policys_pass_and_not_the_references() -> None:
     tap = FakeTap()
-    model = passes_of(AlgorithmSection(kl_coef=0.1, recompute_log_probs="always"), tap)
+    model = passes_of(WithLogprobPass(kl_coef=0.1), tap)
     assert model.taps == [(False, tap), (True, None)]
     assert model.update_taps == [None]
 
@@ -267,7 +270,7 @@ def test_without_a_log_prob_pass_a_tap_is_given_the_update() -> None:
         (AlgorithmSection(), False),
         (AlgorithmSection(tis_cap=2.0), False),
         (AlgorithmSection(kl_coef=0.1), False),
-        (AlgorithmSection(recompute_log_probs="always"), True),
+        (WithLogprobPass(), True),
         (AlgorithmSection(num_epochs=2), True),
         (AlgorithmSection(num_minibatches=2), True),
         (AlgorithmSection(kl_coef=0.1, kl_placement="reward"), True),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.no_shortcuts import WithLogprobPass, WithoutSkipping
 from tests.ranks import run_ranks
 from tests.unit.policy.test_policy_trainer import scored_batch
 from tlt_megatron.config.schema import AlgorithmSection
@@ -170,7 +171,7 @@ def _train_on_ranks(section: AlgorithmSection) -> list[tuple[list[Tensor], list[
     ids=("ppo", "ppo_clipped", "gspo", "cispo"),
 )
 def test_the_gradient_is_the_same(section: AlgorithmSection) -> None:
-    all_computed = dataclasses.replace(section, skip_zero_advantages=False)
+    all_computed = WithoutSkipping(**dataclasses.asdict(section))
     expected, expected_metrics = _train(all_computed)
     for gradients, updated, metrics in _train_on_ranks(section):
         assert len(gradients) == section.num_minibatches * section.num_epochs
@@ -192,7 +193,7 @@ def test_the_gradient_is_the_same(section: AlgorithmSection) -> None:
         (AlgorithmSection(entropy_coef=0.01), 15),
         (AlgorithmSection(kl_coef=0.1), 15),
         (AlgorithmSection(kl_coef=0.1, kl_placement="reward"), 15),
-        (AlgorithmSection(skip_zero_advantages=False), 15),
+        (WithoutSkipping(), 15),
     ],
     ids=str,
 )
@@ -255,7 +256,7 @@ def test_without_any_advantage_the_first_response_to_each_prompt_is_computed() -
 
 
 def test_without_any_advantage_engines_that_differ_still_stop_the_run() -> None:
-    health = TrainingHealth(max_bad_updates=3, max_diff=None, dtypes=("float32", "float32"))
+    health = TrainingHealth(max_diff=None, dtypes=("float32", "float32"))
     with pytest.raises(UnhealthyTrainingError, match="compute different policies"):
         _train(AlgorithmSection(), ((0.0,) * 3,) * 5, health=health)
 
@@ -265,7 +266,7 @@ def test_a_tap_is_given_the_longest_responses_with_and_without_a_gradient() -> N
     tap = FakeTap()
     model, _ = _train(AlgorithmSection(), tap=tap)
     assert model.inferred == [(1, tap)]
-    model, _ = _train(AlgorithmSection(recompute_log_probs="always"), tap=tap)
+    model, _ = _train(WithLogprobPass(), tap=tap)
     assert model.inferred == [(15, tap)]
     model, _ = _train(AlgorithmSection())
     assert model.inferred == []

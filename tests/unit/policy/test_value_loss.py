@@ -122,7 +122,7 @@ class BrokenCritic:
 def test_a_run_ends_after_skipped_updates_in_a_row() -> None:
     groups = ProcessGroups(world=SINGLE)
     model = BrokenCritic({1, 3, 4, 5})
-    trainer = CriticTrainer(model, CriticSection(), groups, max_bad_updates=3)
+    trainer = CriticTrainer(model, CriticSection(), groups)
     whole = PolicyTrainer(
         FakeModel(),
         AlgorithmSection(advantage="gae"),

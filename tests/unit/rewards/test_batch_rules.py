@@ -163,10 +163,10 @@ def test_the_score_decides_unless_the_punished_reward_is_named() -> None:
     ("functions", "metric"),
     [
         ("reward.function=mine.py:style", "anything"),
-        ("reward.functions={'math':0.5,'mine.py:style':0.5}", "math"),
-        ("reward.functions={'math':0.5,'mine.py:style':0.5}", "style/length"),
-        ("reward.functions={'math':0.7,'exact':0.3}", "acc"),
-        ("reward.functions={'math':0.7,'exact':0.3}", "exact"),
+        ("reward.function={'math':0.5,'mine.py:style':0.5}", "math"),
+        ("reward.function={'math':0.5,'mine.py:style':0.5}", "style/length"),
+        ("reward.function={'math':0.7,'exact':0.3}", "acc"),
+        ("reward.function={'math':0.7,'exact':0.3}", "exact"),
         ("algorithm.dynamic_sampling=false", "anything"),
     ],
 )
@@ -215,7 +215,7 @@ def test_soft_overlong_punishment_by_hand() -> None:
         ),
         (
             "algorithm.dynamic_sampling=true algorithm.dynamic_sampling_metric=maths"
-            " reward.functions={'math':0.5,'mine.py:style':0.5}",
+            " reward.function={'math':0.5,'mine.py:style':0.5}",
             "algorithm.dynamic_sampling_metric='maths': must be one of score, reward, or a further number of math, mine.py:style",
         ),
         (

@@ -68,10 +68,9 @@ def make_pool(
     return RewardPool(
         f"{path}:score",
         num_workers=1,
-        timeout_s=120.0,
+        timeout_s=timeout_s,
         on_error=on_error,
         environment=f"{path}:{function}",
-        environment_timeout_s=timeout_s,
     )
 
 

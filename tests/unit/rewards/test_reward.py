@@ -163,7 +163,7 @@ def test_the_one_of_several_that_fails_is_named(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError) as caught:
             pool.collect()
     for text in (
-        "reward.functions={",
+        "reward.function={",
         "prompt_id='row 7'",
         "pleases=[1]: must be a finite number",
         f"the result of '{path}:polite'",
@@ -174,23 +174,19 @@ def test_the_one_of_several_that_fails_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "functions,message",
     [
-        ("{math: yes}", "reward.functions.math=True: must be float, not bool"),
+        ("{math: yes}", "reward.function.math=True: must be float, not bool"),
         ("{maths: 1}", "reward.function='maths': must be one of math, exact"),
         ("{a.py:f: 1, b.py:f: 2}", "different names, not ['f', 'f']"),
     ],
 )
 def test_weights_that_cannot_be_used_are_refused(functions: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        load_config(None, [f"reward.functions={functions}"])
+        load_config(None, [f"reward.function={functions}"])
 
 
-def test_function_and_functions_exclude_each_other() -> None:
-    assert load_config(None, ["reward.functions={math: 1, exact: 0.5}"]).reward.weights == {
-        "math": 1,
-        "exact": 0.5,
-    }
-    with pytest.raises(ValueError, match=r"left out where reward\.functions is set"):
-        load_config(None, ["reward.functions={math: 1}", "reward.function=exact"])
+def test_functions_are_given_with_their_weights() -> None:
+    config = load_config(None, ["reward.function={math: 1, exact: 0.5}"])
+    assert config.reward.weights == {"math": 1, "exact": 0.5}
 
 
 @pytest.mark.parametrize("result", [1e200, -1e7, 10**400, {"score": 2e6}])

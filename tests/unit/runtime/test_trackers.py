@@ -70,7 +70,7 @@ def track(
     failed: bool = False,
 ) -> None:
     """Two steps with a response each."""
-    config = load_config(None, ["logging.tensorboard=false", *overrides])
+    config = load_config(None, ["logging.trackers=[]", *overrides])
     run_dir.mkdir(exist_ok=True)
     trackers = _make_trackers(config, run_dir, resume_step)
     writer = MetricsWriter(run_dir, trackers, resume_step=resume_step)
@@ -100,15 +100,18 @@ def calls_of(name: str) -> list[tuple[Any, ...]]:
     return sys.modules[name].calls
 
 
+WANDB = ("logging.trackers=['wandb']", "logging.project=p")
+
+
 def test_wandb_gets_every_step_and_the_same_run_after_a_resume(tmp_path: Path) -> None:
-    track(tmp_path / "run", "logging.wandb_project=p")
-    track(tmp_path / "run", "logging.wandb_project=p", resume_step=2, first=2)
+    track(tmp_path / "run", *WANDB)
+    track(tmp_path / "run", *WANDB, resume_step=2, first=2)
     calls = calls_of("wandb")
     assert [call[0] for call in calls] == ["init", *["log"] * 4, "finish"] * 2
     assert calls[0] == calls[6]
     options = calls[0][1]
     assert (options["project"], options["resume"], options["name"]) == ("p", "allow", "run")
-    assert options["config"]["logging"]["wandb_project"] == "p"
+    assert options["config"]["logging"]["project"] == "p"
     assert calls[1][2]["responses"].rows == [ROW]
     assert [call[1] for call in calls if call[0] == "log"] == [1, 1, 2, 2, 2, 2, 3, 3]
     assert calls[2][2]["val-core/math/acc/mean@4"] == 1.5
@@ -116,11 +119,11 @@ def test_wandb_gets_every_step_and_the_same_run_after_a_resume(tmp_path: Path) -
 
 def test_a_fresh_run_in_a_used_place_is_another_run_of_wandb(tmp_path: Path) -> None:
     """In the earlier one, wandb would drop all steps that it has."""
-    track(tmp_path / "run", "logging.wandb_project=p")
+    track(tmp_path / "run", *WANDB)
     (tmp_path / "run").rename(tmp_path / "run.1")
-    track(tmp_path / "run", "logging.wandb_project=p")
-    track(tmp_path / "run", "logging.wandb_project=p", resume_step=2, first=2)
-    track(tmp_path / "run", "logging.wandb_project=p")
+    track(tmp_path / "run", *WANDB)
+    track(tmp_path / "run", *WANDB, resume_step=2, first=2)
+    track(tmp_path / "run", *WANDB)
     ids = [call[1]["id"] for call in calls_of("wandb") if call[0] == "init"]
     assert ids[1] == ids[2]
     assert len(set(ids)) == 3
@@ -214,12 +217,10 @@ def test_a_tracker_that_cannot_start_is_refused_by_name(packages: Path, tmp_path
         load_config(None, ["logging.trackers=['mlflow']"])
 
 
-def test_trackers_are_named_once_by_old_and_new_settings() -> None:
+def test_trackers_that_are_named_are_made() -> None:
     def names(*overrides: str) -> list[str]:
-        return load_config(None, list(overrides)).logging.all_trackers
+        return load_config(None, list(overrides)).logging.trackers
 
     assert names() == ["tensorboard"]
-    assert names("logging.tensorboard=false") == []
-    both = ["logging.trackers=['wandb', 'tensorboard']", "logging.wandb_project=p"]
-    assert names(*both) == ["tensorboard", "wandb"]
+    assert names("logging.trackers=[]") == []
     Trackers({}).close()

@@ -81,8 +81,8 @@ class Rank:
         self.store = dist.HashStore()
         self.engine = Shelf()
         self.trainer = make_drafter_trainer(batch_tokens=BATCH_TOKENS)
-        section = SpotSection(enabled=True, holdout_share=holdout_share)
-        self.buffer = WatchedBuffer(section, torch.float64)
+        section = SpotSection(enabled=True)
+        self.buffer = WatchedBuffer(section, torch.float64, holdout_share=holdout_share)
         self.lifecycle = DrafterLifecycle(
             self.trainer,
             self.buffer,

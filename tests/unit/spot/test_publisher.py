@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.drafter_loss import make_objective
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.models.hf_io import checksum_tensors
@@ -212,8 +214,9 @@ def test_accept_length_is_of_the_sums() -> None:
 
 
 def test_holdout_is_measured_with_the_given_weights_and_leaves_the_trainer_alone() -> None:
-    section = DrafterSection(algorithm="hass", unroll_steps=2, warmup_steps=0, lr=0.0001)
-    trainer = DrafterTrainer(make_draft_model("eagle"), section)
+    section = DrafterSection(algorithm="hass", warmup_steps=0, lr=0.0001)
+    objective = replace(make_objective(section), num_steps=2)
+    trainer = DrafterTrainer(make_draft_model("eagle"), section, objective=objective)
     other = make_draft_model("eagle", seed=1).state_dict()
     own = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     batches = [pack_batch([make_sequence(trainer.model, n, seed=n)]) for n in (9, 6, 12)]

@@ -49,7 +49,7 @@ def states(view: PhaseView) -> str:
             return "done"
         if rank in view.unfinished:
             return "rollout"
-        is_in = rank in view.members() and not view.has_left(rank) and not view.is_closed
+        is_in = rank in view.members() and not view.has_left(rank)
         return "training" if is_in else "idle"
 
     return " ".join(state_of(rank) for rank in range(view.layout.world_size))
@@ -60,12 +60,11 @@ def test_states_of_a_phase() -> None:
     assert states(view) == "rollout rollout rollout rollout"
     for line, expected in (
         ("finished 2 10.0", "rollout rollout idle rollout"),
-        ("plan 1 0 2", "rollout rollout training rollout"),
+        ("plan 1 2", "rollout rollout training rollout"),
         ("finished 0 10.5", "idle rollout training rollout"),
-        ("plan 2 0 2 0", "training rollout training rollout"),
+        ("plan 2 2 0", "training rollout training rollout"),
         ("finished 3 11.0", "training rollout training idle"),
         ("left 0 2", "idle rollout training idle"),
-        ("closed", "idle rollout idle idle"),
         ("finished 1 12.5", "done done done done"),
     ):
         apply(view, line)
@@ -76,8 +75,8 @@ def test_states_of_a_phase() -> None:
 
 
 def test_first_plan_for_an_epoch_is_the_plan() -> None:
-    view = make_view("finished 1 1.0", "finished 2 1.0", "plan 1 7 1", "plan 1 9 2", "plan 3 0 2")
-    assert view.plan == Plan(epoch=1, replicas=(1,), base_updates=7)
+    view = make_view("finished 1 1.0", "finished 2 1.0", "plan 1 1", "plan 1 2", "plan 3 2")
+    assert view.plan == Plan(epoch=1, replicas=(1,))
     assert (view.listed_in(1), view.listed_in(2)) == (1, 0)
     assert view.next_epoch == 2
 
@@ -89,7 +88,7 @@ def test_free_replicas_come_as_they_became_idle_and_whole() -> None:
     assert make_view(*lines[:3], layout=layout).free_replicas() == (0,)
     view = make_view(*lines, layout=layout)
     assert view.free_replicas() == (0, 2)
-    apply(view, "plan 1 0 0")
+    apply(view, "plan 1 0")
     assert view.members() == (0, 1)
     assert view.free_replicas() == (2,)
     apply(view, "left 0 1")
@@ -117,9 +116,9 @@ def test_times_of_other_machines_are_those_of_the_reader() -> None:
 
 
 def test_having_left_an_old_session_does_not_count_for_a_new_one() -> None:
-    view = make_view("finished 0 1.0", "plan 1 0 0", "left 0 1", "plan 2 0 0")
+    view = make_view("finished 0 1.0", "plan 1 0", "left 0 1", "plan 2 0")
     assert view.free_replicas() == ()
-    assert make_view("finished 0 1.0", "plan 1 0 0", "left 0 1").free_replicas() == (0,)
+    assert make_view("finished 0 1.0", "plan 1 0", "left 0 1").free_replicas() == (0,)
 
 
 def test_log_gives_each_line_once() -> None:
@@ -148,7 +147,7 @@ def test_ranks_that_read_at_different_times_agree() -> None:
         move = rng.randrange(3)
         if move == 0:
             replicas = tuple(rng.sample(range(4), rng.randint(1, 4)))
-            log.propose(Plan(epoch=view.next_epoch, replicas=replicas, base_updates=3))
+            log.propose(Plan(epoch=view.next_epoch, replicas=replicas))
         elif move == 1:
             log.append("left", log.rank, view.listed_in(log.rank))
     views = [log.read() for log in logs]
@@ -164,7 +163,7 @@ def test_phases_do_not_mix_and_are_forgotten() -> None:
     store = dist.HashStore()
     first, second = (phase_log(store, step=step, rank=0) for step in (1, 2))
     first.announce_finished()
-    first.propose(Plan(epoch=1, replicas=(0,), base_updates=0))
+    first.propose(Plan(epoch=1, replicas=(0,)))
     first.rendezvous_log(1).append("here")
     second.announce_finished()
     assert first.read().plan is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.spot_phases import RandomBatches, make_drafter_trainer
-from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout, SpotRanks
 from tlt_megatron.spot.session import SessionEnd, version_of
-from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
+from tlt_megatron.spot.spot_trainer import SpotTrainer
 
 TWO = ReplicaLayout(2)
 
@@ -26,14 +24,13 @@ TWO = ReplicaLayout(2)
 class Player:
     """A SpotTrainer of rank 0 whose data source lets rank 1 finish ahead of batch `stop_at`."""
 
-    def __init__(self, stop_at: int, *, source: Any | None = None, **section: int) -> None:
+    def __init__(self, stop_at: int, *, source: Any | None = None) -> None:
         self.store = dist.HashStore()
         self.trainer = make_drafter_trainer()
         self.stop_at = stop_at
         self.spot = SpotTrainer(
             self.trainer,
             source or RandomBatches(self.trainer.model, seed=0, before=self.before),
-            SpotSection(**section),
             ranks=SpotRanks(store=self.store, layout=TWO, rank=0, phase_timeout_s=180.0),
             timeline=Timeline(None, 0),
         )
@@ -83,30 +80,6 @@ def test_last_rank_trains_nothing() -> None:
     assert player.trainer.num_updates == 0
 
 
-def test_max_updates_count_per_phase() -> None:
-    player = Player(stop_at=-1, max_updates=2)
-    for step in (4, 5):
-        report = stop_after_updates(player, step, 2 * (step - 3))
-        assert [session.end for session in report.sessions] == [SessionEnd.FULL]
-    assert player.trainer.num_updates == 4
-
-
-def stop_after_updates(player: Player, step: int, num_updates: int) -> SpotReport:
-    """Rank 1 finishes when rank 0 has made so many updates in all."""
-
-    def finish() -> None:
-        deadline = time.monotonic() + 120.0
-        while player.trainer.num_updates < num_updates and time.monotonic() < deadline:
-            time.sleep(0.001)
-        player.finish_other(step)
-
-    thread = threading.Thread(target=finish)
-    thread.start()
-    report = player.spot.run_until_preempted(step)
-    thread.join()
-    return report
-
-
 class NoData:
     def __init__(self, finish: Callable[[], None]) -> None:
         self.finish = finish
@@ -146,11 +119,6 @@ def test_error_of_the_data_source_passes_on() -> None:
     with pytest.raises(OSError, match="no such file"):
         player.spot.run_until_preempted(4)
     assert player.trainer.group is SINGLE
-
-
-def test_min_idle_replicas_that_can_never_be_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    Player(stop_at=0, min_idle_replicas=2)
-    assert "min_idle_replicas=2: with 2 rollout replicas no session will ever start" in caplog.text
 
 
 def test_spans_tell_what_a_rank_did(tmp_path) -> None:

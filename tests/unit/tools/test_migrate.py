@@ -260,7 +260,7 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
         (  # a variable that holds several settings
             'n=16\nROLLOUT="\n  actor_rollout_ref.rollout.name=sglang \\\n  actor_rollout_ref.rollout.n=$n"\n'
             "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo $ROLLOUT data.seed=3",
-            {"rollout": {"num_samples": 16}, "data": {"seed": 3}},
+            {"rollout": {"num_samples": 16}, "run": {"seed": 3}},
         ),
         (
             f"{TURNS}max_user_turns=1 {TURNS}max_assistant_turns=$MY_UNSET_TURNS",
@@ -343,8 +343,8 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
             " --use-wandb --wandb-project math",
             {
                 "algorithm": {"loss": "cispo", "aggregation": "sequence_mean"},
-                "data": {"input_key": "input", "seed": 7},
-                "logging": {"trackers": ["wandb"], "wandb_project": "math"},
+                "data": {"input_key": "input"},
+                "logging": {"trackers": ["wandb"], "project": "math"},
                 "mcore": {"transformer": {"attention_softmax_in_fp32": True}},
                 "run": {"seed": 7},
             },

@@ -49,7 +49,6 @@ def saved(state: dict[str, object]) -> SavedRun:
     ("now", "named"),
     [
         (describe("run.seed=1"), "run.seed 0 -> 1"),
-        (describe("data.seed=3"), "data.seed 0 -> 3"),
         (describe("data.shuffle=false"), "data.shuffle True -> False"),
         (describe(stop=(1, 2)), r"stop_token_ids \[1\] -> \[1, 2\]"),
         (describe(rope=RopeConfig(theta=5e5)), "config.json.rope.theta 10000.0 -> 500000.0"),

@@ -139,7 +139,6 @@ def test_a_batch_smaller_than_a_micro_batch_bounds_the_activations(tmp_path: Pat
         ("parallel.tensor=2", 2, "engine weights", 1),
         ("", 8, "optimizer", 1 / 8),
         ("", 8, "gradients", 1),
-        ("mcore.use_distributed_optimizer=false", 8, "optimizer", 1),
         ("rollout.kv_cache_tokens=51200", 1, "engine KV", 51264 / 102464),
         ("mcore.recompute=full", 1, "activations", 3584 / LAYER),
         ("parallel.tensor=2 parallel.sequence=true", 2, "activations", 1 / 2),
@@ -200,7 +199,7 @@ def test_verify_passes_are_counted_row_by_row(tmp_path: Path) -> None:
         ("parallel.pipeline=2", 2, 16 * 1000 * 3584 * 4),
         ("drafter.algorithm=eagle3", 1, 4 * 16 * 1000 * 3584 * 4),
         ("spot.data_bytes=1000000", 1, 1000000),
-        ("algorithm.recompute_log_probs=always", 1, None),  # before there are activations
+        ("algorithm.num_epochs=2", 1, None),  # before there are activations
     ],
 )
 def test_states_tapped_in_the_update_lie_beside_its_activations(

@@ -33,7 +33,6 @@ def write_config(
     path: Path,
     strategies: Sequence[SpeculationStrategy],
     selector: str,
-    beg_thresholds: Sequence[int],
     *,
     max_batch_size: int,
 ) -> None:
@@ -42,7 +41,6 @@ def write_config(
     ours = {
         "strategies": [str(strategy) for strategy in strategies],
         "selector": selector,
-        "beg_thresholds": list(beg_thresholds),
         "max_batch_size": max_batch_size,
     }
     path.write_text(json.dumps({"1": {"candidate_steps": steps}, CONFIG_KEY: ours}))
@@ -65,10 +63,7 @@ class AdaptiveHooks:
         ours = config[CONFIG_KEY]
         strategies = [SpeculationStrategy.parse(text) for text in ours["strategies"]]
         selector = make_selector(
-            ours["selector"],
-            strategies,
-            max_batch_size=ours["max_batch_size"],
-            beg_thresholds=ours["beg_thresholds"],
+            ours["selector"], strategies, max_batch_size=ours["max_batch_size"]
         )
         self.policy = SelectorPolicy(selector, strategies, _agree)
         return self.policy

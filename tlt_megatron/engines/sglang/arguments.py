@@ -11,8 +11,7 @@ from tlt_megatron.config.draft_folder import read_draft_settings
 from tlt_megatron.config.layout import draft_slack
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.engines.sglang.sglang_noise import mark
-from tlt_megatron.speculation.tree import Ranking
+from tlt_megatron.engines.sglang.sglang_noise import MARK
 
 _ALGORITHMS = {"LlamaForCausalLMEagle": "EAGLE", "LlamaForCausalLMEagle3": "EAGLE3"}
 _FIRST_PORT = 21000
@@ -28,7 +27,6 @@ class SpeculationPlan:
 
     algorithm: str  # EAGLE | EAGLE3 | NGRAM
     strategies: tuple[SpeculationStrategy, ...]  # one strategy, or several chains to choose from
-    ranking: Ranking
     options: Mapping[str, object]
 
     @property
@@ -85,7 +83,6 @@ def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
     return SpeculationPlan(
         algorithm=algorithm,
         strategies=drafting,
-        ranking=Ranking(section.ranking),
         options=options,
     )
 
@@ -122,7 +119,7 @@ def engine_arguments(
         "port": ports[0],
         "nccl_port": ports[1],
         "skip_tokenizer_init": True,
-        "served_model_name": mark(speculation.ranking if speculation else Ranking.NOISE),
+        "served_model_name": MARK,
         "context_length": longest,
         "max_running_requests": rollout.max_batch_size,
         "max_total_tokens": rollout.kv_cache_tokens or rollout.max_batch_size * longest,

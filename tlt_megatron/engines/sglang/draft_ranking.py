@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tlt_megatron.engines.sglang.sglang_noise import ranks_by_noise, settings_of
+from tlt_megatron.engines.sglang.sglang_noise import is_active, settings_of
 from tlt_megatron.speculation.sampling import add_noise
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class DraftRanking:
         **kwargs: object,
     ) -> object:
         """Around `EagleDraftWorker.draft`: fill the buffers before the loop runs or is replayed."""
-        if ranks_by_noise() and not batch.forward_mode.is_idle():
+        if is_active() and not batch.forward_mode.is_idle():
             self._buffers_of(worker).fill(batch.sampling_info)
         return original(worker, batch, **kwargs)
 
@@ -62,7 +62,7 @@ class DraftRanking:
         self, original: Callable[..., object], worker: EagleDraftWorker, forward_batch: object
     ) -> object:
         """Around `draft_forward`, also during capture: mark the draft loop as running."""
-        if not ranks_by_noise():
+        if not is_active():
             return original(worker, forward_batch)
         self._buffers_of(worker)
         self._drafting = worker.draft_runner
@@ -143,7 +143,7 @@ class DraftRanking:
     @staticmethod
     def keep_order(probs_BV: Tensor, *_: object, **__: object) -> Tensor:
         """After `renorm_draft_probs`: keep all probabilities below 1."""
-        return probs_BV.clamp(max=_MAX_PROBABILITY) if ranks_by_noise() else probs_BV
+        return probs_BV.clamp(max=_MAX_PROBABILITY) if is_active() else probs_BV
 
     # ----
 
@@ -157,7 +157,7 @@ class DraftRanking:
         """Rank the candidates after the root. `lengths_B` is the position of each root."""
         last = self._last
         is_idle = batch.forward_mode.is_idle() or lengths_B.numel() == 0
-        if last is None or is_idle or not ranks_by_noise():
+        if last is None or is_idle or not is_active():
             return
         buffers = self._buffers_of(worker)
         buffers.fill(batch.sampling_info)

@@ -86,7 +86,6 @@ class SglangEngine:
                 path,
                 self._plan.strategies,
                 speculation.selector,
-                speculation.beg_thresholds,
                 max_batch_size=rollout.max_batch_size,
             )
             arguments["speculative_adaptive_config"] = str(path)

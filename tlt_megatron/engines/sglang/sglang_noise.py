@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.speculation.sampling import Sampled, cut_logits, kept_ids, noisy_argmax, sample
-from tlt_megatron.speculation.tree import Ranking
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -52,23 +51,9 @@ class SamplingSettings(NamedTuple):
 
 def is_active() -> bool:
     """Whether this process serves our engine. Other SGLang engines must not change."""
-    return _served_name().partition("/")[0] == MARK
-
-
-def ranks_by_noise() -> bool:
-    """Whether this process serves our engine and ranks draft candidates by noise."""
-    return _served_name() == mark(Ranking.NOISE)
-
-
-def mark(ranking: Ranking) -> str:
-    """Return the `served_model_name` of our engine."""
-    return f"{MARK}/{ranking}"
-
-
-def _served_name() -> str:
     from sglang.srt.runtime_context import get_serving
 
-    return get_serving().served_model_name or ""
+    return get_serving().served_model_name == MARK
 
 
 def row_chunks(num_rows: int, row_size: int, most: int = _MOST_NOISE) -> Iterator[slice]:
