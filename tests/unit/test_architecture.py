@@ -9,6 +9,7 @@ import ast
 import io
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -256,6 +257,58 @@ def test_source_keeps_the_rule(rule: Callable[..., list[str]]) -> None:
         path = file.relative_to(ROOT).as_posix()
         found += [f"{path} {text}" for text in rule(path, _parse(file))]
     assert not found, "\n".join(found)
+
+
+def _modules(*tops: str) -> dict[str, Path]:
+    """Dotted name of every module below the folders `tops` -> its file."""
+    files = [file for top in tops for file in sorted((ROOT / top).rglob("*.py"))]
+    dotted = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
+    return {name.removesuffix(".__init__"): file for name, file in dotted.items()}
+
+
+def find_circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other, over any number of steps."""
+
+    def reached_from(start: str) -> set[str]:
+        reached, waiting = set(), [start]
+        while waiting:
+            new = imports[waiting.pop()] - reached
+            reached |= new
+            waiting += new
+        return reached
+
+    reached = {name: reached_from(name) for name in imports}
+    groups = {
+        tuple(sorted(other for other in reached[name] if name in reached[other]))
+        for name in imports
+    }
+    return [list(group) for group in sorted(groups) if group]
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports inside functions and for type checking count."""
+    modules = _modules("tlt_megatron", "tools", "launch")
+    imports: dict[str, set[str]] = {}
+    for name, file in modules.items():
+        imports[name] = set()
+        for imported in map(str, imported_names(str(file.relative_to(ROOT)), _parse(file))):
+            while imported and imported not in modules:
+                imported = imported.rpartition(".")[0]
+            if imported and imported != name:
+                imports[name].add(imported)
+    assert not find_circles(imports)
+
+
+def test_circles_are_found() -> None:
+    assert find_circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+    assert find_circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_a_module_name_says_which_of_two_things_it_is() -> None:
+    """Of two modules with one name a reader opens the wrong one. A folder of its own says enough for `__main__`."""
+    files = _modules("tlt_megatron", "tools").values()
+    counts = Counter(file.name for file in files if not file.name.startswith("__"))
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 @pytest.mark.parametrize(
