@@ -55,6 +55,40 @@ _DEPTHS = ("#8A4FA8", "#4B73B5", "#21918C", "#5EC962", "#B5A80B")  # readable on
 _STACKED = {"barmode": "stack", "bargap": 0.15}
 
 
+_OVER_STEPS: dict[str, tuple[str, str, str, list[Curve]]] = {  # by key: title, y axis, note, curves
+    "accept_length": (
+        "Accept length",
+        "tokens per verify pass",
+        "Tokens out for each request and verify pass, the bonus token included.",
+        [
+            ("in rollouts", "rollout/spec_accept_length", palette.BLUE, DOTS),
+            ("drafter in training", "drafter/accept_length", palette.ORANGE, DASHED),
+            ("drafter on held-out data", _HOLDOUT, palette.GREEN, DASHED),
+        ],
+    ),
+    "rewards": (
+        "Rewards",
+        "reward",
+        "",
+        [
+            ("mean reward in training", "critic/rewards/mean", palette.BLUE, LINE),
+            ("held-out accuracy", "eval/accuracy", palette.VERMILLION, DOTS),
+        ],
+    ),
+    "lengths": (
+        "Response length",
+        "tokens (log scale)",
+        "",
+        [
+            ("longest", "response_length/max", palette.PURPLE, LINE),
+            ("mean", "response_length/mean", palette.BLUE, LINE),
+            ("median", "response_length/median", palette.GREEN, LINE),
+        ],
+    ),
+}
+_AXES = {"lengths": {"type": "log", "dtick": "D2", "tickformat": ","}}
+
+
 def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel]:
     """Return all panels in the order of the page. `steps` is the window of the timeline; None: the last two."""
     return [
@@ -64,34 +98,9 @@ def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel]:
         _bubble(run),
         _step_time(run),
         _memory(run),
-        _over_steps(
-            run,
-            "drafter_loss",
-            ("Drafter loss", "loss (nats)"),
-            [("loss", "drafter/loss", palette.ORANGE, DOTS)],
-            note="Mean over the drafter's updates in that step's idle time.",
-            absent=_reason(run, "spot", "drafter/loss"),
-        ),
-        _accept_length(run),
-        _over_steps(
-            run,
-            "rewards",
-            ("Rewards", "reward"),
-            [
-                ("mean reward in training", "critic/rewards/mean", palette.BLUE, LINE),
-                ("held-out accuracy", "eval/accuracy", palette.VERMILLION, DOTS),
-            ],
-        ),
-        _over_steps(
-            run,
-            "lengths",
-            ("Response length", "tokens (log scale)"),
-            [
-                ("longest", "response_length/max", palette.PURPLE, LINE),
-                ("mean", "response_length/mean", palette.BLUE, LINE),
-                ("median", "response_length/median", palette.GREEN, LINE),
-            ],
-            y={"type": "log", "dtick": "D2", "tickformat": ","},
+        *(
+            _over_steps(run, key, labels, curves, note=note, y=_AXES.get(key))
+            for key, (*labels, note, curves) in _OVER_STEPS.items()
         ),
     ]
 
@@ -114,17 +123,16 @@ def build_comparison(runs: Sequence[RunData]) -> list[Panel]:
     ]
 
 
-def _reason(run: RunData, section: str, files: str) -> str:
-    """Say that `section` was off, or else that the run did not write `files`."""
-    name = "Speculation" if section == "speculation" else "Spot training"
-    is_off = f"{name} was off ({section}.enabled=false)."
-    return f"The run wrote no {files}." if run.is_on(section) else is_off
+def _reason(run: RunData, files: str) -> str:
+    """Say that speculation was off, or else that the run did not write `files`."""
+    is_off = "Speculation was off (speculation.enabled=false)."
+    return f"The run wrote no {files}." if run.is_on("speculation") else is_off
 
 
 def _over_steps(
     run: RunData,
     key: str,
-    labels: tuple[str, str],
+    labels: Sequence[str],
     curves: Sequence[Curve],
     *,
     note: str = "",
@@ -161,7 +169,7 @@ def _acceptance(run: RunData) -> Panel:
             for depth, color in zip(depths, colors, strict=True)
         ],
         note="Share of verify passes that accepted at least so many drafted tokens.",
-        absent=_reason(run, "speculation", f"{prefix}*"),
+        absent=_reason(run, f"{prefix}*"),
         y={"range": [0, 1.02]},
     )
 
@@ -169,7 +177,7 @@ def _acceptance(run: RunData) -> Panel:
 def _strategies(run: RunData) -> Panel:
     title = "Strategy by batch size: share of passes"
     if not run.passes:
-        return Panel(title=title, absent=_reason(run, "speculation", "speculation.jsonl"))
+        return Panel(title=title, absent=_reason(run, "speculation.jsonl"))
 
     def cell_of(row: dict[str, Any]) -> tuple[int, str]:
         return (row["batch_size"] - 1).bit_length(), row["strategy"]  # 1, 2, 3-4, 5-8, ...
@@ -285,20 +293,4 @@ def _memory(run: RunData) -> Panel:
         data=bars if bars[0]["x"] else [],
         layout=make_layout("phase", "GB", x={"type": "category"}, barmode="group"),
         absent="The run wrote no memory/peak_gb/*.",
-    )
-
-
-def _accept_length(run: RunData) -> Panel:
-    metric = "rollout/spec_accept_length"
-    return _over_steps(
-        run,
-        "accept_length",
-        ("Accept length", "tokens per verify pass"),
-        [
-            ("in rollouts", metric, palette.BLUE, DOTS),
-            ("drafter in training", "drafter/accept_length", palette.ORANGE, DASHED),
-            ("drafter on held-out data", _HOLDOUT, palette.GREEN, DASHED),
-        ],
-        note="Tokens out for each request and verify pass, the bonus token included.",
-        absent=f"Nothing was drafted: no {metric}.",
     )
