@@ -1,9 +1,10 @@
-"""Checks that two RL runs drew the same tokens and got the same rewards, so speculation or an engine changed nothing.
+"""Checks that two RL runs drew the same tokens and got the same rewards.
 
     python tools/compare_runs.py runs/plain runs/speculative
 
-Both runs need logging.rollouts=true. The tool compares the steps that both have, response by response, and what the policy
-learned from them. If a token or a reward differs, it names the first such step and exits with code 1.
+Both runs need logging.rollouts=true. The tool compares the steps that both have, response by
+response, and what the policy learned from them. If a token or a reward differs, it names the first
+such step and exits with code 1.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ Response = tuple[tuple[int, ...], float]  # token ids and reward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One RL step of one run: its metrics, and the part of its responses that speculation must not change."""
+    """One RL step of one run: its metrics, and the part of its responses that speculation must not
+    change.
+    """
 
     metrics: dict[str, float]  # without values that were not finite
     responses: dict[ResponseKey, Response]
@@ -82,7 +85,9 @@ def main() -> int:
 
 
 def compare(one: Run, other: Run) -> tuple[list[str], bool]:
-    """Return what to print for the steps that both have, and whether all tokens and rewards are equal."""
+    """Return what to print for the steps that both have, and whether all tokens and rewards are
+    equal.
+    """
     steps = sorted(one.keys() & other.keys())
     differing = [step for step in steps if one[step].responses != other[step].responses]
     num_tokens = sum(one[step].num_tokens for step in steps)

@@ -1,12 +1,15 @@
-"""Converts the policy between a Hugging Face folder and a Megatron torch_dist checkpoint, in one process, on the CPU.
+"""Converts the policy between a Hugging Face folder and a Megatron torch_dist checkpoint.
+
+It takes one process, on the CPU.
 
     python tools/convert_checkpoint.py --from build/tiny_policy --to build/megatron
     python tools/convert_checkpoint.py --from runs/quickstart --to build/hf
 
-`--from` sets the direction. A folder with config.json and safetensors becomes a torch_dist checkpoint (weights, and the
-optimizer before its first step), like `policy/` of a run's checkpoint. A run, its checkpoints, one of them or its `policy/`
-becomes a Hugging Face model, for any layout that it was saved with. Config and tokenizer come from `--model`; for a run, the
-default is the folder that it was started with.
+`--from` sets the direction. A folder with config.json and safetensors becomes a torch_dist
+checkpoint (weights, and the optimizer before its first step), like `policy/` of a run's checkpoint.
+A run, its checkpoints, one of them or its `policy/` becomes a Hugging Face model, for any layout
+that it was saved with. Config and tokenizer come from `--model`; for a run, the default is the
+folder that it was started with.
 """
 
 from __future__ import annotations
@@ -75,7 +78,8 @@ def is_hf_folder(path: Path) -> bool:
 def find_policy(path: Path, world: Group) -> Path:
     """Return the torch_dist folder in `path`.
 
-    `path` is a run, a folder of checkpoints (the newest intact one is used), one checkpoint, or the folder itself.
+    `path` is a run, a folder of checkpoints (the newest intact one is used), one checkpoint, or the
+    folder itself.
     """
     for root in (path, path / "checkpoints"):
         intact = find_intact(root, world) if is_checkpoint_root(root) else None
@@ -100,7 +104,8 @@ def find_model(path: Path) -> Path:
 
 
 def hf_to_megatron(source: Path, target: Path, world: Group, *, dtype: str = "float32") -> None:
-    """Write the Hugging Face model in `source` as a torch_dist checkpoint to the new folder `target`.
+    """Write the Hugging Face model in `source` as a torch_dist checkpoint to the new folder
+    `target`.
 
     A run can load it only if its model.dtype is `dtype`.
     """
@@ -117,8 +122,8 @@ def hf_to_megatron(source: Path, target: Path, world: Group, *, dtype: str = "fl
 def megatron_to_hf(
     source: Path, target: Path, model: Path, world: Group, *, dtype: str | None = None
 ) -> None:
-    """Write the policy of the torch_dist checkpoint `source` to `target`, a new folder, with the config and tokenizer of
-    `model`.
+    """Write the policy of the torch_dist checkpoint `source` to `target`, a new folder, with the
+    config and tokenizer of `model`.
 
     `dtype` defaults to that of its training.
     """

@@ -1,10 +1,11 @@
-"""Evaluates a model or a finished run: pass@k, avg@k, maj@k and the mean reward of each data source.
+"""Evaluates a model or a finished run: pass@k, avg@k, maj@k and mean reward by data source.
 
     tlt evaluate runs/mine --data math.jsonl gsm8k.jsonl --samples 16
     tlt evaluate /models/my-model --data test.jsonl --nproc-per-node 8 reward.function=my_reward.py:compute_score
 
-An evaluation is a run of 0 RL steps, with the settings of the finished run or of `--config`. Speculation is off unless a
-setting turns it on. The result is printed, a row per file, and is in evaluation.json of the new run folder.
+An evaluation is a run of 0 RL steps, with the settings of the finished run or of `--config`.
+Speculation is off unless a setting turns it on. The result is printed, a row per file, and is in
+evaluation.json of the new run folder.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python tools/expand_layers.py --model build/tiny_policy --extra 20 --out build/deep_policy
 
-A block whose attention and MLP outputs are zero adds nothing to the residual stream, so no token changes until it is trained
-(block expansion, as in LLaMA Pro, Wu et al. 2024). Small policies from scratch are shallow. With this, a pass costs as much as
-in a larger model, and the drafter's one layer is small beside it.
+A block whose attention and MLP outputs are zero adds nothing to the residual stream, so no token
+changes until it is trained (block expansion, as in LLaMA Pro, Wu et al. 2024). Small policies from
+scratch are shallow. With this, a pass costs as much as in a larger model, and the drafter's one
+layer is small beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _MODEL_FILES = ("model.safetensors.index.json", "config.json")
 def with_identity_layers(
     tensors: Sequence[tuple[str, Tensor]], num_layers: int, num_extra: int
 ) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a model of `num_layers`, and `num_extra` copies of its last layer that add nothing."""
+    """Return the tensors of a model of `num_layers`, and `num_extra` copies of its last layer that
+    add nothing.
+    """
     source = f"model.layers.{num_layers - 1}."
     expanded = list(tensors)
     for index in range(num_layers, num_layers + num_extra):

@@ -2,18 +2,24 @@
 
     python tools/export_drafter.py --from build/tiny_drafter --to build/exported --format vllm --target build/tiny_policy
 
-`--from`: a drafter's folder, a run, its checkpoints or one of them. `--target`: the policy, as a Hugging Face folder. With it,
-the fingerprint is checked too. vLLM's EAGLE and --draft-vocab-size need it: their default is the run's `hf/`.
+`--from`: a drafter's folder, a run, its checkpoints or one of them. `--target`: the policy, as a
+Hugging Face folder. With it, the fingerprint is checked too. vLLM's EAGLE and --draft-vocab-size
+need it: their default is the run's `hf/`.
 
 The layouts differ as follows (read in the sources of both; no engine is started here):
-- architectures: LlamaForCausalLMEagle(3) in SGLang, EagleLlamaForCausalLM and Eagle3LlamaForCausalLM in vLLM;
-- EAGLE-3 layer numbers: ours and SGLang's `eagle_config.eagle_aux_hidden_state_layer_ids` name the layer after which the
-  residual stream is taken. vLLM's `eagle_aux_hidden_state_layer_ids` name the layer before which it is taken: one more;
-- draft_vocab_size: with `--draft-vocab-size N` an EAGLE-3 drafter proposes only the N token ids that are most frequent in the
-  run's rollouts (speculation.draft_vocab_size counts them). Its folder then has these rows of the target's head, `d2t` (id minus
-  row) and `t2d` (whether an id has a row), as SGLang and vLLM read them. Without it, null makes SGLang take the target's head. vLLM takes it for any drafter without one, and gets the number;
-- EAGLE's fc has a bias in SGLang and none in vLLM. fc(e, h) + b = fc(e + d, h) if d solves W_e d = b. So the drafter gets its
-  own embedding: the target's plus d. (Older vLLM versions ignore it and take the target's.)
+- architectures: LlamaForCausalLMEagle(3) in SGLang, EagleLlamaForCausalLM and
+  Eagle3LlamaForCausalLM in vLLM;
+- EAGLE-3 layer numbers: ours and SGLang's `eagle_config.eagle_aux_hidden_state_layer_ids` name the
+  layer after which the residual stream is taken. vLLM's `eagle_aux_hidden_state_layer_ids` name the
+  layer before which it is taken: one more;
+- draft_vocab_size: with `--draft-vocab-size N` an EAGLE-3 drafter proposes only the N token ids
+  that are most frequent in the run's rollouts (speculation.draft_vocab_size counts them). Its
+  folder then has these rows of the target's head, `d2t` (id minus row) and `t2d` (whether an id has
+  a row), as SGLang and vLLM read them. Without it, null makes SGLang take the target's head. vLLM
+  takes it for any drafter without one, and gets the number;
+- EAGLE's fc has a bias in SGLang and none in vLLM. fc(e, h) + b = fc(e + d, h) if d solves W_e d =
+  b. So the drafter gets its own embedding: the target's plus d. (Older vLLM versions ignore it and
+  take the target's.)
 """
 
 from __future__ import annotations
@@ -89,7 +95,10 @@ class Target:
 
 
 def main() -> None:
-    """Export, check, and print how to use the result. ValueError if that is impossible; then nothing is written."""
+    """Export, check, and print how to use the result.
+
+    ValueError if that is impossible; then nothing is written.
+    """
     options = _parse()
     source = find_drafter(Path(options.source))
     policy = Path(options.target) if options.target else None
@@ -114,7 +123,8 @@ def main() -> None:
 
 
 def find_drafter(path: Path) -> Path:
-    """Return the drafter's folder in `path`: itself, of the checkpoint that a resume takes, or the best (else newest) saved one.
+    """Return the drafter's folder in `path`: itself, of the checkpoint that a resume takes, or the
+    best (else newest) saved one.
 
     ValueError for a checkpoint with a broken file.
     """
@@ -136,7 +146,10 @@ def find_drafter(path: Path) -> Path:
 
 
 def find_target(drafter: Path) -> Path | None:
-    """Return the trained policy (`hf/`) of the run that the folder `drafter` is in. None: no run, or it has none."""
+    """Return the trained policy (`hf/`) of the run that the folder `drafter` is in.
+
+    None: no run, or it has none.
+    """
     run = next(
         (path for path in drafter.resolve().parents if (path / "config.yaml").is_file()), None
     )
@@ -162,10 +175,13 @@ def export_drafter(
     dtype: torch.dtype | None = None,
     ids_C: Tensor | None = None,
 ) -> float:
-    """Write the drafter in `source` to the new folder `folder`. Return the largest difference of its outputs, see `fold_bias`.
+    """Write the drafter in `source` to the new folder `folder`.
 
-    `dtype` None keeps the stored one. `ids_C`: token ids, ascending, that an EAGLE-3 drafter proposes; None: all. ValueError if
-    the format cannot hold the drafter or a check fails; then no file is left.
+    Return the largest difference of its outputs, see `fold_bias`.
+
+    `dtype` None keeps the stored one. `ids_C`: token ids, ascending, that an EAGLE-3 drafter
+    proposes; None: all. ValueError if the format cannot hold the drafter or a check fails; then no
+    file is left.
     """
     if folder.exists():
         raise ValueError(f"--to {folder}: must not exist")
@@ -180,7 +196,9 @@ def export_drafter(
 
 
 def frequent_ids(drafter: Path, num_ids: int) -> Tensor:
-    """Return the most frequent token ids of the rollouts of the run whose checkpoint holds `drafter`, ascending."""
+    """Return the most frequent token ids of the rollouts of the run whose checkpoint holds
+    `drafter`, ascending.
+    """
     file = drafter.parent / STATE_FILE
     engines = json.loads(file.read_text(encoding="utf-8"))["engine"] if file.is_file() else []
     counts = [engine["token_counts"] for engine in engines if engine.get("token_counts")]
@@ -198,7 +216,10 @@ def frequent_ids(drafter: Path, num_ids: int) -> Tensor:
 
 
 def reduce_vocabulary(layout: Layout, ids_C: Tensor, target: Target | None) -> Layout:
-    """Return an EAGLE-3 layout whose head has only the rows `ids_C` of the target's head. ValueError for EAGLE or no target."""
+    """Return an EAGLE-3 layout whose head has only the rows `ids_C` of the target's head.
+
+    ValueError for EAGLE or no target.
+    """
     if not layout.is_eagle3:
         raise ValueError(
             "--draft-vocab-size: must be 0 for EAGLE, whose folders have no head (SGLang: --speculative-token-map)"
@@ -218,7 +239,10 @@ def reduce_vocabulary(layout: Layout, ids_C: Tensor, target: Target | None) -> L
 
 
 def check_source(source: Path, target: Target | None) -> None:
-    """Load the drafter. ValueError if it has other tensors than a drafter, or belongs to another target."""
+    """Load the drafter.
+
+    ValueError if it has other tensors than a drafter, or belongs to another target.
+    """
     if target is not None:
         load_drafter(source, embedding_VD=target.embedding_VD, lm_head_VD=target.lm_head_VD)
         return
@@ -244,7 +268,9 @@ def write_layout(folder: Path, layout: Layout) -> None:
 def convert(
     layout: Layout, format: str, target: Target | None, dtype: torch.dtype | None
 ) -> tuple[Layout, float]:
-    """Return our (SGLang's) layout in `format`, and the largest difference of outputs, see `fold_bias`."""
+    """Return our (SGLang's) layout in `format`, and the largest difference of outputs, see
+    `fold_bias`.
+    """
     dtype = dtype or next(iter(layout.tensors.values())).dtype
     tensors = {key: tensor.to(dtype).contiguous() for key, tensor in layout.tensors.items()}
     config: dict[str, Any] = layout.config | {"dtype": str(dtype).removeprefix("torch.")}
@@ -274,9 +300,12 @@ def _vllm_eagle3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fold_bias(tensors: dict[str, Tensor], target: Target | None) -> tuple[dict[str, Tensor], float]:
-    """Remove `fc.bias`; an embedding of the drafter's own adds the same values. Return the largest difference that is left.
+    """Remove `fc.bias`; an embedding of the drafter's own adds the same values.
 
-    The difference is that of the outputs of fc over the whole vocabulary, which the dtype of the embedding rounds.
+    Return the largest difference that is left.
+
+    The difference is that of the outputs of fc over the whole vocabulary, which the dtype of the
+    embedding rounds.
     """
     rest = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
     bias_D = tensors["fc.bias"].double()
@@ -303,7 +332,10 @@ def fold_bias(tensors: dict[str, Tensor], target: Target | None) -> tuple[dict[s
 
 
 def check_export(folder: Path, expected: Layout) -> None:
-    """ValueError unless `folder` holds exactly `expected`. SGLang silently skips a tensor name that it does not know."""
+    """ValueError unless `folder` holds exactly `expected`.
+
+    SGLang silently skips a tensor name that it does not know.
+    """
     found = read_layout(folder)
     names = sorted(found.tensors.keys() | expected.tensors.keys())
     wrong = [name for name in names if not _are_equal(found, expected, name)]

@@ -1,9 +1,12 @@
-"""Writes a config, a reward file and, for GPUs, a Slurm script, for a model, a data file and a number of GPUs.
+"""Writes the files of a new run for a model, a data file and a number of GPUs.
+
+They are a config, a reward file and, for GPUs, a Slurm script.
 
     tlt init --model /models/Qwen2.5-7B-Instruct --data train.jsonl --gpus 8 --out mine
 
-The layout is the smallest tensor parallelism that the memory ledger accepts, with pipeline stages only if that is not enough.
-Lengths and sizes come from the model and the data, which is read and checked. `--gpus 0` is a run of 2 CPU ranks.
+The layout is the smallest tensor parallelism that the memory ledger accepts, with pipeline stages
+only if that is not enough. Lengths and sizes come from the model and the data, which is read and
+checked. `--gpus 0` is a run of 2 CPU ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +56,10 @@ KV_SHARE = 0.2  # of a GPU's memory, at most: as in examples/qwen2_5_7b_8gpu.yam
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the files and print the next command. ValueError if something is wrong or does not fit; then nothing is written."""
+    """Write the files and print the next command.
+
+    ValueError if something is wrong or does not fit; then nothing is written.
+    """
     options = _parse(arguments)
     folder: Path = options.out.resolve()
     names = ["config.yaml", "reward.py"] + (["train.sbatch"] if options.gpus else [])
@@ -82,7 +88,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the sections of the config: what the data and the model give, and the first layout that fits."""
+    """Return the sections of the config: what the data and the model give, and the first layout
+    that fits.
+    """
     model = load_model_config(options.model)
     limit = model.max_position_embeddings
     keys = {"input_key": options.input_key, "label_key": options.label_key}
@@ -131,7 +139,9 @@ def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]
 def _fit(
     settings: dict[str, Any], sizes: ModelSizes, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the settings with the first layout that the ledger accepts: tensor before pipeline parallelism."""
+    """Return the settings with the first layout that the ledger accepts: tensor before pipeline
+    parallelism.
+    """
     gpu = Device(torch_device=torch.device("cuda", 0), backend="gloo")  # nothing communicates
     longest = settings["data"]["max_prompt_tokens"] + settings["rollout"]["max_new_tokens"]
     longest += draft_slack(STRATEGIES)

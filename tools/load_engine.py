@@ -33,7 +33,9 @@ DATA = DataSection(max_prompt_tokens=256)
 
 
 class LoadedPolicy:
-    """An engine that holds the weights of `folder` as VERSION, its tokenizer, and what a drafter borrows from it."""
+    """An engine that holds the weights of `folder` as VERSION, its tokenizer, and what a drafter
+    borrows from it.
+    """
 
     def __init__(
         self,
@@ -45,7 +47,10 @@ class LoadedPolicy:
         data: DataSection = DATA,
         **settings: Any,
     ) -> None:
-        """`data` says how prompts are read; `settings` go to RolloutSection. Identity layers follow the policy's own; they change no token and cost time."""
+        """`data` says how prompts are read; `settings` go to RolloutSection.
+
+        Identity layers follow the policy's own; they change no token and cost time.
+        """
         self._config, self._data = load_model_config(folder), data
         num_layers = self._config.num_layers
         named = [(name, t.to(getattr(torch, dtype))) for name, t in HfReader(folder).items()]
@@ -98,7 +103,10 @@ class LoadedPolicy:
         dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> DraftModel:
-        """Return a random drafter. `dtype` is that of the borrowed tensors, by default the engine's; training needs float32."""
+        """Return a random drafter.
+
+        `dtype` is that of the borrowed tensors, by default the engine's; training needs float32.
+        """
         embedding_VD, lm_head_VD = self.engine.target_tensors()
         return DraftModel(
             make_draft_config(self._config, architecture, embedding_VD, aux_layer_ids),
@@ -110,7 +118,10 @@ class LoadedPolicy:
     def draft_sequences(
         self, prompts: Sequence[Prompt], params: SamplingParams
     ) -> list[DraftSequence]:
-        """Return responses with the states that decoding computed, to train a drafter. Too short ones are left out."""
+        """Return responses with the states that decoding computed, to train a drafter.
+
+        Too short ones are left out.
+        """
         sequences: list[DraftSequence] = []
 
         def keep(rollout: Rollout, features_TF: torch.Tensor) -> None:

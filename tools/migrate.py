@@ -1,8 +1,9 @@
-"""Writes our config from one of verl (YAML, or the script with its overrides) or of slime (the launch script).
+"""Writes our config from one of verl (YAML or launch script) or slime (launch script).
 
     tlt migrate run_qwen3_grpo.sh --out my.yaml
 
-What has no counterpart is printed and stands as a comment at the end of the config, with its value: nothing is lost.
+What has no counterpart is printed and stands as a comment at the end of the config, with its value:
+nothing is lost.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the settings of a YAML file or of a script, by dotted key (verl) or by flag with _ (slime)."""
+    """Return the settings of a YAML file or of a script, by dotted key (verl) or by flag with _
+    (slime).
+    """
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix in (".yaml", ".yml"):

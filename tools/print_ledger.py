@@ -2,7 +2,8 @@
 
     tlt plan examples/qwen2_5_7b_8gpu.yaml --ranks 8 model.path=/models/Qwen2.5-7B-Instruct
 
-It needs no GPU, and of the model a folder with config.json alone. `run.device=cpu` gives the memory of a CPU rank.
+It needs no GPU, and of the model a folder with config.json alone. `run.device=cpu` gives the memory
+of a CPU rank.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python tools/report.py runs/quickstart-20260101-120000 --steps 40-41
 
-Reads metrics.jsonl, summary.json, config.yaml, timeline/, speculation.jsonl and rollouts/ of the run folder. The page goes to
-<run folder>/report.html, or to `--out`. For things the run did not do, the page has a sentence. Several runs are shown side by
-side: <first run folder>/comparison.html. Needs `pip install "tlt_megatron[report]"`.
+Reads metrics.jsonl, summary.json, config.yaml, timeline/, speculation.jsonl and rollouts/ of the
+run folder. The page goes to <run folder>/report.html, or to `--out`. For things the run did not do,
+the page has a sentence. Several runs are shown side by side: <first run folder>/comparison.html.
+Needs `pip install "tlt_megatron[report]"`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from tlt_megatron.cli import main as run_command
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page and return 0. ValueError if a file is broken, or a plotting package is absent."""
+    """Write the page and return 0.
+
+    ValueError if a file is broken, or a plotting package is absent.
+    """
     options = _parse(arguments)
     name = "report.html" if len(options.run_dirs) == 1 else "comparison.html"
     out: Path = options.out or options.run_dirs[0] / name

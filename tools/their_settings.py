@@ -171,7 +171,8 @@ def _rollout_is(level: Any, given: Values) -> dict[str, Any] | None:
 
 
 def _rollout_rs(level: Any, given: Values) -> dict[str, Any] | None:
-    """verl's rejection sampling: k1 of a token, of the sum or of the mean is our ratio at three levels.
+    """verl's rejection sampling: k1 of a token, of the sum or of the mean is our ratio at three
+    levels.
 
     k1 is the negative logarithm of the ratio: their bounds are those of 1 / ratio.
     """

@@ -3,9 +3,10 @@
     tlt watch runs/mine --port 8017
     tlt watch runs
 
-The page is that of tools/report.py, without what a run writes only at its end. It reloads itself when files of the run have
-changed. Several runs are also shown side by side. A folder
-that is no run stands for the runs below it. The run folder is only read. From another machine: `ssh -L 8017:127.0.0.1:8017 HOST`.
+The page is that of tools/report.py, without what a run writes only at its end. It reloads itself
+when files of the run have changed. Several runs are also shown side by side. A folder that is no
+run stands for the runs below it. The run folder is only read. From another machine: `ssh -L
+8017:127.0.0.1:8017 HOST`.
 """
 
 from __future__ import annotations

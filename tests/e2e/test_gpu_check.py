@@ -1,4 +1,6 @@
-"""Every item of `tools/gpu_check.py` at tiny sizes, where nothing but the GPU is pretended: the script runs when a GPU is there."""
+"""Every item of `tools/gpu_check.py` at tiny sizes, where nothing but the GPU is pretended: the
+script runs when a GPU is there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`tlt init`: what it writes for CPUs runs, and what it writes for GPUs passes the checks, with the smallest layout that fits."""
+"""`tlt init`: what it writes for CPUs runs, and what it writes for GPUs passes the checks, with the
+smallest layout that fits.
+"""
 
 from __future__ import annotations
 

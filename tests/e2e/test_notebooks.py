@@ -1,4 +1,6 @@
-"""The notebooks of examples/notebooks run from top to bottom on a tiny policy, and are saved without outputs."""
+"""The notebooks of examples/notebooks run from top to bottom on a tiny policy, and are saved
+without outputs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def cells(name: str) -> list[dict[str, Any]]:
 
 
 def run_notebook(name: str, parameters: dict[str, Any], wanted: tuple[str, ...]) -> list[Any]:
-    """Run its code cells in a forked process with other parameters. Return the values of the names `wanted`."""
+    """Run its code cells in a forked process with other parameters.
+
+    Return the values of the names `wanted`.
+    """
 
     def run() -> list[Any]:
         place: dict[str, Any] = {"__name__": "notebook"}

@@ -3,8 +3,9 @@
     python -m tools.bench speculation --quick
     python -m tools.bench speculation --help
 
-Each benchmark prints tables and writes build/bench/NAME.json. Its file has `run(options, console)`, which returns what goes
-into the JSON. It may have `add_options(add)` and `QUICK`, the defaults of a run that only shows that everything works.
+Each benchmark prints tables and writes build/bench/NAME.json. Its file has `run(options, console)`,
+which returns what goes into the JSON. It may have `add_options(add)` and `QUICK`, the defaults of a
+run that only shows that everything works.
 """
 
 from __future__ import annotations

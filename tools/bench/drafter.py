@@ -2,13 +2,15 @@
 
     python -m tools.bench drafter
 
-Packing: the policy answers prompts, and the drafter trains for one pass on the answers, with their real long-tailed
-lengths: in packed batches; in batches of as many sequences (on average), padded to the longest; and in padded batches
-sorted by length, which give up the random order. Ratios are taken within a round, in CPU time of this process.
+Packing: the policy answers prompts, and the drafter trains for one pass on the answers, with their
+real long-tailed lengths: in packed batches; in batches of as many sequences (on average), padded to
+the longest; and in padded batches sorted by length, which give up the random order. Ratios are
+taken within a round, in CPU time of this process.
 
-Checkpoints: seconds that the trainer waits. Full: parameters, moments and the borrowed embedding and head go into one
-safetensors file, fsynced, by the caller. Async: `AsyncDrafterCheckpointer`, which saves without the borrowed tensors.
-The drafter is that of a target of 80M parameters with a vocabulary of 32,768. Ratios are taken within a round, in wall time.
+Checkpoints: seconds that the trainer waits. Full: parameters, moments and the borrowed embedding
+and head go into one safetensors file, fsynced, by the caller. Async: `AsyncDrafterCheckpointer`,
+which saves without the borrowed tensors. The drafter is that of a target of 80M parameters with a
+vocabulary of 32,768. Ratios are taken within a round, in wall time.
 """
 
 from __future__ import annotations
@@ -73,7 +75,10 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
 
 
 def pad_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
-    """Return one batch of all `sequences`, each padded to the longest. Padding is computed but not trained on."""
+    """Return one batch of all `sequences`, each padded to the longest.
+
+    Padding is computed but not trained on.
+    """
     longest = max(sequence.token_ids.numel() for sequence in sequences)
     batch = pack_batch([_fill_up(sequence, longest) for sequence in sequences])
     num_rows = torch.tensor([sequence.num_rows for sequence in sequences])

@@ -1,8 +1,11 @@
-"""Counts bytes of captured graphs from the plan that an engine makes before it captures anything. Called by roofline.py.
+"""Counts bytes of captured graphs from the plan that an engine makes before it captures anything.
 
-Naive: every strategy is captured alone, drafting and verifying together, at every batch size, in separate memory. Single: only
-the widest strategy, captured like that. Pool: what this engine captures. The model is Qwen2.5-7B, with the default strategies
-and with those of the paper (arXiv 2511.16665, table 5: naive 30.39 GB, single 7.81, pool 10.69, so 2.84x).
+Called by roofline.py.
+
+Naive: every strategy is captured alone, drafting and verifying together, at every batch size, in
+separate memory. Single: only the widest strategy, captured like that. Pool: what this engine
+captures. The model is Qwen2.5-7B, with the default strategies and with those of the paper (arXiv
+2511.16665, table 5: naive 30.39 GB, single 7.81, pool 10.69, so 2.84x).
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ def bytes_single(plan: GraphPlan) -> int:
 
 
 def _bytes_alone(plan: GraphPlan, strategy: SpeculationStrategy) -> int:
-    """Return the bytes if drafting and verifying are captured together at every batch size, in memory of their own."""
+    """Return the bytes if drafting and verifying are captured together at every batch size, in
+    memory of their own.
+    """
     shapes = [(Role.TARGET, strategy.num_rows)]
     if strategy.is_learned:
         depths = [(Role.DRAFT, strategy.topk)] * (strategy.num_steps - 1)

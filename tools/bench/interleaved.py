@@ -1,7 +1,8 @@
 """Compares speculation with plain decoding on the same requests, side by side in one process.
 
-Plain decoding runs before and after every variant. A ratio uses the mean of the two, so changes of the machine's speed
-affect both. The first round warms up and does not count, because selectors learn in it and a real run takes hours.
+Plain decoding runs before and after every variant. A ratio uses the mean of the two, so changes of
+the machine's speed affect both. The first round warms up and does not count, because selectors
+learn in it and a real run takes hours.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class Record:
 
 
 class Comparison:
-    """All variants and plain decoding on the same requests. Only the CPU time of this process counts."""
+    """All variants and plain decoding on the same requests.
+
+    Only the CPU time of this process counts.
+    """
 
     def __init__(self, policy: LoadedPolicy, variants: Mapping[str, Speculation]) -> None:
         self._policy = policy

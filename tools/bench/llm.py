@@ -1,4 +1,6 @@
-"""Measures TLT on a real language model: SmolLM2-135M-Instruct learns to add (examples/smollm2.yaml).
+"""Measures TLT on a real language model: SmolLM2-135M-Instruct learns to add.
+
+The settings are those of examples/smollm2.yaml.
 
     make bench-llm
     python -m tools.bench llm --parts cost decode    # without RL runs
@@ -8,14 +10,16 @@ Parts, each with a table and its keys in the JSON:
 
 - `cost`: what tools/bench/costs.py measures, for the shapes of the policy.
 - `engine`: tools/bench/rollout.py with 2 prompts x 4 responses of equal length.
-- `decode`: speed over plain decoding and differing tokens per token by dtype, and the price of batch-invariant decoding.
-- `step`: RL steps by phase, for the variants of tools/bench/step.py. Rollouts are in float32, so that all variants draw the
-  same tokens: in bfloat16 their lengths differ, and a step is faster or slower by luck.
+- `decode`: speed over plain decoding and differing tokens per token by dtype, and the price of
+  batch-invariant decoding.
+- `step`: RL steps by phase, for the variants of tools/bench/step.py. Rollouts are in float32, so
+  that all variants draw the same tokens: in bfloat16 their lengths differ, and a step is faster or
+  slower by luck.
 - `learn`: held-out accuracy before and after a run of the example.
 
-`decode` and `step` take the policy that imitated right sums (tools/imitate_sums.py), the others the model as it is. The
-drafter of that policy is warmed up first, for `--warm-up-minutes`, if `--drafter` is not there. The accept lengths that its
-warm-up measured are a table too.
+`decode` and `step` take the policy that imitated right sums (tools/imitate_sums.py), the others the
+model as it is. The drafter of that policy is warmed up first, for `--warm-up-minutes`, if
+`--drafter` is not there. The accept lengths that its warm-up measured are a table too.
 """
 
 from __future__ import annotations
@@ -61,7 +65,9 @@ Part = Callable[[argparse.Namespace, RunConfig, Console], dict[str, object]]
 def bench_cost(
     options: argparse.Namespace, config: RunConfig, console: Console
 ) -> dict[str, object]:
-    """Return the shares of a decode pass of draft steps, by batch size / ids, and of noise; by dtype."""
+    """Return the shares of a decode pass of draft steps, by batch size / ids, and of noise; by
+    dtype.
+    """
     vocab_size = load_model_config(config.model.path).vocab_size
     num_ids = {0, config.speculation.num_draft_ids(vocab_size)}  # 0: all
     found: dict[str, Any] = {"draft_step_fraction": {}, "noise_fraction": {}}
@@ -95,7 +101,9 @@ def bench_engine(
 def bench_decode(
     options: argparse.Namespace, config: RunConfig, console: Console
 ) -> dict[str, object]:
-    """Return speed over plain decoding, mismatch per token and the price of batch invariance; by dtype."""
+    """Return speed over plain decoding, mismatch per token and the price of batch invariance; by
+    dtype.
+    """
     settings = argparse.Namespace(
         model=options.policy, drafter=options.drafter, prompts=_held_out(config), deepen=0,
         max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature,
@@ -129,7 +137,9 @@ def bench_step(
 def bench_learn(
     options: argparse.Namespace, _config: RunConfig, console: Console
 ) -> dict[str, object]:
-    """Return held-out accuracy before and after `--learn-steps` of the example, and the reward by step."""
+    """Return held-out accuracy before and after `--learn-steps` of the example, and the reward by
+    step.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-llm-") as root:
         folder = _launcher(options, console, root).run("learn", options.learn_steps)
         rows = read_metrics(folder / "metrics.jsonl")

@@ -21,7 +21,10 @@ Spread = dict[str, float]  # median, min, max
 
 
 def made(folder: str) -> str:
-    """Return the folder of a model, the type of an option. ArgumentTypeError says how the defaults are made."""
+    """Return the folder of a model, the type of an option.
+
+    ArgumentTypeError says how the defaults are made.
+    """
     if not (Path(folder) / "config.json").is_file():
         raise argparse.ArgumentTypeError(
             f"{folder}: no model there; `make drafter` makes build/tiny_policy and build/tiny_drafter"
@@ -53,7 +56,10 @@ def wall_seconds(run: Callable[[], object]) -> float:
 def interleave(
     variants: Mapping[str, Callable[[], object]], rounds: int, clock: Clock
 ) -> dict[str, list[float]]:
-    """Run every variant in every round. Return its seconds by round, without those of a first round that warms up."""
+    """Run every variant in every round.
+
+    Return its seconds by round, without those of a first round that warms up.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds + 1):
         for name, run in variants.items():
@@ -81,8 +87,8 @@ def first_differences(
 ) -> tuple[int, int]:
     """Return (responses that differ, tokens compared).
 
-    Two candidates closer than the rounding error may swap. Tokens after the first difference of a response belong to another
-    text and are not compared.
+    Two candidates closer than the rounding error may swap. Tokens after the first difference of a
+    response belong to another text and are not compared.
     """
     num_differing = num_compared = 0
     for one, other in pairs:

@@ -1,11 +1,11 @@
-"""Measures TLT, partial rollouts and both in time to a held-out accuracy, on one task with the same seeds.
+"""Measures TLT, partial rollouts and both in time to a held-out accuracy, with the same seeds.
 
     python -m tools.bench partial
     python -m tools.bench partial --quick
 
-Variants: `synchronous` (no speculation), `tlt`, `partial` (rollout.partial_rollout_tokens) and `tlt_partial`. The
-drafter of TLT starts from random weights. Every seed is a round of all variants, in rotating order. Seconds are those
-of RL steps, without evaluations.
+Variants: `synchronous` (no speculation), `tlt`, `partial` (rollout.partial_rollout_tokens) and
+`tlt_partial`. The drafter of TLT starts from random weights. Every seed is a round of all variants,
+in rotating order. Seconds are those of RL steps, without evaluations.
 """
 
 from __future__ import annotations

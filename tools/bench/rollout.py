@@ -1,14 +1,15 @@
-"""Measures tokens per second of the embedded engine against `transformers` generate, on the same long-tailed requests.
+"""Measures tokens per second of the embedded engine against `transformers` generate.
 
     python -m tools.bench rollout
 
-Both sides sample, but must do the same work. So the model first draws each response's length with its own stop tokens, and
-the measured runs replay these lengths and ignore stop tokens. The engine gets them as limits of single requests.
-transformers gets a StoppingCriteria that ends each row at its length. As in any batched generate, an ended row becomes
-padding, and a batch ends with its longest row.
+Both sides sample, and must do the same work on long-tailed requests. So the model first draws each
+response's length with its own stop tokens, and the measured runs replay these lengths and ignore
+stop tokens. The engine gets them as limits of single requests. transformers gets a StoppingCriteria
+that ends each row at its length. As in any batched generate, an ended row becomes padding, and a
+batch ends with its longest row.
 
-transformers runs with left-padded batches, KV cache, SDPA and the same dtype and threads, at each of `--hf-batch-sizes`; its
-fastest one counts. The ratio is taken per round, in one process.
+transformers runs with left-padded batches, KV cache, SDPA and the same dtype and threads, at each
+of `--hf-batch-sizes`; its fastest one counts. The ratio is taken per round, in one process.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
 
 
 def _draw(options: argparse.Namespace, policy: LoadedPolicy) -> list[RolloutGroup]:
-    """Draw prompts, and their responses: with the policy's own stop tokens, or all of the greatest length."""
+    """Draw prompts, and their responses: with the policy's own stop tokens, or all of the greatest
+    length.
+    """
     num_prompts = max(options.num_requests // options.num_samples, 1)
     prompts = random.Random(options.seed).sample(policy.prompts(options.prompts), num_prompts)
     params = policy.params(

@@ -1,10 +1,10 @@
-"""What follows from bytes, without a measurement or a GPU: tokens per second, and the size of the graph pool.
+"""Computes from bytes, without a GPU, tokens per second and the size of the graph pool.
 
     python -m tools.bench roofline
 
-A pass takes the longer of its bytes over the bandwidth and its operations over the peak. Counted are weights, KV and, for the
-plain torch form of attention, its copies of KV and its scores. Launches, activations, logits, sampling and communication are
-not, so real speed is lower.
+A pass takes the longer of its bytes over the bandwidth and its operations over the peak. Counted
+are weights, KV and, for the plain torch form of attention, its copies of KV and its scores.
+Launches, activations, logits, sampling and communication are not, so real speed is lower.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """A model on `num_gpus` tensor-parallel GPUs that decodes `batch` sequences of `context` tokens."""
+    """A model on `num_gpus` tensor-parallel GPUs that decodes `batch` sequences of `context`
+    tokens.
+    """
 
     model: ModelConfig
     num_gpus: int
@@ -74,7 +76,9 @@ class Decoding:
         return held * _ITEM_BYTES <= gpu.num_bytes * self.num_gpus
 
     def pass_s(self, gpu: Gpu, rows: int, *, is_draft: bool = False) -> float:
-        """Return the seconds of a pass with `rows` tokens per sequence, of the target or the drafter."""
+        """Return the seconds of a pass with `rows` tokens per sequence, of the target or the
+        drafter.
+        """
         sizes = ModelSizes(self.model)
         num_layers = 1 if is_draft else sizes.num_layers
         layers = drafter_parameters(sizes) if is_draft else num_layers * sizes.layer
@@ -94,7 +98,8 @@ class Decoding:
     def chain(
         self, gpu: Gpu, accept_length: float, *, depth: int = _CHAIN, rows: int = _CHAIN + 1
     ) -> float:
-        """Return the tokens per second of `depth` draft passes and a verify pass of `rows` tokens per sequence.
+        """Return the tokens per second of `depth` draft passes and a verify pass of `rows` tokens
+        per sequence.
 
         `accept_length` is the number of tokens that a verify pass brings, its own included.
         """
@@ -133,7 +138,10 @@ def _speeds(console: Console) -> Mapping[str, object]:
 
 
 def _speedups(console: Console) -> list[list[float]]:
-    """Compare with what the paper measured. Its context is not known; it hardly matters at batch 1."""
+    """Compare with what the paper measured.
+
+    Its context is not known; it hardly matters at batch 1.
+    """
     decoding = Decoding(model=QWEN_2_5_32B, num_gpus=4, batch=1, context=2048)
     gpu, rows = GPUS["H100"], []
     for depth, accept_length, measured in _PAPER_SPEEDUPS:

@@ -79,7 +79,9 @@ def make_drafts(setting: Setting, drafter: str) -> dict[str, DraftInference]:
 def make_variants(
     drafts: dict[str, DraftInference], options: argparse.Namespace
 ) -> dict[str, Speculation]:
-    """Return every strategy and both selectors with the good drafter, and the cost model with the untrained one."""
+    """Return every strategy and both selectors with the good drafter, and the cost model with the
+    untrained one.
+    """
     strategies = parse_strategies(options)
     good = drafts[GOOD]
     return {
@@ -96,7 +98,10 @@ def parse_strategies(options: argparse.Namespace) -> list[SpeculationStrategy]:
 
 
 def long_prompts(setting: Setting, num_tokens: int) -> list[Prompt]:
-    """Return prompts that the policy itself answers at length. Text forced after its end would not be representative."""
+    """Return prompts that the policy itself answers at length.
+
+    Text forced after its end would not be representative.
+    """
     groups = setting.policy.generate(setting.prompts, setting.policy.params(num_tokens, seed=1))
     ends = [group.rollouts[0].finish_reason for group in groups]
     return [p for p, end in zip(setting.prompts, ends, strict=True) if end == FinishReason.LENGTH]

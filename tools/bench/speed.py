@@ -1,6 +1,7 @@
-"""Measures speed by batch size, a long-tailed set of requests end to end, and the price of batch-invariant decoding.
+"""Measures speed by batch size and on long-tailed requests, and the price of batch invariance.
 
-Selectors live as long as the process, as in a training run, so they carry what they learned to the next batch size.
+Selectors live as long as the process, as in a training run, so they carry what they learned to the
+next batch size.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ def bench_batch_sizes(
 
 
 def _batches(prompts: Sequence[Prompt], batch_size: int, round_index: int) -> list[list[Prompt]]:
-    """Return other prompts in every round. A small size gets several batches in sequence, as one prompt says little."""
+    """Return other prompts in every round.
+
+    A small size gets several batches in sequence, as one prompt says little.
+    """
     num_requests = max(_LEAST_REQUESTS // batch_size, 1) * batch_size
     numbers = range(round_index * num_requests, (round_index + 1) * num_requests)
     chosen = [dataclasses.replace(prompts[n % len(prompts)], draw_index=n) for n in numbers]
@@ -118,10 +122,11 @@ def best_fixed(measured: Mapping[int, Comparison], fixed: Sequence[str]) -> str:
 def compare_selectors(
     measured: Mapping[int, Comparison], best: str, console: Console
 ) -> dict[str, float]:
-    """Return the speed of each selector over that of the strategy `best`, with equal weight for each batch size.
+    """Return the speed of each selector over that of the strategy `best`, with equal weight for
+    each batch size.
 
-    Ratios are of the same round, because rounds have other prompts. Noise counts against the selectors: the best of
-    several strategies is partly the luckiest.
+    Ratios are of the same round, because rounds have other prompts. Noise counts against the
+    selectors: the best of several strategies is partly the luckiest.
     """
     found = {}
     for name in (COST_MODEL, BEG_MAB):
@@ -139,7 +144,8 @@ def compare_selectors(
 def bench_batch_invariant(
     setting: Setting, options: argparse.Namespace, console: Console
 ) -> dict[str, object]:
-    """Return, by batch size, plain seconds with rollout.batch_invariant over those without, and differing tokens with it.
+    """Return, by batch size, plain seconds with rollout.batch_invariant over those without, and
+    differing tokens with it.
 
     If the machine's kernels do not allow the mode, return the reason.
     """

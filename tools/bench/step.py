@@ -1,14 +1,15 @@
-"""Measures what TLT gains in an RL step, and checks that it changes nothing else: four variants of one run.
+"""Measures what TLT gains in an RL step, and checks that it changes no token.
 
     python -m tools.bench step                       # speed and exactness
     python -m tools.bench step --quick               # shows that everything works
 
-Variants: `off` (no speculation), `frozen` (a warmed-up drafter without training), `tlt` (the same drafter, trained on
-idle ranks), `cold_start` (tlt from random weights).
+Variants: `off` (no speculation), `frozen` (a warmed-up drafter without training), `tlt` (the same
+drafter, trained on idle ranks), `cold_start` (tlt from random weights).
 
-- Speed: training runs cannot alternate step by step in one process, so they alternate in rounds. In each round every
-  variant continues from its checkpoint for a few steps. The order rotates, and the first step of a round is not timed.
-  Speculation changes no token, so step k of two variants does the same work.
+- Speed: training runs cannot alternate step by step in one process, so they alternate in rounds. In
+  each round every variant continues from its checkpoint for a few steps. The order rotates, and the
+  first step of a round is not timed. Speculation changes no token, so step k of two variants does
+  the same work.
 - Exactness: all tokens and rewards of a shorter run with float64 rollouts are compared.
 """
 
@@ -160,7 +161,9 @@ def print_speed(console: Console, result: Mapping[str, Any]) -> None:
 def print_by_step(
     console: Console, title: str, columns: Mapping[str, Sequence[float | None]]
 ) -> None:
-    """Print values by RL step; "-" for a step without one, such as an accept length if nothing was drafted."""
+    """Print values by RL step; "-" for a step without one, such as an accept length if nothing was
+    drafted.
+    """
     rows = ([str(step), *row] for step, row in enumerate(zip(*columns.values(), strict=True), 1))
     print_table(console, title, ("step", *columns), rows)
 
@@ -205,7 +208,10 @@ def speedups(
 
 
 def phase_seconds(run: Run, steps: Sequence[int]) -> dict[str, float]:
-    """Return mean seconds of a step by phase, largest over ranks. Phases that a run lacks are left out."""
+    """Return mean seconds of a step by phase, largest over ranks.
+
+    Phases that a run lacks are left out.
+    """
     names = {name for step in steps for name in run[step].metrics if name.startswith("timing_s/")}
     means = {name: _sum(run, steps, name) / len(steps) for name in sorted(names)}
     return {name.removeprefix("timing_s/"): mean for name, mean in means.items()}
@@ -297,8 +303,8 @@ def _prepare(options: argparse.Namespace, root: Path) -> list[str]:
 def with_a_tail(by_length: Sequence[Any], num_prompts: int, seed: int) -> list[Any]:
     """Order prompts, given by length, so that every `num_prompts` of them hold one of the longest.
 
-    A step of a few prompts then has the tail that a step of hundreds always has. Prompts that do not fill a step are
-    left out.
+    A step of a few prompts then has the tail that a step of hundreds always has. Prompts that do
+    not fill a step are left out.
     """
     shuffle = random.Random(seed)
     num_tail = max(1, round(_NUM_LONG * len(by_length)))

@@ -18,7 +18,10 @@ Sections = Mapping[str, Mapping[str, object]]
 
 
 def find_alarms(rows: Sequence[Row], config: Sections) -> list[str]:
-    """Return a sentence for each alarm. `rows` are metrics by step, ascending; None is a value that was not finite."""
+    """Return a sentence for each alarm.
+
+    `rows` are metrics by step, ascending; None is a value that was not finite.
+    """
     found = [
         _not_finite(rows),
         _reward_fell(rows),
@@ -48,7 +51,9 @@ def _not_finite(rows: Sequence[Row]) -> str:
 
 
 def _reward_fell(rows: Sequence[Row]) -> str:
-    """Compare the last steps with the best ones before them, on the scale of the rewards seen so far."""
+    """Compare the last steps with the best ones before them, on the scale of the rewards seen so
+    far.
+    """
     names = (f"critic/rewards/{name}" for name in ("mean", "min", "max"))
     means, lows, highs = (
         [value for row in rows if (value := row.get(n)) is not None] for n in names

@@ -1,6 +1,9 @@
-"""Reads and checks a run folder for the panels of the report. ValueError names a file that is broken.
+"""Reads and checks a run folder for the panels of the report.
 
-A run that has not ended, or has failed, lacks files. What is absent is empty or None, and the page says so in a sentence.
+ValueError names a file that is broken.
+
+A run that has not ended, or has failed, lacks files. What is absent is empty or None, and the page
+says so in a sentence.
 """
 
 from __future__ import annotations
@@ -38,12 +41,16 @@ class RunData:
     alarms: list[str] = field(default_factory=list)
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Return steps and values of a metric where it was written; None for a value that was not finite."""
+        """Return steps and values of a metric where it was written; None for a value that was not
+        finite.
+        """
         rows = [row for row in self.rows if name in row]
         return [int(row["step"] or 0) for row in rows], [row[name] for row in rows]
 
     def names_after(self, prefix: str) -> list[str]:
-        """Return the rests of the names of all metrics that begin with `prefix`, in the order of writing."""
+        """Return the rests of the names of all metrics that begin with `prefix`, in the order of
+        writing.
+        """
         names = dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix))
         return [name.removeprefix(prefix) for name in names]
 
@@ -65,7 +72,10 @@ def is_run(path: Path) -> bool:
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """Return the run itself, or the runs in the folder and in its folders, the newest first. ValueError without any."""
+    """Return the run itself, or the runs in the folder and in its folders, the newest first.
+
+    ValueError without any.
+    """
     if is_run(folder):
         return [folder]
     found = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if is_run(path)]
@@ -118,7 +128,9 @@ def _parse_config(path: Path, text: str) -> dict[str, dict[str, object]]:
 
 
 def read_lines(path: Path, max_bytes: int | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """Return places and objects. A last line without its end is an interrupted write and is left out.
+    """Return places and objects.
+
+    A last line without its end is an interrupted write and is left out.
 
     Of a file of more than `max_bytes` only whole lines of its end are read.
     """
@@ -131,7 +143,10 @@ def read_lines(path: Path, max_bytes: int | None = None) -> list[tuple[str, dict
 
 
 def read_metrics(path: Path) -> list[dict[str, float | None]]:
-    """Return the metrics of metrics.jsonl by step, ascending; [] without the file. ValueError names a broken line."""
+    """Return the metrics of metrics.jsonl by step, ascending; [] without the file.
+
+    ValueError names a broken line.
+    """
     rows: dict[int, dict[str, float | None]] = {}
     for place, row in read_lines(path):
         step = row.get("step")

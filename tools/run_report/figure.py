@@ -24,7 +24,10 @@ _AXIS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One figure with its text. Of a panel without data, the page has only the sentence `absent`."""
+    """One figure with its text.
+
+    Of a panel without data, the page has only the sentence `absent`.
+    """
 
     title: str
     key: str = ""

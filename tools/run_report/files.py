@@ -1,4 +1,6 @@
-"""Opens and parses the files of a run folder, which may hold anything: ValueError names a file that no run writes."""
+"""Opens and parses the files of a run folder, which may hold anything.
+
+ValueError names a file that no run writes."""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, max_bytes: int | None = None) -> str:
-    """Return the text, "" without the file. Of a file of more than `max_bytes`, only whole lines of its end."""
+    """Return the text, "" without the file.
+
+    Of a file of more than `max_bytes`, only whole lines of its end.
+    """
     if not path.exists():
         return ""
     with open_regular(path) as file:

@@ -44,7 +44,10 @@ class LiveRun:
         return f"{zlib.crc32(repr([_stamp(file) for file in files]).encode()):08x}"
 
     def read(self) -> RunData:
-        """Return the newest data, without the trace's. It is empty if a file is broken, which `states` then names."""
+        """Return the newest data, without the trace's.
+
+        It is empty if a file is broken, which `states` then names.
+        """
         with self._lock:
             self._error = ""
             try:

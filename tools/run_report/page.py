@@ -1,7 +1,9 @@
-"""Writes the report as one HTML file that loads nothing else: Jinja2 for the page, Plotly (inlined) for the figures.
+"""Writes the report as one HTML file that loads nothing else.
 
-Figures are plain JSON in the page (`figure-<key>`), so every number can be read there. Every number of summary.json is a card
-at the top; known keys get a better name.
+Jinja2 makes the page and Plotly, which is inlined, the figures.
+
+Figures are plain JSON in the page (`figure-<key>`), so every number can be read there. Every number
+of summary.json is a card at the top; known keys get a better name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The colours of the report, and what replaces them on a dark page.
 
-They come from the palette of Okabe and Ito (2008, "Color Universal Design"), which works for all kinds of colour vision.
+They come from the palette of Okabe and Ito (2008, "Color Universal Design"), which works for all
+kinds of colour vision.
 """
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"

@@ -90,7 +90,10 @@ _AXES = {"lengths": {"type": "log", "dtick": "D2", "tickformat": ","}}
 
 
 def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel]:
-    """Return all panels in the order of the page. `steps` is the window of the timeline; None: the last two."""
+    """Return all panels in the order of the page.
+
+    `steps` is the window of the timeline; None: the last two.
+    """
     return [
         *build_rank_panels(run, steps),
         _acceptance(run),
@@ -139,7 +142,10 @@ def _over_steps(
     absent: str = "",
     y: Json | None = None,
 ) -> Panel:
-    """Return a panel over RL steps of those `curves` that the run wrote. `labels` are its title and the name of the y axis."""
+    """Return a panel over RL steps of those `curves` that the run wrote.
+
+    `labels` are its title and the name of the y axis.
+    """
     title, y_label = labels
     return Panel(
         key=key,

@@ -32,7 +32,9 @@ _BAR_HEIGHT = 46
 
 
 def build_rank_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel]:
-    """Return the timeline and the long tail of `steps`; of many ranks also how many are in each phase."""
+    """Return the timeline and the long tail of `steps`; of many ranks also how many are in each
+    phase.
+    """
     if run.trace is None:
         return [Panel(title="Timeline", absent="The run kept no trace (logging.trace=false).")]
     if steps is None and not run.trace.has_steps():

@@ -29,7 +29,9 @@ class Response:
 
 
 def read_responses(run_dir: Path, limit: int) -> list[Response]:
-    """Return the newest `limit` responses, the newest step first; [] for a run without logging.rollouts."""
+    """Return the newest `limit` responses, the newest step first; [] for a run without
+    logging.rollouts.
+    """
     found: list[Response] = []
     for path in sorted((run_dir / "rollouts").glob("step_*.jsonl"), reverse=True):
         rows = read_lines(path, _MAX_FILE_BYTES)[-(limit - len(found)) :]
@@ -59,7 +61,8 @@ def _response(step: int, row: dict[str, Any]) -> Response:
 def _parts(row: dict[str, Any]) -> list[tuple[str, bool]]:
     """Return the response in parts that the drafter or the policy proposed.
 
-    Of the tokens of a verify pass, all but the last are accepted drafts. All others are the policy's.
+    Of the tokens of a verify pass, all but the last are accepted drafts. All others are the
+    policy's.
     """
     response, sizes = str(row["response"]), row.get("token_characters")
     if not sizes:  # of an older run, or of a tokenizer whose tokens have no text of their own

@@ -1,4 +1,4 @@
-"""The step that is under way: what each rank does now, and the alarms of a run that hangs or has died."""
+"""What each rank does in the step that is under way, and alarms of a run that hangs or died."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ class Running:
         return max(self.now_s - rank.phase_began_s, 0.0)
 
     def hang(self, median_step_s: float, group_timeout_s: float) -> str:
-        """Return an alarm if no rank has changed for too long, else "". Between steps the median of steps says nothing."""
+        """Return an alarm if no rank has changed for too long, else "".
+
+        Between steps the median of steps says nothing.
+        """
         limit_s, reason = group_timeout_s, "run.group_timeout_s"
         step_limit_s = max(_STALL_STEPS * median_step_s, _MIN_STALL_S)
         if step_limit_s < limit_s and any(rank.step_began_s for rank in self.ranks):
@@ -117,9 +120,12 @@ class State:
 
 
 def read_ranks(run_dir: Path) -> list[RankStatus]:
-    """Return the status of each rank, in order; [] of a run that has written none. ValueError names a file that is no status.
+    """Return the status of each rank, in order; [] of a run that has written none.
 
-    Files older than the lock are of an earlier run in the folder: ranks of this one have not written yet.
+    ValueError names a file that is no status.
+
+    Files older than the lock are of an earlier run in the folder: ranks of this one have not
+    written yet.
     """
     found, lock = [], run_dir / LOCK_FILE
     began_ns = lock.stat().st_mtime_ns if lock.exists() else 0
@@ -143,7 +149,9 @@ def is_over(run_dir: Path) -> bool:
 
 
 def describe_end(run_dir: Path, ranks: Sequence[RankStatus] = ()) -> str:
-    """Return why the newest run in the folder ended without a summary; "" if it has one, or may still run."""
+    """Return why the newest run in the folder ended without a summary; "" if it has one, or may
+    still run.
+    """
     if is_over(run_dir):
         return ""
     if failure := _failure_of(run_dir):

@@ -1,10 +1,11 @@
-"""Reads the spans of a run from <run dir>/timeline/rank_*.jsonl, while they grow and of any number of ranks.
+"""Reads the spans of any number of ranks from <run dir>/timeline, while the files grow.
 
-Files are scanned once, from where the last scan ended, for the places where steps end in them. The spans of a window of steps
-are then read from those places. Of ranks that get no row of their own, decode passes are not parsed.
+Files are scanned once, from where the last scan ended, for the places where steps end in them. The
+spans of a window of steps are then read from those places. Of ranks that get no row of their own,
+decode passes are not parsed.
 
-A step lasts from one SYNC of the policy to the next (the span's `version` is the step that it ends). So an evaluation or a
-checkpoint after step n is drawn at the start of step n + 1.
+A step lasts from one SYNC of the policy to the next (the span's `version` is the step that it
+ends). So an evaluation or a checkpoint after step n is drawn at the start of step n + 1.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ class RankTrace:
         self._synced: tuple[int, int, int] | None = None  # newest SYNC: version, end_ns, end byte
 
     def scan(self) -> None:
-        """Find the steps in what was appended since the last scan. ValueError names a file that is no timeline."""
+        """Find the steps in what was appended since the last scan.
+
+        ValueError names a file that is no timeline.
+        """
         with open_regular(self.path) as file:
             file.seek(self.size)
             for line in file:
@@ -169,7 +173,9 @@ class Trace:
         return any(rank.steps for rank in self._ranks.values())
 
     def window(self, steps: tuple[int, int] | None) -> Window:
-        """Return the window of `steps` (first, last), by default of the last two. ValueError for steps that the trace lacks.
+        """Return the window of `steps` (first, last), by default of the last two.
+
+        ValueError for steps that the trace lacks.
 
         A last step that some ranks have not written yet is left out.
         """

@@ -1,4 +1,4 @@
-"""Converts spans to what a timeline shows: the innermost span of a thread at any time, or shares of many ranks."""
+"""Converts spans to what a timeline shows: the innermost span at any time, or shares of ranks."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ def running_requests(
 def summarize(
     ranks: Sequence[RankTrace], window: Window, num_bins: int
 ) -> tuple[list[int], dict[str, list[float]]]:
-    """Return the slowest, median and fastest ranks by rollout, and the share of all ranks by phase and bin of the window.
+    """Return the slowest, median and fastest ranks by rollout, and the share of all ranks by phase
+    and bin of the window.
 
     One rank after another is read, without its decode passes.
     """

@@ -1,4 +1,6 @@
-"""The benchmarks of RL steps compare equal work, and their figures are those of a calculation by hand."""
+"""The benchmarks of RL steps compare equal work, and their figures are those of a calculation by
+hand.
+"""
 
 from __future__ import annotations
 

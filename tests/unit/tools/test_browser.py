@@ -1,4 +1,6 @@
-"""The live page in a real browser: it loads nothing from elsewhere, raises no error, and shows figures and responses."""
+"""The live page in a real browser: it loads nothing from elsewhere, raises no error, and shows
+figures and responses.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ LIMIT_S = 300.0  # of one page; a healthy machine needs seconds
 
 
 def open_page(url: str, folder: Path, *, width: int, is_dark: bool) -> tuple[str, str]:
-    """Return the page's elements after its scripts have run, and the browser's log. Skips without a browser that works."""
+    """Return the page's elements after its scripts have run, and the browser's log.
+
+    Skips without a browser that works.
+    """
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"no browser on PATH: {', '.join(BROWSERS)}")

@@ -1,4 +1,6 @@
-"""`tools/gpu_check.py`: what hangs, crashes, fails or is missing is a row, and the other items run. tests/e2e runs its own items."""
+"""`tools/gpu_check.py`: what hangs, crashes, fails or is missing is a row, and the other items run.
+tests/e2e runs its own items.
+"""
 
 from __future__ import annotations
 

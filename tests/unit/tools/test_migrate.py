@@ -1,4 +1,6 @@
-"""`tlt migrate`: settings of verl and slime become ours, pass the checks, and what has no counterpart is listed."""
+"""`tlt migrate`: settings of verl and slime become ours, pass the checks, and what has no
+counterpart is listed.
+"""
 
 from __future__ import annotations
 

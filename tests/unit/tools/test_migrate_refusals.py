@@ -1,4 +1,6 @@
-"""What `tlt migrate` leaves to the user: values that the checks refuse, and settings that it only names."""
+"""What `tlt migrate` leaves to the user: values that the checks refuse, and settings that it only
+names.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,10 @@ def one_pass(
 
 
 def small_table() -> TraceTable:
-    """Batch 1: plain 1 token in 1 s, the chain 2 in 1 s. Batch 8: plain 8 in 1 s, the chain 16 in 4 s."""
+    """Batch 1: plain 1 token in 1 s, the chain 2 in 1 s.
+
+    Batch 8: plain 8 in 1 s, the chain 16 in 4 s.
+    """
     return TraceTable(
         [
             one_pass(OFF, 1, (), 1.0),
@@ -39,8 +42,10 @@ def small_table() -> TraceTable:
 
 
 def test_fixed_strategy_against_the_oracle_by_hand() -> None:
-    """Two passes at batch 1 and one at batch 8 with the chain: 4 + 16 tokens in 2 + 4 s. The oracle takes 2 + 2 s, plain
-    decoding 4 + 2 s."""
+    """Two passes at batch 1 and one at batch 8 with the chain: 4 + 16 tokens in 2 + 4 s.
+
+    The oracle takes 2 + 2 s, plain decoding 4 + 2 s.
+    """
     result = replay(FixedSelector(CHAIN), small_table(), [1, 1, 8])
     assert result.of_oracle == pytest.approx(4.0 / 6.0)
     assert result.of_plain == pytest.approx(6.0 / 6.0)
@@ -93,7 +98,9 @@ def test_records_survive_json() -> None:
 
 
 def test_selector_is_judged_on_a_recorded_table_as_on_the_machine_itself() -> None:
-    """100 passes in each cell of a synthetic machine; the cost model then replays 400 passes at each of two batch sizes."""
+    """100 passes in each cell of a synthetic machine; the cost model then replays 400 passes at
+    each of two batch sizes.
+    """
     world, passes = SyntheticDecoding(seed=0, quality=0.8), []
     for strategy in (OFF, *ARMS):
         for batch_size in (2, 16):

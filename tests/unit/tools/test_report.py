@@ -1,4 +1,6 @@
-"""The report: every number on the page is one of the run's, what the run did not do is said, what is broken is named."""
+"""The report: every number on the page is one of the run's, what the run did not do is said, what
+is broken is named.
+"""
 
 from __future__ import annotations
 

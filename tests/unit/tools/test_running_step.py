@@ -64,7 +64,9 @@ def test_the_page_shows_what_each_rank_does_now(tmp_path: Path) -> None:
 
 
 def test_a_step_that_the_metrics_have_is_not_under_way(tmp_path: Path) -> None:
-    """Files of ranks are up to a second older than the metrics, which `make_run` writes for 3 steps."""
+    """Files of ranks are up to a second older than the metrics, which `make_run` writes for 3
+    steps.
+    """
     run_dir = make_run(tmp_path / "run")
     (run_dir / "summary.json").unlink()
     live = LiveRun(run_dir)

@@ -1,4 +1,6 @@
-"""The live page: it follows the files of a run, shows responses as text, and refuses what is no run."""
+"""The live page: it follows the files of a run, shows responses as text, and refuses what is no
+run.
+"""
 
 from __future__ import annotations
 
@@ -246,7 +248,10 @@ RESPONSE = '{"reward": 1, "token_ids": [1, 2], "prompt": "p", "response": "ab", 
 def test_a_run_that_holds_anything_takes_no_other_run_along(
     tmp_path: Path, name: str, text: str
 ) -> None:
-    """Every page answers, and one line says what is wrong with that run. The report refuses it in one line."""
+    """Every page answers, and one line says what is wrong with that run.
+
+    The report refuses it in one line.
+    """
     run_dir, other = make_run(tmp_path / "spoiled"), make_run(tmp_path / "other", with_trace=False)
     spoil(run_dir, name, text)
     if name.startswith("status"):  # is shown of a run that goes on
@@ -303,7 +308,9 @@ def test_responses_are_shown_as_text(tmp_path: Path) -> None:
 
 
 def test_tokens_that_the_drafter_proposed_are_marked(tmp_path: Path) -> None:
-    """Plain decoding of token 0, verify passes over 1-3 and 5-6, and a plain pass for 4 between them."""
+    """Plain decoding of token 0, verify passes over 1-3 and 5-6, and a plain pass for 4 between
+    them.
+    """
     run_dir = make_run(tmp_path / "run")
     text = "a<cdefg and the rest"
     write_responses(run_dir, 3, ["", "", "", "", "", "", text], [(1, 3), (5, 2)])
