@@ -91,7 +91,7 @@ def test_what_ranks_did_before_a_resume_is_not_shown(tmp_path: Path) -> None:
     assert [status.rank for status in read_ranks(tmp_path)] == [1]
 
 
-def test_of_1000_ranks_those_behind_get_a_row(tmp_path: Path) -> None:
+def test_of_1000_ranks_those_behind_get_a_row() -> None:
     ranks = [dataclasses.replace(RANKS[1], rank=rank, num_ranks=1000) for rank in range(1000)]
     ranks[700] = dataclasses.replace(RANKS[2], rank=700, num_ranks=1000)
     ranks[800] = dataclasses.replace(RANKS[2], rank=800, num_ranks=1000, num_done=3)
