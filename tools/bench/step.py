@@ -142,12 +142,12 @@ def print_speed(console: Console, result: Mapping[str, Any]) -> None:
         seconds = (phases.get(phase) for phase in ("gen", "update_actor", "step"))
         speeds = (told(step), step["total"], told(rollout), rollout["total"])
         rows.append([name, *seconds, *speeds, result["steps_with_equal_tokens"][name]])
-    share, num_later = result["rollout_share"], result["num_steps"] - 1
-    title = (
-        f"RL steps, {result['num_timed_steps']} timed; without speculation rollouts take {share:.0%}."
-        f" Speed-ups over off, median (min-max); steps with equal tokens out of {num_later}"
-    )
+    title = f"speed-ups over off, median (min-max), {result['num_timed_steps']} timed steps"
     print_table(console, title, columns, rows)
+    console.print(
+        f"equal tokens: out of {result['num_steps'] - 1} steps;"
+        f" without speculation rollouts take {result['rollout_share']:.0%} of a step"
+    )
     rows = [
         [name, each["idle_s"], f"{each['idle_used_fraction']:.0%}",
          f"{each['stall_fraction']:.2%}", told(each["preempt_ms"]), each["updates_per_step"]]
