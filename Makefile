@@ -119,8 +119,18 @@ bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) -m tools.bench drafter
 	@$(PY) -m tools.bench step
 
-bench-llm: llm-task  ## TLT on SmolLM2-135M-Instruct, about 45 minutes on 2 idle cores; tables and build/bench/llm.json
+bench-llm: llm-task  ## TLT on SmolLM2-135M-Instruct, about 45 minutes on 2 idle cores; tables and build/bench/llm*.json
 	@$(PY) tools/imitate_sums.py --model build/smollm2 --task build/sum_task --out build/smollm2_sums
+	@test -d build/smollm2_drafter || $(PY) tools/warmup_drafter.py --config examples/smollm2.yaml \
+	  --model build/smollm2_sums --out build/smollm2_drafter --minutes 8 --steps 1000000 \
+	  --measure-minutes 1 --num-eval-prompts 8 --strategy 4_1_4 --threads 2
+	@for dtype in bfloat16 float32; do \
+	  $(PY) -m tools.bench costs --model build/smollm2 --dtype $$dtype --vocab-sizes 49152 \
+	    --num-ids 0 8192 --batch-sizes 1 8 --out build/bench/llm-costs-$$dtype.json; \
+	  $(PY) -m tools.bench rollout --model build/smollm2 --prompts build/sum_task/eval.jsonl --dtype $$dtype \
+	    --num-requests 8 --num-samples 4 --max-new-tokens 64 --ignore-stops --max-batch-size 8 \
+	    --hf-batch-sizes 8 --rounds 2 --out build/bench/llm-rollout-$$dtype.json; \
+	done
 	@$(PY) -m tools.bench llm
 
 setup-gpu: setup  ## on a GPU host: SGLang and Transformer Engine too; not yet run on hardware

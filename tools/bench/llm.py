@@ -3,13 +3,11 @@
 The settings are those of examples/smollm2.yaml.
 
     make bench-llm
-    python -m tools.bench llm --parts cost decode    # without RL runs
-    python -m tools.bench llm --quick --parts cost decode
+    python -m tools.bench llm --parts decode         # without RL runs
+    python -m tools.bench llm --quick --parts decode
 
 Parts, each with a table and its keys in the JSON:
 
-- `cost`: what tools/bench/costs.py measures, for the shapes of the policy.
-- `engine`: tools/bench/rollout.py with 2 prompts x 4 responses of equal length.
 - `decode`: speed over plain decoding and differing tokens per token by dtype, and the price of
   batch-invariant decoding.
 - `step`: RL steps by phase, for the variants of tools/bench/step.py. Rollouts are in float32, so
@@ -17,9 +15,9 @@ Parts, each with a table and its keys in the JSON:
   slower by luck.
 - `learn`: held-out accuracy before and after a run of the example.
 
-`decode` and `step` take the policy that imitated right sums (tools/imitate_sums.py), the others the
-model as it is. The drafter of that policy is warmed up first, for `--warm-up-minutes`, if
-`--drafter` is not there. The accept lengths that its warm-up measured are a table too.
+`decode` and `step` take the policy that imitated right sums (tools/imitate_sums.py), `learn` the
+model as it is. The accept lengths that the warm-up of the drafter measured are a table too. `make
+bench-llm` also runs tools/bench/costs.py and tools/bench/rollout.py with the model.
 """
 
 from __future__ import annotations
@@ -29,16 +27,11 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
 
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.models.config import load_model_config
-from tools import warmup_drafter
-from tools.bench import costs, rollout
 from tools.bench.interleaved import mismatch_per_token
 from tools.bench.measure import print_table
 from tools.bench.setting import make_drafts, make_setting, make_variants
@@ -47,55 +40,14 @@ from tools.bench.step import Launcher, bench_speed, print_by_step
 from tools.run_report.data import read_metrics
 
 QUICK = {
-    "cost_rounds": 1,
     "rounds": 1,
     "steps": 2,
     "learn_steps": 2,
     "num_requests": 4,
     "num_tokens": 8,
-    "engine_tokens": 8,
-    "warm_up_minutes": 0.01,
 }
-_COST_BATCH_SIZES = (1, 8)
-_ENGINE_BATCH_SIZE = 8
 _DTYPES = ("bfloat16", "float32")
 Part = Callable[[argparse.Namespace, RunConfig, Console], dict[str, object]]
-
-
-def bench_cost(
-    options: argparse.Namespace, config: RunConfig, console: Console
-) -> dict[str, object]:
-    """Return the shares of a decode pass of draft steps, by batch size / ids, and of noise; by
-    dtype.
-    """
-    vocab_size = load_model_config(config.model.path).vocab_size
-    num_ids = {0, config.speculation.num_draft_ids(vocab_size)}  # 0: all
-    found: dict[str, Any] = {"draft_step_fraction": {}, "noise_fraction": {}}
-    for dtype in options.dtypes:
-        shapes = argparse.Namespace(
-            model=config.model.path, dtype=dtype, batch_sizes=_COST_BATCH_SIZES,
-            rounds=options.cost_rounds, num_ids=sorted(num_ids), vocab_sizes=[vocab_size],
-        )  # fmt: skip
-        measured = costs.run(shapes, console)
-        for key, by_dtype in found.items():
-            by_dtype[dtype] = measured[key]
-    return found
-
-
-def bench_engine(
-    options: argparse.Namespace, config: RunConfig, console: Console
-) -> dict[str, object]:
-    """Return tokens per second of plain decoding and of transformers generate at batch 8; by dtype."""
-    found = {}
-    for dtype in options.dtypes:
-        requests = argparse.Namespace(
-            model=config.model.path, prompts=_held_out(config), dtype=dtype, seed=0,
-            num_requests=_ENGINE_BATCH_SIZE, num_samples=4, max_new_tokens=options.engine_tokens,
-            ignore_stops=True, max_batch_size=_ENGINE_BATCH_SIZE,
-            hf_batch_sizes=[_ENGINE_BATCH_SIZE], rounds=options.rounds,
-        )  # fmt: skip
-        found[dtype] = rollout.run(requests, console)
-    return {"embedded_over_transformers": found}
 
 
 def bench_decode(
@@ -169,8 +121,6 @@ def _launcher(
 
 
 PARTS: dict[str, Part] = {
-    "cost": bench_cost,
-    "engine": bench_engine,
     "decode": bench_decode,
     "step": bench_step,
     "learn": bench_learn,
@@ -181,30 +131,20 @@ def add_options(add: Callable[..., object]) -> None:
     """Add the options of this benchmark."""
     add("--config", default="examples/smollm2.yaml")
     add("--policy", default="build/smollm2_sums", help="of decode and step")
-    add("--drafter", default="build/smollm2_drafter", help="warmed up here if absent")
-    add("--warm-up-minutes", type=float, default=8.0)
+    add("--drafter", default="build/smollm2_drafter", help="warmed up")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--dtypes", nargs="+", choices=_DTYPES, default=list(_DTYPES))
     add("--ranks", type=int, default=2)
-    add("--cost-rounds", type=int, default=15)
     add("--rounds", type=int, default=2, help="of decode and step")
     add("--steps", type=int, default=4, help="of a round; the first is not timed")
     add("--learn-steps", type=int, default=20)
     add("--num-requests", type=int, default=10, help="of decode; two of ten are long")
-    add("--engine-tokens", type=int, default=64, help="of a response of engine")
     add("--num-tokens", type=int, default=40, help="of a response of batch-invariant decoding")
     add("overrides", nargs="*", metavar="section.key=value")
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Warm the drafter up, run the parts and print their tables. Return the values of the JSON."""
-    needs_drafter = {"decode", "step"} & set(options.parts)
-    if needs_drafter and not (Path(options.drafter) / "config.json").is_file():
-        minutes = ("--minutes", str(options.warm_up_minutes), "--steps", "1000000")
-        folders = ("--config", options.config, "--model", options.policy, "--out", options.drafter)
-        measured = ("--measure-minutes", "1", "--num-eval-prompts", "8", "--strategy", "4_1_4")
-        warmup_drafter.main([*folders, *minutes, *measured, "--threads", str(options.ranks)])
-        torch.set_num_threads(1)  # as everything that follows is measured
+    """Run the parts and print their tables. Return the values of the JSON."""
     config = load_config(options.config, options.overrides)
     result = _warm_up_table(Path(options.drafter) / "warm_up.json", console)
     for name in options.parts:
