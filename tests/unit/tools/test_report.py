@@ -160,18 +160,6 @@ def rows_of(run_dir: Path) -> dict[int, dict[str, float]]:
     return rows
 
 
-def test_every_number_of_a_curve_or_bar_is_a_metric_of_that_step(run_dir: Path) -> None:
-    rows, page = rows_of(run_dir), page_of(run_dir)
-    num_points = 0
-    for key in ("acceptance", "step_time", "accept_length", "rewards", "lengths"):
-        for trace in figures(page)[key]["data"]:
-            assert trace["x"]
-            for step, value in zip(trace["x"], trace["y"], strict=True):
-                assert value in rows[step].values(), (key, trace["name"], step)
-                num_points += 1
-    assert num_points == 9 + 3 * 3 + (3 + 3 + 3) + (3 + 2) + 9
-
-
 def test_a_curve_shows_its_own_metric(run_dir: Path) -> None:
     page, rows = page_of(run_dir), rows_of(run_dir)
     for key, name, metric in (
@@ -185,12 +173,15 @@ def test_a_curve_shows_its_own_metric(run_dir: Path) -> None:
         ("accept_length", "drafter on held-out data", "drafter/holdout_accept_length/published"),
         ("bubble", "used", "bubble/used_s"),
         ("bubble", "stall: held up", "bubble/stall_s"),
+        ("rewards", "mean reward in training", "critic/rewards/mean"),
         ("rewards", "held-out accuracy", "eval/accuracy"),
+        ("lengths", "mean", "response_length/mean"),
+        ("lengths", "median", "response_length/median"),
         ("lengths", "longest", "response_length/max"),
     ):
         trace = traces(page, key)[name]
         written = {step: row[metric] for step, row in rows.items() if metric in row}
-        assert dict(zip(trace["x"], trace["y"], strict=True)) == written, metric
+        assert dict(zip(trace["x"], trace["y"], strict=True)) == written != {}, metric
 
 
 def test_used_and_unused_idle_time_are_all_idle_time(run_dir: Path) -> None:
