@@ -50,15 +50,13 @@ def test_there_and_back_is_the_identity(kind: str, tied: bool, tmp_path: Path) -
 
 
 def test_a_trained_checkpoint_of_four_ranks_becomes_its_model(tmp_path: Path) -> None:
-    """bfloat16 with the plain optimizer: both are found out from the checkpoint."""
+    """bfloat16, which is found out from the checkpoint."""
     source = make_tiny_hf(tmp_path / "hf", "llama", num_layers=2)
     run_dir = tmp_path / "run"
     layout = Layout(world=4, tensor=2, pipeline=2)
 
     def save() -> dict[str, torch.Tensor]:
-        policy, groups = build_policy(
-            source, layout, dtype="bfloat16", use_distributed_optimizer=False
-        )
+        policy, groups = build_policy(source, layout, dtype="bfloat16")
         trained = train(policy, groups, (1,))
         policy.save(run_dir / "checkpoints" / "iter_0000001" / "policy")
         return trained["weights"]

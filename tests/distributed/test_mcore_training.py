@@ -105,14 +105,11 @@ def test_three_steps_with_embeddings_shared_by_stages_equal_one_rank(
     _assert_trained_the_same(results, one_rank_tied)
 
 
-@pytest.mark.parametrize(
-    "mcore", [{"use_distributed_optimizer": False}, {"recompute": "full"}], ids=str
-)
-def test_three_steps_with_other_mcore_settings_equal_one_rank(
-    model_path: Path, one_rank: dict[str, Any], mcore: dict[str, Any]
+def test_three_steps_with_recomputation_equal_one_rank(
+    model_path: Path, one_rank: dict[str, Any]
 ) -> None:
     layout = Layout(world=4, pipeline=2)
-    results = run_ranks(4, _train, model_path, layout, (2, 3), mcore)
+    results = run_ranks(4, _train, model_path, layout, (2, 3), {"recompute": "full"})
     _assert_trained_the_same(results, one_rank)
 
 
@@ -213,10 +210,7 @@ def _hf_logprobs(path: Path, micro_batch: MicroBatch, temperature: float) -> Tok
     )
 
 
-@pytest.mark.parametrize("use_distributed_optimizer", [True, False])
-def test_a_non_finite_gradient_on_one_rank_changes_nothing_on_any(
-    model_path: Path, use_distributed_optimizer: bool
-) -> None:
+def test_a_non_finite_gradient_on_one_rank_changes_nothing_on_any(model_path: Path) -> None:
     layout = Layout(world=2)
     section = OptimizerSection(lr=1e-3, warmup_steps=4)
 
@@ -224,12 +218,7 @@ def test_a_non_finite_gradient_on_one_rank_changes_nothing_on_any(
         return LossResult(loss_sum=(logprobs.logprobs * float("inf")).sum(), count=1, metrics={})
 
     def run(has_broken_step: bool) -> tuple[dict[str, Any], list[Any], bool]:
-        policy, groups = build_policy(
-            model_path,
-            layout,
-            optimizer=section,
-            use_distributed_optimizer=use_distributed_optimizer,
-        )
+        policy, groups = build_policy(model_path, layout, optimizer=section)
         skipped, is_equal = [], True
         train(policy, groups, (1,), (3, 2))
         if has_broken_step:

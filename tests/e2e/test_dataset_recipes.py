@@ -101,7 +101,7 @@ def test_a_recipe_trains_a_step(
         *("reward.timeout_s=120", "reward.overlong_tokens=0", "algorithm.num_minibatches=1"),
         *("algorithm.max_num_gen_batches=1", "eval.interval=0", "eval.num_samples=1"),
         *("eval.num_prompts=2", "logging.trackers=[]", "logging.trace=false"),
-        *("checkpoint.at_end=false", "checkpoint.export_hf=false"),
+        "checkpoint.export_hf=false",
         f"data.train={tmp_path}/{TRAIN[recipe]}.jsonl",
         f"data.eval={tmp_path}/{EVAL[recipe]}.jsonl",
     ]

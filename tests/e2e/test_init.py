@@ -57,7 +57,6 @@ def test_a_cpu_run_starts_with_what_is_written(
         "eval.num_prompts=1",
         "rollout.max_new_tokens=16",
         "run.num_steps=1",
-        "checkpoint.at_end=false",
     )
     run(2, tmp_path / "config.yaml", tmp_path / "run", *shorter)
     assert metric_rows(tmp_path / "run")[-1]["step"] == 1

@@ -36,7 +36,7 @@ def test_five_steps_with_speculation_are_five_steps_without(config: Path, tmp_pa
         f"speculation.drafter={drafter}",
         "speculation.selector=beg_mab",
     ]
-    on += ["speculation.strategies=['3_1_3', '4_4_12']", "speculation.beg_thresholds=[1, 2]"]
+    on += ["speculation.strategies=['3_1_3', '4_4_12']"]
     run(2, config, tmp_path / "on", *common, *on)
     assert answers(tmp_path / "on") == answers(tmp_path / "off")
     for name, tensor in weights(tmp_path / "off").items():
