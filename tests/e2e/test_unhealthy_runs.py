@@ -63,7 +63,7 @@ def test_updates_skipped_in_a_row_end_the_run_and_keep_the_good_checkpoints(
     )
     assert [code for code, _ in results] == [1, 1]
     (line,) = [line for _, stderr in results for line in said(stderr)]
-    assert "step 4: 2 updates in a row were skipped or not finite" in line
+    assert "step 5: 3 updates in a row were skipped or not finite" in line
     assert "gradient norm nan" in line
     assert saved_steps(tmp_path) == ["iter_0000001", "iter_0000002"]
     rows = {row["step"]: row for row in metric_rows(tmp_path)}

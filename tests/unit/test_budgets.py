@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lines with a token that is neither a comment nor part of a docstring. The wish for the package is
 # 18,800, for tools 5,200 and for tests 25,000.
 CODE_LINES = {
-    "tlt_megatron": 21_550,
+    "tlt_megatron": 21_580,
     "tlt_megatron/config": 1_720,
     "tlt_megatron/data": 560,
     "tlt_megatron/drafter": 910,
@@ -30,7 +30,7 @@ CODE_LINES = {
     "tlt_megatron/runtime": 2_100,
     "tlt_megatron/speculation": 1_330,
     "tlt_megatron/spot": 1_180,
-    "tlt_megatron/trainer": 2_980,
+    "tlt_megatron/trainer": 3_010,
     "tools": 6_770,
     "tests": 31_750,
 }

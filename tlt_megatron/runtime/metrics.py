@@ -31,7 +31,7 @@ class MetricsWriter:
         self.path = run_dir / "metrics.jsonl"
         self.num_nonfinite = 0  # values written as null so far
         self.trackers = trackers
-        keep_rows(self.path, resume_step)
+        self.num_rows = keep_rows(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -44,6 +44,7 @@ class MetricsWriter:
         row = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         self._file.flush()
+        self.num_rows += 1
         self._note_nonfinite(step, [name for name, value in row.items() if value is None])
         self.trackers.log(step, values)
 
@@ -76,22 +77,23 @@ def _to_number(name: str, value: object) -> float | int:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def keep_rows(path: Path, resume_step: int | None) -> None:
+def keep_rows(path: Path, resume_step: int | None) -> int:
     """Keep the rows of a jsonl file, if any, whose "step" is before `resume_step`. None: rename the
     file.
 
-    A crash leaves the old or the new file. A damaged file is copied to another name first.
+    Returns the number of rows. A crash leaves the old or the new file. A damaged file is copied to another name first.
     """
     if not path.is_file():
-        return
+        return 0
     if resume_step is None:
         set_aside(path)
-        return
+        return 0
     rows = read_json_lines(path, "step")
     if len(rows) < path.read_bytes().count(b"\n"):  # the line of a killed run has no end
         log.warning("%s is a copy of the damaged file", shutil.copyfile(path, _free_name(path)))
     kept = [row for row in rows if row["step"] < resume_step]
     replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+    return len(kept)
 
 
 def set_aside(path: Path) -> None:

@@ -116,7 +116,10 @@ class Run:
                 save_carried(folder, trainer.carried)
 
         with trainer.phases("CHECKPOINT", "save_checkpoint"):
-            state = trainer.state_dict() | {"history": self.report.history.state_dict()}
+            state = trainer.state_dict() | {
+                "history": self.report.history.state_dict(),
+                "written": self.report.num_written(),
+            }
             self.report.sync()  # a checkpoint's steps must not be lost to a power cut
             self.checkpoints.save(trainer.step, state, save_part=save_part)
         self._is_saved = True
@@ -127,6 +130,8 @@ class Run:
     ) -> None:
         """Restore what `save_checkpoint` wrote, except policy, sampler and drafter. `resumed`: learned parts."""
         self._is_saved = folder.resolve() == self.checkpoints.folder(saved.step).resolve()
+        if self._is_saved:  # a fork has another run folder
+            self.report.warn_of_loss(saved.state.get("written", {}))
         self.report.history.load_state_dict(saved.state["history"])
         self.trainer.load_state_dict(
             saved.state,

@@ -98,13 +98,14 @@ class SpeculationLog:
     def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
         self.path = run_dir / "speculation.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
-        keep_rows(self.path, resume_step)
+        self.num_rows = keep_rows(self.path, resume_step)
 
     def write(self, totals: Iterable[PassTotals]) -> None:
         """Append one line per row."""
         lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in totals]
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
+        self.num_rows += len(lines)
 
 
 def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:

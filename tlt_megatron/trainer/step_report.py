@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
+from collections.abc import Mapping
 
 import psutil
 
@@ -17,6 +19,8 @@ from tlt_megatron.trainer.loop import TrainedStep
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.speculation_log import SpeculationLog
+
+log = logging.getLogger(__name__)
 
 # whose time per token counts prompts too, as in verl
 _PHASES_OF_ALL_TOKENS = ("values", "update_critic", "update_actor")
@@ -113,6 +117,31 @@ class RunReport:
             for phase, num_bytes in of.items()
             if num_bytes
         }
+
+    def num_written(self) -> dict[str, int]:
+        """Return the rows, or the files that are not empty, in each part of the history on the disk."""
+        if self._metrics is None or self._passes is None:
+            return {}
+        run_dir = self._metrics.path.parent
+        counts = {each.path.name: each.num_rows for each in (self._metrics, self._passes)}
+        for name in ("rollouts", "timeline"):
+            sizes = [file.stat().st_size for file in (run_dir / name).glob("*.jsonl")]
+            counts[f"{name}/"] = sum(size > 0 for size in sizes)
+        return counts
+
+    def warn_of_loss(self, saved: Mapping[str, int]) -> None:
+        """Warn if less is there than `num_written` was at the checkpoint of the resume."""
+        found = self.num_written()
+        lost = [
+            f"{name} {found[name]} of {count}"
+            for name, count in saved.items()
+            if found.get(name, count) < count
+        ]
+        if lost:
+            log.warning(
+                "history that was there at the checkpoint is gone (rows; files in a folder): %s",
+                ", ".join(lost),
+            )
 
     def sync(self) -> None:
         """Write the metrics so far to the disk."""
