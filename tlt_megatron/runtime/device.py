@@ -91,17 +91,6 @@ class Device:
         """Return new memory for captured graphs; None if the device cannot capture."""
         return GraphMemory(self.torch_device) if self.is_cuda else None
 
-    def rng_state(self) -> Tensor | None:
-        """Return the state of this GPU's default generator.
-
-        None on the CPU, which uses torch's own generator.
-        """
-        return torch.cuda.get_rng_state(self.torch_device) if self.is_cuda else None
-
-    def set_rng_state(self, state: Tensor) -> None:
-        """Restore the result of `rng_state` on a GPU."""
-        torch.cuda.set_rng_state(state, self.torch_device)
-
 
 def gpu_names() -> list[str]:
     """Return a line for each GPU that torch sees: its name and memory."""

@@ -15,7 +15,7 @@ from tlt_megatron.policy.policy_trainer import Inference, PolicyTrainer
 from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.runtime.rng import rng_state, set_rng_state
+from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_worker import Collected, RolloutWorker
@@ -74,6 +74,7 @@ class RLTrainer:
 
     def train_step(self) -> TrainedStep:
         """Run one RL step. GenerationStopped on all ranks, without a change, if one is told to stop."""
+        seed_everything(self.settings.sampling.seed, self.step + 1)
         collected = self._collect()  # prompts -> rollouts -> rewards
         self._publish_drafter(collected)
         self.engine.sleep()
@@ -87,7 +88,7 @@ class RLTrainer:
 
     def _collect(self) -> Collected:
         """Draw prompts and return their scored rollouts. GenerationStopped changes no state."""
-        rules, before = self.settings.batch, (self.sampler.state_dict(), rng_state())
+        rules, before = self.settings.batch, self.sampler.state_dict()
 
         def draw(count: int) -> list[Prompt]:
             return self.sampler.next_batch(count) if count else []
@@ -104,8 +105,7 @@ class RLTrainer:
                 plan=BatchPlan(rules=rules, draw=draw, carried=self.carried),
             )
         except GenerationStopped:
-            self.sampler.load_state_dict(before[0])
-            set_rng_state(before[1])
+            self.sampler.load_state_dict(before)
             raise
 
     def _publish_drafter(self, collected: Collected) -> None:
@@ -161,7 +161,6 @@ class RLTrainer:
             "step": self.step,
             "critic_from": self.critic_from,
             "sampler": self.sampler.state_dict(),
-            "rng": gather_objects(rng_state(), self.world),
             "engine": gather_objects(self.engine.state_dict(), self.world),
         }
 
@@ -186,8 +185,6 @@ class RLTrainer:
                 *(len(carried) - len(self.carried), len(carried), num_samples),
                 *(rules.round_tokens, rules.max_new_tokens),
             )
-        if len(state["rng"]) == self.world.size:
-            set_rng_state(state["rng"][self.world.rank])
         if has_selector:
             try:
                 self.engine.load_state_dict(state["engine"][self.world.rank])

@@ -20,6 +20,7 @@ from tlt_megatron.runtime.memory_claim import MemoryLedger, Phase
 from tlt_megatron.trainer import loop
 from tlt_megatron.trainer.loop import RLTrainer
 from tlt_megatron.trainer.memory_ledger import make_ledger
+from tlt_megatron.types import SamplingParams
 
 GPU_BYTES = 80 * 10**9
 
@@ -95,7 +96,9 @@ def make_trainer(gpu: SharedGpu) -> RLTrainer:
     )
     sampler = SimpleNamespace(state_dict=dict, epoch=0, next_batch=lambda n: [])
     return RLTrainer(
-        SimpleNamespace(batch=BatchRules(num_prompts=1), sampling=None, engine_dtype=None),
+        SimpleNamespace(
+            batch=BatchRules(num_prompts=1), sampling=SamplingParams(), engine_dtype=None
+        ),
         sampler=sampler,
         worker=SimpleNamespace(collect=collect),
         engine=SimpleNamespace(sleep=gpu.sleep, wake=gpu.wake),
