@@ -17,7 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_megatron.cli import main as run_command
-from tools.run_report.data import read_lines, read_metrics
+from tools.run_report.data import read_metrics
+from tools.run_report.files import read_lines
 
 LEARNED = ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy")
 STEP_SECONDS = "timing_s/step"
@@ -60,7 +61,7 @@ def _read_responses(folder: Path, step: int) -> dict[ResponseKey, Response]:
         raise ValueError(f"{path}: missing; logging.rollouts must be on in every step of the run")
     return {
         (row["draw_index"], row["sample_index"]): (tuple(row["token_ids"]), row["reward"])
-        for _, row in read_lines(path)
+        for row in read_lines(path)
     }
 
 

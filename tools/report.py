@@ -47,7 +47,7 @@ def _render(run_dirs: Sequence[Path], steps: tuple[int, int] | None) -> str:
     from tools.run_report.files import errors_named
     from tools.run_report.page import render_comparison, render_page
     from tools.run_report.panels import build_comparison, build_panels
-    from tools.run_report.responses import NUM_SHOWN, read_responses
+    from tools.run_report.responses import read_responses
     from tools.run_report.running import describe_end
 
     names = distinct_names(run_dirs)
@@ -60,7 +60,7 @@ def _render(run_dirs: Sequence[Path], steps: tuple[int, int] | None) -> str:
     with errors_named(folder):
         if ending := describe_end(folder):
             run.alarms.insert(0, ending)
-        return render_page(run, build_panels(run, steps), read_responses(folder, NUM_SHOWN))
+        return render_page(run, build_panels(run, steps), read_responses(folder))
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

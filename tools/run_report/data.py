@@ -12,18 +12,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from tlt_megatron.trainer.run_folder import LOCK_FILE
 from tools.run_report.alarms import find_alarms
-from tools.run_report.files import errors_named, is_number, parse_object, read_text
+from tools.run_report.files import errors_named, is_number, parse_object, read_lines, read_text
 from tools.run_report.trace import Trace
 
 MARKS = (LOCK_FILE, "config.yaml", "metrics.jsonl")  # a run has one of these from its start
-_LIVE_BYTES = 4 << 20  # of a speculation.jsonl that still grows only the end is read
-_PASS_NUMBERS = ("step", "rank", "batch_size", "passes", "seconds", "committed")
+_PASSES_BYTES = 16 << 20  # of speculation.jsonl only the end is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +30,12 @@ class RunData:
 
     name: str
     config: dict[str, dict[str, object]] = field(default_factory=dict)
-    config_text: str = ""
+    texts: dict[str, str] = field(default_factory=dict)  # files that are shown as they are, by name
     summary: dict[str, object] = field(default_factory=dict)
     # metrics by step, ascending; an evaluation is merged in
     rows: list[dict[str, float | None]] = field(default_factory=list)
     trace: Trace | None = field(default=None, compare=False)  # None: the run kept none
-    passes: list[dict[str, Any]] | None = None  # rows of speculation.jsonl; None: there is none
+    passes: list[tuple[str, int, int]] = field(default_factory=list)  # strategy, batch size, number
     alarms: list[str] = field(default_factory=list)
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
@@ -86,84 +84,60 @@ def runs_below(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def read_run(run_dir: Path, live_trace: Trace | None = None, name: str = "") -> RunData:
+def read_run(run_dir: Path, trace: Trace | None = None, name: str = "") -> RunData:
     """Read the folder. ValueError names a file that is broken.
 
-    `live_trace` is given for a run in progress, by a caller that scans it.
-    `name` is by default that of the folder.
+    `trace` is given by a caller that scans it. `name` is by default that of the folder.
     """
     if not is_run(run_dir):
         raise ValueError(f"{run_dir}: is no run folder: a run has {' or '.join(MARKS)}")
     with errors_named(run_dir):
-        config_text = read_text(run_dir / "config.yaml")
-        config = _parse_config(run_dir / "config.yaml", config_text)
-        trace = None
-        if config.get("logging", {}).get("trace", True):
-            trace = live_trace or Trace(run_dir / "timeline")
-            if live_trace is None:
-                trace.scan()
-        summary, passes = run_dir / "summary.json", run_dir / "speculation.jsonl"
+        texts = {file: read_text(run_dir / file) for file in ("summary.json", "config.yaml")}
+        config = _parse_config(run_dir / "config.yaml", texts["config.yaml"])
+        if trace is None:
+            trace = Trace(run_dir / "timeline")
+            trace.scan()
         rows = read_metrics(run_dir / "metrics.jsonl")
-        max_bytes = _LIVE_BYTES if live_trace else None
         return RunData(
             name=name or run_dir.resolve().name,
             config=config,
-            config_text=config_text,
-            summary=parse_object(f"{summary}", read_text(summary) or "{}"),
+            texts=texts,
+            summary=parse_object(run_dir / "summary.json", texts["summary.json"] or "{}"),
             rows=rows,
-            trace=trace,
-            passes=_read_passes(passes, max_bytes) if passes.exists() else None,
+            trace=trace if config.get("logging", {}).get("trace", True) else None,
+            passes=_read_passes(run_dir / "speculation.jsonl"),
             alarms=find_alarms(rows, config),
         )
 
 
 def _parse_config(path: Path, text: str) -> dict[str, dict[str, object]]:
-    try:
+    with errors_named(path):
         config = yaml.safe_load(text) or {}
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path}: is not YAML ({error})") from None
     if not isinstance(config, dict) or not all(isinstance(s, dict) for s in config.values()):
         raise ValueError(f"{path}: must hold the sections of a run")
     return config
 
 
-def read_lines(path: Path, max_bytes: int | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """Return places and objects.
-
-    A last line without its end is an interrupted write and is left out.
-
-    Of a file of more than `max_bytes` only whole lines of its end are read.
-    """
-    lines = read_text(path, max_bytes).split("\n")[:-1]
-    places = [
-        f"{path}:{number}" if max_bytes is None else f"{path}"
-        for number in range(1, len(lines) + 1)
-    ]
-    return [(place, parse_object(place, line)) for place, line in zip(places, lines, strict=True)]
-
-
 def read_metrics(path: Path) -> list[dict[str, float | None]]:
     """Return the metrics of metrics.jsonl by step, ascending; [] without the file.
 
-    ValueError names a broken line.
+    ValueError names a value that is no metric.
     """
     rows: dict[int, dict[str, float | None]] = {}
-    for place, row in read_lines(path):
+    for row in read_lines(path):
         step = row.get("step")
         if not isinstance(step, int):
-            raise ValueError(f"{place}: step={step!r} must be a whole number")
+            raise ValueError(f"{path}: step={step!r} must be a whole number")
         for name, value in row.items():
             if value is not None and not is_number(value):
-                raise ValueError(f"{place}: {name}={value!r} must be a finite number or null")
+                raise ValueError(f"{path}: {name}={value!r} must be a finite number or null")
             rows.setdefault(step, {})[name] = value
     return [rows[step] for step in sorted(rows)]
 
 
-def _read_passes(path: Path, max_bytes: int | None) -> list[dict[str, Any]]:
-    lines = read_lines(path, max_bytes)
-    for place, row in lines:
-        wrong = [name for name in _PASS_NUMBERS if not is_number(row.get(name))]
-        wrong += [] if isinstance(row.get("strategy"), str) else ["strategy"]
-        if wrong:
-            raise ValueError(f"{place}: has no usable {', '.join(wrong)}")
-    return [row for _, row in lines]
+def _read_passes(path: Path) -> list[tuple[str, int, int]]:
+    with errors_named(path):
+        return [
+            (str(row["strategy"]), int(row["batch_size"]), int(row["passes"]))
+            for row in read_lines(path, _PASSES_BYTES)
+        ]

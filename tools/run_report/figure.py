@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.run_report.palette import AXIS, GRID, INK, SHARES
+from tools.run_report.palette import AXIS, GRID, INK
 
 Json = dict[str, Any]
 
+_NUM_MARKED = 30
 _FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
-_AXIS = {
+AXIS_STYLE = {
     "showline": True,
     "linecolor": AXIS,
     "gridcolor": GRID,
@@ -50,9 +51,11 @@ def make_layout(
         "plot_bgcolor": "rgba(0,0,0,0)",
         "hoverlabel": {"font": {"family": _FAMILY}},
         "hovermode": "x unified",
+        "barmode": "stack",
+        "bargap": 0.15,
         "showlegend": False,  # the page has a legend that wraps, below the plot
-        "xaxis": _AXIS | {"title": {"text": x_label, "standoff": 8}} | (x or {}),
-        "yaxis": _AXIS
+        "xaxis": AXIS_STYLE | {"title": {"text": x_label, "standoff": 8}} | (x or {}),
+        "yaxis": AXIS_STYLE
         | {"title": {"text": y_label, "standoff": 10}, "rangemode": "tozero"}
         | (y or {}),
         **settings,
@@ -60,22 +63,18 @@ def make_layout(
 
 
 def make_curve(
-    name: str,
-    color: str,
-    points: tuple[Sequence[float], Sequence[float | None]],
-    mode: str = "lines",
-    **line: str,
+    name: str, color: str, points: tuple[Sequence[float], Sequence[float | None]], **line: str
 ) -> Json:
-    """Return a curve or marks; `mode` is Plotly's, `line` are settings of the line."""
+    """Return a curve; `line` are settings of its line. A short one also has marks."""
+    x, y = points
     return {
         "type": "scatter",
-        "mode": mode,
+        "mode": "lines+markers" if len(x) <= _NUM_MARKED and not line else "lines",
         "name": name,
-        "x": points[0],
-        "y": points[1],
+        "x": x,
+        "y": y,
         "line": {"color": color, "width": 2, **line},
-        "marker": {"color": color, "size": 7, "symbol": "diamond" if mode == "markers" else "circle"},
-    }  # fmt: skip
+    }
 
 
 def make_bars(
@@ -84,25 +83,3 @@ def make_bars(
     """Return a layer of stacked bars."""
     x, y = points
     return {"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": color}}
-
-
-def make_share_map(
-    x: Sequence[float | str],
-    y: Sequence[str],
-    shares: Sequence[Sequence[float]],
-    **settings: object,
-) -> Json:
-    """Return a heat map of `shares`, [y][x] from 0 to 1."""
-    steps = len(SHARES) - 1
-    return {
-        "type": "heatmap",
-        "x": x,
-        "y": y,
-        "z": shares,
-        "colorscale": [[number / steps, color] for number, color in enumerate(SHARES)],
-        "zmin": 0,
-        "zmax": 1,
-        "textfont": {"color": INK},
-        "colorbar": {"title": {"text": "share"}, "tickformat": ".0%", "thickness": 12},
-        **settings,
-    }

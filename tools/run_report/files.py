@@ -13,15 +13,15 @@ from typing import Any, BinaryIO
 
 
 @contextmanager
-def errors_named(run_dir: Path) -> Iterator[None]:
-    """Raise ValueError with the folder for any error that a broken file of a run causes."""
+def errors_named(path: Path) -> Iterator[None]:
+    """Raise ValueError with the file or folder for any error that a broken file of a run causes."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, ValueError) and str(run_dir) in str(error):
+        if isinstance(error, ValueError) and str(path) in str(error):
             raise
-        what = error if isinstance(error, OSError | ValueError) else repr(error)
-        raise ValueError(f"{run_dir}: a file is not as a run writes it: {what}") from error
+        kind = type(error).__name__
+        raise ValueError(f"{path}: is not as a run writes it: {kind}: {error}") from error
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -45,16 +45,23 @@ def read_text(path: Path, max_bytes: int | None = None) -> str:
     return text.partition("\n")[2] if start else text
 
 
-def parse_object(place: str, text: str | bytes) -> dict[str, Any]:
-    """Return a JSON object; its numbers may be NaN."""
+def read_lines(path: Path, max_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines; [] without the file.
+
+    A last line without its end is an interrupted write and is left out.
+    Of a file of more than `max_bytes` only whole lines of its end are read.
+    """
+    return [parse_object(path, line) for line in read_text(path, max_bytes).split("\n")[:-1]]
+
+
+def parse_object(path: Path, text: str) -> dict[str, Any]:
+    """Return a JSON object of the file `path`; its numbers may be NaN."""
     try:
         value = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{place}: is JSON nested too deep") from None
-    except ValueError as error:
-        raise ValueError(f"{place}: is not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {text[:40]!r} is not JSON ({error})") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{place}: must hold an object, not a {type(value).__name__}")
+        raise ValueError(f"{path}: must hold an object, not a {type(value).__name__}")
     return value
 
 

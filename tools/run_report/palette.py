@@ -7,14 +7,15 @@ kinds of colour vision.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 PALE, GREY, OTHER, VIOLET, BROWN = "#CFE8F8", "#C8CCD0", "#8A8F98", "#6A51A3", "#7B4B2A"
-OLIVE, MINT, SALMON = "#B8AE2F", "#8FD3B6", "#F2998E"
-RANKS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, OTHER)
+MINT, SALMON = "#8FD3B6", "#F2998E"
+CURVES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, OTHER)
 AXIS, GRID, INK = "#8A8F98", "#E6E8EB", "#1B1F24"
-# From none to all. INK is legible on each, here and on a dark page.
-SHARES = ("#FFFFFF", "#C6DBEF", "#9ECAE1", "#6BAED6", "#4292C6")
 # What replaces a colour of the light page on a dark one.
 ON_DARK = {
-    **{BLACK: "#E6E9ED", INK: "#E6E9ED", GRID: "#2B323A", PALE: "#3F5566", GREY: "#5B636D"},
+    BLACK: "#E6E9ED",
+    INK: "#E6E9ED",
+    GRID: "#2B323A",
+    PALE: "#3F5566",
+    GREY: "#5B636D",
     BLUE: "#2E8FD0",
-    **dict(zip(SHARES, ("#14181D", "#172C43", "#1A4064", "#1D5586", "#1F69A8"), strict=True)),
 }

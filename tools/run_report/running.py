@@ -1,7 +1,8 @@
-"""What each rank does in the step that is under way, and alarms of a run that hangs or died."""
+"""What each rank does in the step that is under way, and why a run has ended early."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,11 +11,9 @@ from pathlib import Path
 
 from tlt_megatron.runtime.status import RankStatus
 from tlt_megatron.trainer.run_folder import LOCK_FILE, owner_has_ended
-from tools.run_report.files import parse_object, read_text
+from tools.run_report.files import errors_named, parse_object, read_text
 
 NUM_ROWS = 8  # of more ranks, those that are furthest behind
-_STALL_STEPS = 5  # median step times without any change
-_MIN_STALL_S = 60.0
 _LOG_BYTES = 1 << 18  # of a rank's log only the end is read
 _ENDS = re.compile(  # what a rank writes when the run ends early
     r"^(?P<time>[\d: -]{19}) rank \d+ (?:ERROR launch\.pretrain_rl: (?P<error>.*)"
@@ -55,8 +54,8 @@ class Running:
         if num_responses:
             parts.append(f"{num_done:,} of {num_responses:,} responses are done")
             parts.append(f"{num_tokens:,} tokens in them")
-        counts = Counter(phase_of(rank) for rank in self.ranks)
-        parts += [f"{_count(count)} {phase}" for phase, count in counts.most_common()]
+        counts = Counter(" ".join(rank.phases) or "between phases" for rank in self.ranks)
+        parts += [f"{phase}: {count:,}" for phase, count in counts.most_common()]
         return " · ".join(parts)
 
     @property
@@ -74,39 +73,6 @@ class Running:
 
     def seconds_in_phase(self, rank: RankStatus) -> float:
         return max(self.now_s - rank.phase_began_s, 0.0)
-
-    def hang(self, median_step_s: float, group_timeout_s: float) -> str:
-        """Return an alarm if no rank has changed for too long, else "".
-
-        Between steps the median of steps says nothing.
-        """
-        limit_s, reason = group_timeout_s, "run.group_timeout_s"
-        step_limit_s = max(_STALL_STEPS * median_step_s, _MIN_STALL_S)
-        if step_limit_s < limit_s and any(rank.step_began_s for rank in self.ranks):
-            limit_s, reason = step_limit_s, f"the median RL step takes {median_step_s:.3g} s"
-        silent_s = self.now_s - max(rank.changed_s for rank in self.ranks)
-        if silent_s <= limit_s:
-            return ""
-        return (
-            f"The run may hang: no rank has gone on for {silent_s:,.0f} s; {limit_s:,.0f} s is"
-            f" allowed ({reason}). {self.place}"
-        )
-
-    @property
-    def place(self) -> str:
-        """Which ranks are behind, and the phase of the others."""
-        step, newest = self.ranks[0].step, max(rank.num_phases for rank in self.ranks)
-        behind = [rank for rank in self.ranks if rank.num_phases < newest]
-        others = Counter(phase_of(rank) for rank in self.ranks if rank.num_phases == newest)
-        where = " and ".join(others)
-        if not behind:
-            return f"Last seen at step {step}: all ranks {where}."
-        names = [f"rank {rank.rank} on {rank.host} {phase_of(rank)}" for rank in behind]
-        more = f" and {len(names) - NUM_ROWS:,} more" if len(names) > NUM_ROWS else ""
-        return (
-            f"Last seen at step {step}: {_count(len(behind))} behind the others, which are"
-            f" {where}: {', '.join(names[:NUM_ROWS])}{more}."
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +96,9 @@ def read_ranks(run_dir: Path) -> list[RankStatus]:
     found, lock = [], run_dir / LOCK_FILE
     began_ns = lock.stat().st_mtime_ns if lock.exists() else 0
     for path in sorted((run_dir / "status").glob("rank_*.json")):
-        if path.stat().st_mtime_ns < began_ns:
-            continue
-        try:
-            found.append(RankStatus(**parse_object(f"{path}", read_text(path))))
-        except TypeError as error:
-            raise ValueError(f"{path}: is no status of a rank ({error})") from None
+        if path.stat().st_mtime_ns >= began_ns:
+            with errors_named(path):
+                found.append(RankStatus(**parse_object(path, read_text(path))))
     # a folder without a lock may hold those of an earlier run, which had more ranks
     return [status for status in found if status.num_ranks == found[0].num_ranks]
 
@@ -148,7 +111,7 @@ def is_over(run_dir: Path) -> bool:
     )
 
 
-def describe_end(run_dir: Path, ranks: Sequence[RankStatus] = ()) -> str:
+def describe_end(run_dir: Path) -> str:
     """Return why the newest run in the folder ended without a summary; "" if it has one, or may
     still run.
     """
@@ -158,16 +121,16 @@ def describe_end(run_dir: Path, ranks: Sequence[RankStatus] = ()) -> str:
         return f"The run has failed: {failure}"
     if not owner_has_ended(run_dir):
         return ""
-    place = f" {Running(ranks=ranks, now_s=0.0).place}" if ranks else ""
-    return f"The run has ended without a summary: its process is gone.{place} logs/rank_*.log has the reason."
+    return (
+        "The run has ended without a summary: its process is gone. logs/rank_*.log has the reason."
+    )
 
 
 def _failure_of(run_dir: Path) -> str:
     """Return what the terminal said when the run failed; "" if no rank has written that."""
-    try:
-        started = str(parse_object("lock", read_text(run_dir / LOCK_FILE))["started"])
-    except (ValueError, KeyError):  # of a launcher that was killed
-        started = ""
+    lock, started = run_dir / LOCK_FILE, ""
+    with contextlib.suppress(ValueError):  # of a launcher that was killed
+        started = str(parse_object(lock, read_text(lock)).get("started", ""))
     ends = [
         (end["error"] is None, end["time"], end["error"] or end["end"])
         for path in sorted((run_dir / "logs").glob("rank_*.log"))[:NUM_ROWS]
@@ -175,12 +138,3 @@ def _failure_of(run_dir: Path) -> str:
         if end["time"] >= started
     ]
     return min(ends)[2] if ends else ""
-
-
-def phase_of(rank: RankStatus) -> str:
-    """Return the open phases, such as "in EVAL ROLLOUT"."""
-    return f"in {' '.join(rank.phases)}" if rank.phases else "between phases"
-
-
-def _count(number: int) -> str:
-    return f"{number:,} rank{'' if number == 1 else 's'}"

@@ -1,8 +1,7 @@
 """Reads the spans of any number of ranks from <run dir>/timeline, while the files grow.
 
 Files are scanned once, from where the last scan ended, for the places where steps end in them. The
-spans of a window of steps are then read from those places. Of ranks that get no row of their own,
-decode passes are not parsed.
+spans of a window of steps are then read from those places.
 
 A step lasts from one SYNC of the policy to the next (the span's `version` is the step that it
 ends). So an evaluation or a checkpoint after step n is drawn at the start of step n + 1.
@@ -16,10 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.run_report.files import is_number, open_regular
-
-_FIELDS = ("name", "lane", "start_ns", "dur_ns", "args")
-_PASSES = (b'"name": "DECODE', b'"name": "VERIFY')  # most of the lines
+from tools.run_report.files import errors_named, open_regular
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,17 +83,17 @@ class RankTrace:
 
         ValueError names a file that is no timeline.
         """
-        with open_regular(self.path) as file:
+        with errors_named(self.path), open_regular(self.path) as file:
             file.seek(self.size)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
                 self.size += len(line)
-                if b'"name": "SYNC"' in line:
-                    self._add_sync(self._event(line))
+                if b'"name": "SYNC"' in line and (event := _parse(line)):
+                    self._add_sync(event)
 
-    def _add_sync(self, event: dict[str, Any] | None) -> None:
-        if event is None or "version" not in event["args"]:
+    def _add_sync(self, event: dict[str, Any]) -> None:
+        if "version" not in event["args"]:
             return
         version, end_ns = event["args"]["version"], event["start_ns"] + event["dur_ns"]
         if self._synced is not None and self._synced[0] == version - 1:
@@ -105,35 +101,24 @@ class RankTrace:
             self.steps[version] = _Step(start_ns, end_ns, first_byte, self.size)
         self._synced = version, end_ns, self.size
 
-    def spans(self, window: Window, *, has_passes: bool = True) -> list[Span]:
-        """Return the spans of the window in the order of a trace: parents before children."""
+    def spans(self, window: Window, *, only: str = "") -> list[Span]:
+        """Return the spans of the window in the order of a trace: parents before children.
+
+        `only`: a name; spans of others are not even parsed.
+        """
         steps = [self.steps[step] for step in window.step_starts if step in self.steps]
         if not steps:
             return []
         is_newest = max(self.steps) in window.step_starts
         first_byte, end_byte = steps[0].first_byte, self.size if is_newest else steps[-1].end_byte
-        with open_regular(self.path) as file:
+        wanted = f'"name": "{only}'.encode()
+        with errors_named(self.path), open_regular(self.path) as file:
             file.seek(first_byte)
-            lines = file.read(end_byte - first_byte).splitlines()
-        if not has_passes:
-            lines = [line for line in lines if not any(name in line for name in _PASSES)]
-        events = [event for event in map(self._event, reversed(lines)) if event]
-        spans = [self._span(event, window.start_ns) for event in events]
+            lines = [x for x in file.read(end_byte - first_byte).splitlines() if wanted in x]
+            events = [event for event in map(_parse, reversed(lines)) if event]
+            spans = [self._span(event, window.start_ns) for event in events]
         spans = [s for s in spans if s.end_s > 0 and s.start_s < window.width_s]
         return sorted(spans, key=lambda span: (span.start_s, -span.end_s))  # parents end last
-
-    def _event(self, line: bytes) -> dict[str, Any] | None:
-        """Return the event; None for a line that a killed rank left unfinished."""
-        try:
-            event = json.loads(line)
-        except ValueError:
-            return None
-        absent = [name for name in _FIELDS if name not in event]
-        if absent:
-            raise ValueError(f"{self.path}: a span has no {', '.join(absent)}; not of a run")
-        if not (is_number(event["start_ns"]) and is_number(event["dur_ns"])):
-            raise ValueError(f"{self.path}: start_ns and dur_ns of a span must be finite numbers")
-        return event
 
     def _span(self, event: dict[str, Any], origin_ns: int) -> Span:
         lane, start_ns = event["lane"], event["start_ns"] - origin_ns
@@ -145,6 +130,14 @@ class RankTrace:
             end_s=(start_ns + event["dur_ns"]) / 1e9,
             args=event["args"],
         )
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the span; None for a line that a killed rank left unfinished."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 class Trace:

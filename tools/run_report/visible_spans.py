@@ -1,10 +1,10 @@
-"""Converts spans to what a timeline shows: the innermost span at any time, or shares of ranks."""
+"""Converts spans to what a timeline shows: the innermost span at any time, of a few ranks."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -85,52 +85,35 @@ def _join_narrow(bars: Iterable[Span], width_s: float) -> list[Span]:
     return joined
 
 
-def running_requests(
-    spans: Iterable[Span], window: Window
-) -> dict[int, tuple[list[float], list[int]]]:
-    """Return, by rank, the times at which the batch of running requests changed, and its new sizes."""
-    passes = [span for span in spans if "batch_size" in span.args]
-    passes.sort(key=lambda span: (span.rank, span.start_s))
-    ends = [*(start for start in window.step_starts.values() if start > 0), window.width_s]
-    curves = {}
-    for rank, group in groupby(passes, key=lambda span: span.rank):
-        of_rank = list(group)
-        times, sizes = [0.0], [0]
-        following = [*(span.start_s for span in of_rank[1:]), math.inf]
-        for span, next_s in zip(of_rank, following, strict=True):
-            times.append(span.start_s)
-            sizes.append(span.args["batch_size"])
-            if any(span.end_s <= end < next_s for end in ends):  # the last pass of a step
-                times.append(span.end_s)
-                sizes.append(0)
-        curves[rank] = ([*times, window.width_s], [*sizes, 0])
-    return curves
+def running_requests(spans: Iterable[Span]) -> dict[int, tuple[list[float], list[int]]]:
+    """Return, by rank, when the batch of running requests changed, and its new sizes.
 
-
-def summarize(
-    ranks: Sequence[RankTrace], window: Window, num_bins: int
-) -> tuple[list[int], dict[str, list[float]]]:
-    """Return the slowest, median and fastest ranks by rollout, and the share of all ranks by phase
-    and bin of the window.
-
-    One rank after another is read, without its decode passes.
+    A pass has the size of its batch. After a rollout it is 0.
     """
-    seconds: dict[int, float] = {}  # of rollout
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * num_bins)
-    for rank in ranks:
-        spans = spans_in(rank.spans(window, has_passes=False), window)
-        seconds[rank.rank] = sum(s.end_s - s.start_s for s in spans if s.phase == "ROLLOUT")
-        for bar in bars_of(spans, window):
-            _add_to_bins(sums[bar.phase], bar, window.width_s / num_bins)
+    changes: dict[int, list[tuple[float, int]]] = defaultdict(lambda: [(0.0, 0)])
+    for span in spans:
+        if "batch_size" in span.args:
+            changes[span.rank].append((span.start_s, span.args["batch_size"]))
+        elif span.phase == "ROLLOUT":
+            changes[span.rank].append((span.end_s, 0))
+    return {
+        rank: ([time_s for time_s, _ in points], [size for _, size in points])
+        for rank, points in ((rank, sorted(changes[rank])) for rank in sorted(changes))
+        if any(size for _, size in points)
+    }
+
+
+def select_ranks(ranks: Mapping[int, RankTrace], window: Window) -> list[int]:
+    """Return all ranks, or of many the slowest, median and fastest by rollout.
+
+    One rank after another is read, and only its rollout spans.
+    """
+    if len(ranks) <= NUM_ROWS:
+        return list(ranks)
+    seconds = {
+        number: sum(span.end_s - span.start_s for span in rank.spans(window, only="ROLLOUT"))
+        for number, rank in ranks.items()
+    }
     order = sorted(seconds, key=lambda rank: (-seconds[rank], rank))
     middle = len(order) // 2
-    shares = {phase: [value / len(ranks) for value in of] for phase, of in sums.items()}
-    return [*order[:3], *order[middle - 1 : middle + 1], *order[-3:]], shares
-
-
-def _add_to_bins(bins: list[float], bar: Span, width_s: float) -> None:
-    """Add the part of each bin's time that the bar takes."""
-    first, last = int(bar.start_s / width_s), min(int(bar.end_s / width_s), len(bins) - 1)
-    for number in range(first, last + 1):
-        end_s = min(bar.end_s, (number + 1) * width_s)
-        bins[number] += max(end_s - max(bar.start_s, number * width_s), 0.0) / width_s
+    return [*order[:3], *order[middle - 1 : middle + 1], *order[-3:]]

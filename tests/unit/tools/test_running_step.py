@@ -1,10 +1,9 @@
-"""The step that is under way: what ranks do now, and alarms of a run that hangs or has died."""
+"""The step that is under way: what ranks do now, and the alarm of a run that has died."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import socket
 import time
@@ -57,8 +56,8 @@ def test_the_page_shows_what_each_rank_does_now(tmp_path: Path) -> None:
     html = render_states([State(name="run", sentence="4 of 9 RL steps are done.", now=now)])
     assert "<h2>Step 5 is under way</h2>" in html
     assert "60 s so far · 9 of 12 responses are done · 900 tokens in them" in html
-    assert "<td>0</td><td>WAIT DRAFT-TRAIN</td><td>10 s</td>" in html
-    assert "<td>2</td><td>ROLLOUT</td><td>10 s</td>" in html
+    assert "<td>0 on node0</td><td>WAIT DRAFT-TRAIN</td><td>10 s</td>" in html
+    assert "<td>2 on node1</td><td>ROLLOUT</td><td>10 s</td>" in html
     assert "<td>1 of 4</td><td>100</td>" in html
     assert html.count("<td>4 of 4</td>") == 2
 
@@ -97,41 +96,7 @@ def test_of_1000_ranks_those_behind_get_a_row() -> None:
     ranks[800] = dataclasses.replace(RANKS[2], rank=800, num_ranks=1000, num_done=3)
     now = Running(ranks=ranks, now_s=NOW)
     assert [rank.rank for rank in now.shown] == [700, 800, 0, 1, 2, 3, 4, 5]
-    assert now.note.endswith("· 998 ranks in WAIT · 2 ranks in ROLLOUT")
-
-
-@pytest.mark.parametrize(
-    "median_step_s, silent_s, alarm",
-    [
-        (20.0, 100.0, ""),
-        (20.0, 101.0, "no rank has gone on for 101 s; 100 s is allowed (the median RL step takes 20 s)"),
-        (1.0, 60.0, ""),  # short steps are given a minute
-        (1.0, 61.0, "60 s is allowed"),
-        (math.inf, 600.0, ""),  # no step is done yet
-        (500.0, 601.0, "600 s is allowed (run.group_timeout_s)"),
-    ],
-)  # fmt: skip
-def test_a_run_without_any_change_for_too_long_may_hang(
-    median_step_s: float, silent_s: float, alarm: str
-) -> None:
-    now = Running(ranks=RANKS, now_s=NOW - 10 + silent_s)
-    found = now.hang(median_step_s, 600.0)
-    assert bool(found) == bool(alarm)
-    assert alarm in found
-    between = [dataclasses.replace(rank, step_began_s=None) for rank in RANKS]
-    assert bool(Running(ranks=between, now_s=now.now_s).hang(median_step_s, 600.0)) == (
-        silent_s > 600
-    )
-
-
-def test_an_alarm_names_the_ranks_that_are_behind() -> None:
-    assert Running(ranks=RANKS, now_s=NOW).place == (
-        "Last seen at step 5: 1 rank behind the others, which are in WAIT DRAFT-TRAIN and in WAIT:"
-        " rank 2 on node1 in ROLLOUT."
-    )
-    assert Running(ranks=RANKS[1:2], now_s=NOW).place == "Last seen at step 5: all ranks in WAIT."
-    outside = dataclasses.replace(RANKS[1], phases=())
-    assert Running(ranks=[outside], now_s=NOW).place.endswith(": all ranks between phases.")
+    assert now.note.endswith("· WAIT: 998 · ROLLOUT: 2")
 
 
 def test_a_run_that_died_is_told_from_one_that_ended_and_one_that_cannot_be_seen(
@@ -146,7 +111,6 @@ def test_a_run_that_died_is_told_from_one_that_ended_and_one_that_cannot_be_seen
     os.utime(summary, (time.time() - 100, time.time() - 100))  # of a run before the newest
     (died,) = live.states()
     assert died.alarm.startswith("The run has ended without a summary: its process is gone.")
-    assert "rank 2 on node1 in ROLLOUT" in died.alarm
     assert died.now is None
     assert 'role="alert"><li>The run has ended without' in live.page([])
     os.utime(summary)
@@ -157,12 +121,12 @@ def test_a_run_that_died_is_told_from_one_that_ended_and_one_that_cannot_be_seen
     lock.write_text(json.dumps({"pid": 1, "host": "elsewhere", "started": ""}))
     write(run_dir, *RANKS)
     (unseen,) = live.states()
-    assert "no rank has gone on" in unseen.alarm
+    assert unseen.alarm == ""
     assert unseen.now is not None
 
 
 def test_a_file_that_is_no_status_is_named(tmp_path: Path) -> None:
     write(tmp_path, RANKS[0])
     (tmp_path / "status" / "rank_00000.json").write_text('{"rank": 0}')
-    with pytest.raises(ValueError, match=r"rank_00000.json: is no status of a rank"):
+    with pytest.raises(ValueError, match=r"rank_00000.json: is not as a run writes it"):
         read_ranks(tmp_path)
