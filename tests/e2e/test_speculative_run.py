@@ -51,8 +51,6 @@ def test_five_steps_with_speculation_are_five_steps_without(config: Path, tmp_pa
     assert rows[0]["memory/planned_gb/update"] > 0
     for name in ("on", "off"):
         for row in rollouts(tmp_path / name):
-            assert sum(row["token_characters"]) == len(row["response"])
-            assert len(row["token_characters"]) == len(row["token_ids"])
             assert len(row["verify_starts"]) == len(row["accept_lengths"])
             assert bool(row["verify_starts"]) == (name == "on") or len(row["token_ids"]) == 1
             assert row["logprob_diff"] is None or 0 <= row["logprob_diff"] < 1e-4

@@ -10,7 +10,6 @@ import functools
 import logging
 import re
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ class Tokenizer:
         self.hf = hf
         self.stop_token_ids = tuple(sorted(set(stop_token_ids)))
         self._path = path
-        self._pieces: dict[int, str] = {}  # text of a token that follows others
         self._fast = hf.backend_tokenizer if isinstance(hf, PreTrainedTokenizerFast) else None
         if self._fast is not None:  # tokenizer.json may turn both on
             self._fast.no_truncation()
@@ -142,32 +140,6 @@ class Tokenizer:
         )
         assert isinstance(text, str)  # of one response
         return text
-
-    def split(self, token_ids: Sequence[int]) -> list[str]:
-        """Return what each token adds to the text of a response: joined, they are `decode`.
-
-        Of neighbours that hold parts of characters, the last one adds all their text.
-        """
-        pieces: list[str] = []
-        for is_partial, run in groupby(token_ids, lambda token: "\ufffd" in self._piece(token)):
-            tokens = list(run)
-            if is_partial:
-                pieces += [""] * (len(tokens) - 1) + [self._in_text(tokens)]
-            else:
-                pieces += map(self._piece, tokens)
-        if "".join(pieces)[1:] == self.decode(token_ids):  # it drops the first space of a text
-            pieces[:1] = [piece[1:] for piece in pieces[:1]]
-        return pieces
-
-    def _piece(self, token_id: int) -> str:
-        if token_id not in self._pieces:
-            self._pieces[token_id] = self._in_text([token_id])
-        return self._pieces[token_id]
-
-    def _in_text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens that follow others."""
-        before = self.encode("a")
-        return self.decode([*before, *token_ids]).removeprefix(self.decode(before))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

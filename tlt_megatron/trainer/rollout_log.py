@@ -70,19 +70,15 @@ class RolloutLog:
 
     def _row(self, rollout: Rollout) -> dict[str, object]:
         tokens = rollout.token_ids.tolist()
-        response = self.tokenizer.decode(tokens)
-        characters = [len(piece) for piece in self.tokenizer.split(tokens)]
         return {
             "prompt_id": rollout.prompt_id,
             "draw_index": rollout.draw_index,
             "sample_index": rollout.sample_index,
             "policy_version": rollout.policy_version,
             "prompt": self.tokenizer.decode(rollout.prompt_ids),
-            "response": response,
+            "response": self.tokenizer.decode(tokens),
             "finish_reason": rollout.finish_reason,
             "token_ids": tokens,
-            # of `response`, by token; [] if this tokenizer's texts of tokens do not join to it
-            "token_characters": characters if sum(characters) == len(response) else [],
             "accept_lengths": rollout.accept_lengths,
             "verify_starts": rollout.verify_starts,
         }

@@ -76,32 +76,6 @@ def test_decode_leaves_special_tokens_out(tokenizer_folder: Path) -> None:
     assert tokenizer.decode(token_ids, skip_special_tokens=False) == "it is 2 .<eot>"
 
 
-@pytest.mark.parametrize("is_bytes", [True, False])
-def test_pieces_of_tokens_join_to_the_text(tmp_path: Path, is_bytes: bool) -> None:
-    """Parts of characters belong to the last of them; a Metaspace tokenizer drops the first space."""
-    if is_bytes:
-        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = tokenizers.Tokenizer(
-            tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, [])
-        )
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    else:
-        words = {"▁it": 0, "▁is": 1, "▁a": 2}
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="▁it"))
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-        tokenizer.decoder = tokenizers.decoders.Metaspace()
-    hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    ours = Tokenizer(hf, [1], tmp_path)
-    text = "a é😀 b" if is_bytes else "it is it"
-    token_ids = ours.encode(text)
-    characters = ["a", " ", *[""] * 5, "é😀", " ", "b"]
-    assert ours.split(token_ids) == (characters if is_bytes else ["it", " is", " it"])
-    cut = token_ids[:6]  # in the middle of a character
-    assert "".join(ours.split(cut)) == ours.decode(cut)
-    assert ours.split([]) == []
-
-
 def test_messages_without_a_template_are_refused(plain_tokenizer_folder: Path) -> None:
     tokenizer = load_tokenizer(plain_tokenizer_folder)
     assert not tokenizer.has_chat_template

@@ -33,17 +33,13 @@ HOSTILE = "</td></script><script>alert(1)</script>&amp;"
 
 
 class Texts:
-    """Response i has the tokens i, i, ... and the text i; all of it belongs to the last token."""
+    """Response i has the tokens i, i, ... and the text i."""
 
     def __init__(self, texts: list[str]) -> None:
         self.texts = [*texts, "the prompt"]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.texts[token_ids[0]]
-
-    def split(self, token_ids: Sequence[int]) -> list[str]:
-        text = self.decode(token_ids)
-        return [*text[: len(token_ids) - 1], text[len(token_ids) - 1 :]]
 
 
 def write_responses(run_dir: Path, step: int, texts: list[str]) -> None:
@@ -196,7 +192,7 @@ def spoil(run_dir: Path, name: str, text: str) -> None:
 
 SPAN = '{"name": "SYNC", "lane": "MainThread", "start_ns": 1, "dur_ns": 1, "args": '
 DEEP = "[" * 100_000
-RESPONSE = '{"reward": 1, "token_ids": [1, 2], "prompt": "p", "response": "ab", "token_characters": [1, 1], '
+RESPONSE = '{"reward": 1, "token_ids": [1, 2], "prompt": "p", "response": "ab", '
 
 
 @pytest.mark.parametrize(
