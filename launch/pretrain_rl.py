@@ -136,8 +136,9 @@ class _Launch:
             log.info("%s", "\n".join(lines), extra=FILE_ONLY)
             print(ledger.headline(free_bytes), flush=True)
         check_memory(ledger, free_bytes, device.host_free_bytes(), world)
-        self._run = build_run(config, self._run_dir, world, device, stack, self._stop)
-        self._run.report.history.add_memory_plan(ledger)
+        self._run = build_run(
+            config, self._run_dir, world, device, stack, stop=self._stop, ledger=ledger
+        )
         with self._run.explaining():
             self._run.train()
             finish_run(self._run, config, self._run_dir)

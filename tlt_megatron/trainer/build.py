@@ -35,6 +35,7 @@ from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.durable import replace_text
 from tlt_megatron.runtime.heartbeat import Heartbeat, running_heartbeat
 from tlt_megatron.runtime.job_store import JobStore, open_job_store
+from tlt_megatron.runtime.memory_claim import MemoryLedger
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.runtime.progress import Progress
@@ -72,11 +73,13 @@ def build_run(
     world: Group,
     device: Device,
     stack: ExitStack,
+    *,
     stop: StopRequest | None = None,
+    ledger: MemoryLedger | None = None,
 ) -> Run:
     """Build the run, and restore a checkpoint if asked. A collective of all ranks.
 
-    `stack` closes everything, also what a failed build leaves. Cheap checks come first: a bad
+    `stack` closes everything, also what a failed build leaves. `ledger` is the planned memory. Cheap checks come first: a bad
     function of the user or a bad prompt raises before any model is built.
     """
     settings = config.run
@@ -87,7 +90,7 @@ def build_run(
     explaining = partial(heartbeat.explaining, settings.group_timeout_s)
     with explaining():
         run = _build(
-            _Site(config, run_dir, world, device, store, heartbeat, stop, stack), explaining
+            _Site(config, run_dir, world, device, store, heartbeat, stop, stack, ledger), explaining
         )
         stop.begin_training()
         barrier(world)  # no rank trains while a signal would still end another without a save
@@ -105,6 +108,7 @@ class _Site(NamedTuple):
     heartbeat: Heartbeat
     stop: StopRequest
     stack: ExitStack
+    ledger: MemoryLedger | None
 
 
 def _build(site: _Site, explaining: Callable[[], AbstractContextManager[None]]) -> Run:
@@ -288,6 +292,7 @@ def _open_report(
         passes=SpeculationLog(run_dir, resume_step=first_step),
         rollouts=rollouts,
         utilization=make_utilization(site.config, site.device.gpu_name, site.world.size),
+        ledger=site.ledger,
     )
 
 

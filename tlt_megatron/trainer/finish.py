@@ -7,7 +7,6 @@ import logging
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,9 +15,10 @@ from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.durable import read_json_lines, replace_text
-from tlt_megatron.runtime.progress import Progress, format_number
+from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.timeline import merge_timelines
 from tlt_megatron.trainer.run import Run
+from tlt_megatron.trainer.summary import result_lines, summarize
 
 log = logging.getLogger(__name__)
 
@@ -34,20 +34,6 @@ TABLE_COLUMNS = (
     "timing_s/update_actor",
     "timing_s/step",
 )
-# What the end of a run says of its summary. A line needs all of its values.
-_RESULTS = {
-    ("eval_accuracy_first", "eval_accuracy_last"): "held-out accuracy: {} -> {}",
-    ("num_steps", "step_time_s_median", "seconds_total"): "RL steps: {}, median {} s; run {} s",
-    ("rollout_tokens_per_s",): "rollouts: {} generated tokens/s",
-    ("accept_length_first", "accept_length_last"): "accept length: {} -> {} tokens per verify pass",
-    ("idle_s", "idle_used_s"): "idle: {} rank-seconds, {} of them used",
-    (
-        "rollout_speedup",
-        "step_speedup",
-    ): "speculation: rollouts {} times as fast, RL steps {} times",
-    ("responses_differing",): "responses that speculation changed: {}",
-    ("memory_peak_gb", "memory_planned_gb"): "memory of a rank: {} GB at its peak, {} GB planned",
-}
 
 
 def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
@@ -58,9 +44,10 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     trainer = run.trainer
     progress, is_first = trainer.phases.progress, trainer.world.is_first
     is_complete = trainer.step == config.run.num_steps
+    gain = None
     if not run.is_stopped:
         if config.speculation.measure_gain and is_complete:
-            run.measure_gain()
+            gain = run.measure_gain()
         if trainer.drafter is not None and is_first:
             trainer.drafter.export(run_dir / "hf_drafter")
         if config.checkpoint.export_hf and is_complete:
@@ -69,7 +56,8 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     barrier(trainer.world)
     if not is_first:
         return
-    path, summary = run_dir / "summary.json", run.report.history.summary()
+    path, rows = run_dir / "summary.json", _rows(run_dir / "metrics.jsonl")
+    summary = summarize(rows, seconds=run.report.seconds(), gain=gain)
     if not run.num_new_steps and path.exists():
         # No step since a resume: the speedup that was measured at the run's end stays true.
         summary = json.loads(path.read_text(encoding="utf-8")) | summary
@@ -84,7 +72,6 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     if config.logging.trace:
         merge_timelines(run_dir)
     progress.close()
-    rows = _rows(run_dir / "metrics.jsonl")
     if config.run.num_steps == 0 and rows:
         _write_evaluation(config, rows[0], run_dir / "evaluation.json", progress)
         return
@@ -106,17 +93,6 @@ def tlt_command() -> str:
         return "tlt"
     is_here = beside_python.is_relative_to(Path.cwd())
     return str(beside_python.relative_to(Path.cwd()) if is_here else beside_python)
-
-
-def result_lines(summary: Mapping[str, float | None]) -> list[str]:
-    """Return the values of summary.json in words, with their units."""
-    lines = []
-    for names, text in _RESULTS.items():
-        values = [value for name in names if (value := summary.get(name)) is not None]
-        if len(values) == len(names):
-            is_above = names[0] == "memory_peak_gb" and values[0] > values[1]
-            lines.append(text.format(*map(format_number, values)) + ", above plan" * is_above)
-    return lines
 
 
 def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:

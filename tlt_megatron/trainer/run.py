@@ -11,7 +11,7 @@ from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.rewards.open_responses import save_carried
 from tlt_megatron.runtime.collectives import agree_any
 from tlt_megatron.trainer.evaluation import Evaluator
-from tlt_megatron.trainer.gain import measure_gain
+from tlt_megatron.trainer.gain import SpeculationGain, measure_gain
 from tlt_megatron.trainer.identity import Resumed
 from tlt_megatron.trainer.loop import RLTrainer
 from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun
@@ -94,7 +94,7 @@ class Run:
         """Evaluate at the first step, the last and the interval, unless done before a resume."""
         step = self.trainer.step
         is_end = step in (0, self.schedule.num_steps)
-        is_done = self.report.history.last_eval_step == step
+        is_done = self.report.last_eval_step == step
         if is_done or not (is_end or self._is_due(self.schedule.eval_interval)):
             return
         with self.trainer.phases("EVAL", "testing"):
@@ -116,23 +116,18 @@ class Run:
                 save_carried(folder, trainer.carried)
 
         with trainer.phases("CHECKPOINT", "save_checkpoint"):
-            state = trainer.state_dict() | {
-                "history": self.report.history.state_dict(),
-                "written": self.report.num_written(),
-            }
+            state = trainer.state_dict() | {"report": self.report.state_dict()}
             self.report.sync()  # a checkpoint's steps must not be lost to a power cut
             self.checkpoints.save(trainer.step, state, save_part=save_part)
         self._is_saved = True
-        self.report.add_memory()
 
     def resume(
         self, saved: SavedRun, folder: Path, resumed: Resumed, carried: Sequence[ScoredGroup]
     ) -> None:
         """Restore what `save_checkpoint` wrote, except policy, sampler and drafter. `resumed`: learned parts."""
         self._is_saved = folder.resolve() == self.checkpoints.folder(saved.step).resolve()
-        if self._is_saved:  # a fork has another run folder
-            self.report.warn_of_loss(saved.state.get("written", {}))
-        self.report.history.load_state_dict(saved.state["history"])
+        # a fork has another run folder, without the history
+        self.report.load_state_dict(saved.state.get("report", {}), has_history=self._is_saved)
         self.trainer.load_state_dict(
             saved.state,
             carried,
@@ -140,13 +135,13 @@ class Run:
             has_selector=resumed.has_selector,
         )
 
-    def measure_gain(self) -> None:
-        """Time further batches with and without speculation, for the summary. None after a run without steps."""
+    def measure_gain(self) -> SpeculationGain | None:
+        """Time further batches with and without speculation. Returns None after a run without new steps."""
         trainer = self.trainer
         sizes = [trainer.settings.batch.num_first(())] * min(_GAIN_STEPS, self.num_new_steps)
         if not sizes:  # resumed after the last step
-            return
-        gain = measure_gain(
+            return None
+        return measure_gain(
             trainer.engine,
             sizes,
             trainer.sampler.next_batch,
@@ -155,5 +150,3 @@ class Run:
             replicas=trainer.world,
             should_stop=trainer.worker.should_stop,
         )
-        if gain is not None:
-            self.report.history.add_gain(gain)

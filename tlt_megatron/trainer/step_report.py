@@ -1,4 +1,4 @@
-"""What a run reports while it runs: metrics, logs, the terminal, the statistics of its summary."""
+"""What a run reports while it runs: metrics, logs, the terminal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import psutil
 
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.durable import sync_path
+from tlt_megatron.runtime.memory_claim import MemoryLedger
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.trainer.flops import Utilization
-from tlt_megatron.trainer.history import RunHistory
 from tlt_megatron.trainer.loop import TrainedStep
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
@@ -38,14 +39,19 @@ class RunReport:
         passes: SpeculationLog | None = None,
         rollouts: RolloutLog | None = None,
         utilization: Utilization | None = None,
+        ledger: MemoryLedger | None = None,
     ) -> None:
+        """`ledger` has the memory that was planned for each phase."""
         self.phases = phases
         self.world = world
-        self.history = RunHistory()
+        self.last_eval_step = -1  # of the last evaluation, also before a resume
         self._metrics = metrics
         self._passes = passes
         self._rollouts = rollouts
         self._utilization = utilization
+        self._ledger = ledger
+        self._seconds_before = 0.0  # of the run before a resume
+        self._started = time.perf_counter()
         self._step_started = time.perf_counter()
 
     def begin_step(self, step: int) -> None:
@@ -77,12 +83,11 @@ class RunReport:
         if self._utilization is not None:
             metrics |= self._utilization.metrics(inference, metrics)
         metrics["training/global_step"] = metrics["training/policy_version"] = float(step)
-        memory = self.add_memory()
+        memory = self._memory()
         peaks = [gb for name, gb in memory.items() if name.startswith("memory/peak_gb/")]
         metrics |= memory | ({"perf/max_memory_reserved_gb": max(peaks)} if peaks else {})
         if allocated := max(gather_objects(self.phases.take_allocated(), self.world)):
             metrics["perf/max_memory_allocated_gb"] = allocated / 1e9
-        self.history.add_step(metrics)
         self._write(step, metrics)
         self.phases.progress.step(step, metrics)
         self.phases.timeline.flush()
@@ -92,7 +97,7 @@ class RunReport:
         """Report an evaluation. `result` is empty without prompts."""
         self.phases.take_timings()
         if result:
-            self.history.add_eval(step, result["eval/accuracy"])
+            self.last_eval_step = step
             self._write(step, result)
             parts = [
                 f"{match[1]} {value:.3f}"
@@ -104,21 +109,37 @@ class RunReport:
                 + (f" ({', '.join(parts)})" if parts else "")
             )
 
-    def add_memory(self) -> dict[str, float]:
-        """Record the peak memory of each phase, the maximum over ranks; return it as metrics."""
+    def _memory(self) -> dict[str, float]:
+        """Return the peak memory of each phase since the last step, the maximum over ranks, and what was planned."""
         ranks = gather_objects(self.phases.take_peaks(), self.world)
-        peaks = {phase: max(rank[phase] for rank in ranks) for phase in ranks[0]}
-        peaks = {phase: peak for phase, peak in peaks.items() if peak}  # 0: no rank can tell
-        self.history.add_memory(peaks)
-        planned = {phase: self.history.planned_bytes.get(phase, 0) for phase in peaks}
+        metrics = {}
+        for phase in ranks[0]:
+            if peak := max(rank[phase] for rank in ranks):  # 0: no rank can tell
+                metrics[f"memory/peak_gb/{phase}"] = peak / 1e9
+                if self._ledger is not None:
+                    metrics[f"memory/planned_gb/{phase}"] = self._ledger.bytes_in(phase) / 1e9
+        return metrics
+
+    def seconds(self) -> float:
+        """Return the seconds of the whole run so far."""
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
         return {
-            f"memory/{kind}_gb/{phase}": num_bytes / 1e9
-            for kind, of in (("peak", peaks), ("planned", planned))
-            for phase, num_bytes in of.items()
-            if num_bytes
+            "last_eval_step": self.last_eval_step,
+            "seconds": self.seconds(),
+            "written": self._num_written(),
         }
 
-    def num_written(self) -> dict[str, int]:
+    def load_state_dict(self, state: Mapping[str, Any], *, has_history: bool) -> None:
+        """Restore what `state_dict` returned. With `has_history`, warn if less is on the disk than there was."""
+        self.last_eval_step = state.get("last_eval_step", -1)  # older checkpoints lack the report
+        self._seconds_before = state.get("seconds", 0.0)
+        if has_history:
+            self._warn_of_loss(state.get("written", {}))
+
+    def _num_written(self) -> dict[str, int]:
         """Return the rows, or the files that are not empty, in each part of the history on the disk."""
         if self._metrics is None or self._passes is None:
             return {}
@@ -129,9 +150,9 @@ class RunReport:
             counts[f"{name}/"] = sum(size > 0 for size in sizes)
         return counts
 
-    def warn_of_loss(self, saved: Mapping[str, int]) -> None:
-        """Warn if less is there than `num_written` was at the checkpoint of the resume."""
-        found = self.num_written()
+    def _warn_of_loss(self, saved: Mapping[str, int]) -> None:
+        """Warn if less is there than `_num_written` was at the checkpoint of the resume."""
+        found = self._num_written()
         lost = [
             f"{name} {found[name]} of {count}"
             for name, count in saved.items()

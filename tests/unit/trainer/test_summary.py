@@ -1,25 +1,41 @@
-"""What summary.json says of a run that was resumed."""
+"""What summary.json and the last lines of a run say."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from tlt_megatron.runtime.memory_claim import Phase
-from tlt_megatron.trainer.finish import result_lines, tlt_command
-from tlt_megatron.trainer.history import RunHistory
+from tlt_megatron.trainer.finish import tlt_command
+from tlt_megatron.trainer.gain import SpeculationGain
+from tlt_megatron.trainer.summary import result_lines, summarize
 
 
-def test_the_memory_peak_is_that_of_the_whole_run() -> None:
-    before, after = RunHistory(), RunHistory()
-    before.add_memory({Phase.UPDATE: 9_000_000_000, Phase.ROLLOUT: 2_000_000_000})
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    after.add_memory({Phase.UPDATE: 1_000_000_000, Phase.ROLLOUT: 3_000_000_000})
-    assert after.peak_bytes == {Phase.UPDATE: 9_000_000_000, Phase.ROLLOUT: 3_000_000_000}
-    assert after.summary()["memory_peak_gb"] == 9.0
+def test_a_summary_by_hand() -> None:
+    step = {"timing_s/step": 4.0, "timing_s/gen": 2.0, "perf/rollout_tokens_per_s": 10.0}
+    rows = [
+        {"step": 0, "eval/accuracy": 0.25},
+        step | {"rollout/spec_accept_length": 1.0, "memory/peak_gb/update": 9.0},
+        step | {"rollout/spec_accept_length": None, "memory/peak_gb/rollout": 3.0},
+        step | {"timing_s/gen": 6.0, "perf/rollout_tokens_per_s": 20.0, "eval/accuracy": 0.5},
+    ]
+    gain = SpeculationGain(rollout_s_on=1.0, rollout_s_off=2.0, num_differing=1)
+    assert summarize(rows, seconds=20.0, gain=gain) == {
+        "eval_accuracy_first": 0.25,
+        "eval_accuracy_last": 0.5,
+        "num_steps": 3,
+        "step_time_s_median": 4.0,
+        "rollout_tokens_per_s": 16.0,  # 160 tokens in 10 s
+        "seconds_total": 20.0,
+        "memory_peak_gb": 9.0,
+        "memory_planned_gb": None,
+        "accept_length_first": 1.0,
+        "accept_length_last": 1.0,
+        "rollout_speedup": 2.0,
+        "step_speedup": 1.5,  # 2 s of rollouts and 2 s of the rest against 4 s and 2 s
+        "responses_differing": 1.0,
+    }
 
 
 def test_the_end_of_a_run_has_units_and_leaves_out_what_is_unknown() -> None:

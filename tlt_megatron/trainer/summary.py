@@ -1,0 +1,74 @@
+"""The content of summary.json: what the metrics of a run say of the whole run. Rank 0 calls it at the end."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from tlt_megatron.runtime.progress import format_number
+from tlt_megatron.trainer.gain import SpeculationGain
+
+# What the end of a run says of its summary. A line needs all of its values.
+_RESULTS = {
+    ("eval_accuracy_first", "eval_accuracy_last"): "held-out accuracy: {} -> {}",
+    ("num_steps", "step_time_s_median", "seconds_total"): "RL steps: {}, median {} s; run {} s",
+    ("rollout_tokens_per_s",): "rollouts: {} generated tokens/s",
+    ("accept_length_first", "accept_length_last"): "accept length: {} -> {} tokens per verify pass",
+    ("idle_s", "idle_used_s"): "idle: {} rank-seconds, {} of them used",
+    (
+        "rollout_speedup",
+        "step_speedup",
+    ): "speculation: rollouts {} times as fast, RL steps {} times",
+    ("responses_differing",): "responses that speculation changed: {}",
+    ("memory_peak_gb", "memory_planned_gb"): "memory of a rank: {} GB at its peak, {} GB planned",
+}
+
+
+def summarize(
+    rows: Sequence[Mapping[str, float | None]], *, seconds: float, gain: SpeculationGain | None
+) -> dict[str, float | int | None]:
+    """Return the summary of a run with these metrics, a row per step. It took `seconds` in all."""
+
+    def column(name: str) -> list[float]:
+        return [value for row in rows if (value := row.get(name)) is not None]
+
+    def largest(prefix: str) -> float | None:
+        names = {name for row in rows for name in row if name.startswith(prefix)}
+        return max((value for name in names for value in column(name)), default=None)
+
+    step_s, gen_s = column("timing_s/step"), column("timing_s/gen")
+    accuracies = column("eval/accuracy")
+    summary = {
+        "eval_accuracy_first": accuracies[0] if accuracies else None,
+        "eval_accuracy_last": accuracies[-1] if accuracies else None,
+        "num_steps": len(step_s),
+        "step_time_s_median": statistics.median(step_s) if step_s else None,
+        "rollout_tokens_per_s": statistics.fmean(column("perf/rollout_tokens_per_s"), gen_s)
+        if gen_s
+        else None,
+        "seconds_total": seconds,
+        "memory_peak_gb": largest("memory/peak_gb/"),
+        "memory_planned_gb": largest("memory/planned_gb/"),
+    }
+    if lengths := column("rollout/spec_accept_length"):
+        summary["accept_length_first"] = lengths[0]
+        summary["accept_length_last"] = statistics.fmean(lengths[-5:])
+    if used_s := column("bubble/used_s"):
+        summary["idle_s"], summary["idle_used_s"] = sum(column("bubble/idle_s")), sum(used_s)
+        summary["stall_s"] = sum(column("bubble/stall_s"))
+    if gain is not None:
+        step_speedup = gain.step_speedup(statistics.median(step_s), statistics.median(gen_s))
+        summary |= {"rollout_speedup": gain.rollout_speedup, "step_speedup": step_speedup}
+        summary["responses_differing"] = float(gain.num_differing)
+    return summary
+
+
+def result_lines(summary: Mapping[str, float | None]) -> list[str]:
+    """Return the values of summary.json in words, with their units."""
+    lines = []
+    for names, text in _RESULTS.items():
+        values = [value for name in names if (value := summary.get(name)) is not None]
+        if len(values) == len(names):
+            is_above = names[0] == "memory_peak_gb" and values[0] > values[1]
+            lines.append(text.format(*map(format_number, values)) + ", above plan" * is_above)
+    return lines
