@@ -116,7 +116,7 @@ class _Launch:
         from tlt_megatron.runtime.collectives import broadcast_object
         from tlt_megatron.runtime.device import select_device
         from tlt_megatron.runtime.process_groups import init_world
-        from tlt_megatron.trainer.build import build_run
+        from tlt_megatron.trainer.build import build_run, open_site
         from tlt_megatron.trainer.finish import finish_run
         from tlt_megatron.trainer.memory_ledger import (
             check_memory,
@@ -136,10 +136,9 @@ class _Launch:
             log.info("%s", "\n".join(lines), extra=FILE_ONLY)
             print(ledger.headline(free_bytes), flush=True)
         check_memory(ledger, free_bytes, device.host_free_bytes(), world)
-        self._run = build_run(
-            config, self._run_dir, world, device, stack, stop=self._stop, ledger=ledger
-        )
-        with self._run.explaining():
+        site = open_site(config, self._run_dir, world, device, stack, self._stop, ledger)
+        with site.heartbeat.explaining(config.run.group_timeout_s):
+            self._run = build_run(site)
             self._run.train()
             finish_run(self._run, config, self._run_dir)
 

@@ -316,5 +316,5 @@ def test_changed_strategies_drafter_and_spot_settings_do_not_block_a_resume(
         assert code == 0, stderr
         (line,) = (line for line in stderr.splitlines() if "written with other settings" in line)
         assert all(name.partition("=")[0] in line for name in change)
-        assert "anew" in line
+        assert "starts anew" in stderr
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6]

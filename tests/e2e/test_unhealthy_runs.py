@@ -109,7 +109,8 @@ def test_engine_with_other_weights_is_noticed_before_the_first_update(
     from tlt_megatron.config.load import load_config
     from tlt_megatron.runtime.device import select_device
     from tlt_megatron.runtime.process_groups import init_world
-    from tlt_megatron.trainer.build import build_run
+    from tlt_megatron.runtime.stop import StopRequest
+    from tlt_megatron.trainer.build import build_run, open_site
 
     settings = load_config(
         str(config), [layout, f"algorithm.num_epochs={num_epochs}", "data.eval="]
@@ -119,7 +120,8 @@ def test_engine_with_other_weights_is_noticed_before_the_first_update(
         device = select_device("cpu")
         world = init_world(device.backend, 60.0)
         with ExitStack() as stack:
-            built = build_run(settings, tmp_path, world, device, stack)
+            stop = StopRequest(world.rank)
+            built = build_run(open_site(settings, tmp_path, world, device, stack, stop))
             before = {
                 name: tensor.clone()
                 for name, tensor in built.trainer.policy_trainer.model.export_hf_weights()

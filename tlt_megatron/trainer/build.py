@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +48,7 @@ from tlt_megatron.trainer.build_drafter import attach_drafter
 from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.trainer.evaluation import Evaluator
 from tlt_megatron.trainer.flops import make_utilization
-from tlt_megatron.trainer.identity import Resumed, compare_run, describe_run, saved_run_of
+from tlt_megatron.trainer.identity import compare_run, describe_run, saved_run_of
 from tlt_megatron.trainer.loop import RLTrainer, StepSettings
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
@@ -67,38 +66,8 @@ log = logging.getLogger(__name__)
 EVAL_SEED_OFFSET = 0x5EED  # evaluation never samples with the noise of training
 
 
-def build_run(
-    config: RunConfig,
-    run_dir: Path,
-    world: Group,
-    device: Device,
-    stack: ExitStack,
-    *,
-    stop: StopRequest | None = None,
-    ledger: MemoryLedger | None = None,
-) -> Run:
-    """Build the run, and restore a checkpoint if asked. A collective of all ranks.
-
-    `stack` closes everything, also what a failed build leaves. `ledger` is the planned memory. Cheap checks come first: a bad
-    function of the user or a bad prompt raises before any model is built.
-    """
-    settings = config.run
-    stop = stop or StopRequest(world.rank)  # without a caller's: one that is never requested
-    store = open_job_store(world, settings.heartbeat_timeout_s or settings.group_timeout_s)
-    limits_s = settings.heartbeat_timeout_s, settings.group_timeout_s
-    heartbeat = stack.enter_context(running_heartbeat(store, world, *limits_s, stop))
-    explaining = partial(heartbeat.explaining, settings.group_timeout_s)
-    with explaining():
-        run = _build(
-            _Site(config, run_dir, world, device, store, heartbeat, stop, stack, ledger), explaining
-        )
-        stop.begin_training()
-        barrier(world)  # no rank trains while a signal would still end another without a save
-    return run
-
-
-class _Site(NamedTuple):
-    """What building needs everywhere. `stack` closes what is built."""
+class Site(NamedTuple):
+    """What building needs everywhere. `stack` closes what is built, also after a failed build."""
 
     config: RunConfig
     run_dir: Path
@@ -108,10 +77,30 @@ class _Site(NamedTuple):
     heartbeat: Heartbeat
     stop: StopRequest
     stack: ExitStack
-    ledger: MemoryLedger | None
+    ledger: MemoryLedger | None  # the planned memory
 
 
-def _build(site: _Site, explaining: Callable[[], AbstractContextManager[None]]) -> Run:
+def open_site(
+    config: RunConfig,
+    run_dir: Path,
+    world: Group,
+    device: Device,
+    stack: ExitStack,
+    stop: StopRequest,
+    ledger: MemoryLedger | None = None,
+) -> Site:
+    """Open the job's store and start the heartbeat. A collective of all ranks."""
+    limits_s = config.run.heartbeat_timeout_s, config.run.group_timeout_s
+    store = open_job_store(world, limits_s[0] or limits_s[1])
+    heartbeat = stack.enter_context(running_heartbeat(store, world, *limits_s, stop))
+    return Site(config, run_dir, world, device, store, heartbeat, stop, stack, ledger)
+
+
+def build_run(site: Site) -> Run:
+    """Build the run, and restore a checkpoint if asked. A collective of all ranks.
+
+    Cheap checks come first: a bad function of the user or a bad prompt raises before any model is built.
+    """
     config, run_dir, world, stack = site.config, site.run_dir, site.world, site.stack
     saved = saved_run_of(config, run_dir, world)
     _check_extensions(config)
@@ -131,9 +120,7 @@ def _build(site: _Site, explaining: Callable[[], AbstractContextManager[None]]) 
     tokenizer = load_tokenizer(config.model.path)
     model_config = load_model_config(config.model.path)
     about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
-    resumed = Resumed(has_selector=False, has_drafter=False)
-    if saved is not None:
-        resumed = compare_run(saved, about, is_warning=world.is_first)
+    resumes_drafter = saved is not None and compare_run(saved, about, is_warning=world.is_first)
     prompts = load_prompts(config.data.train, tokenizer, config.data, world)
     sampler = PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.run.seed)
     if saved is not None:
@@ -169,11 +156,8 @@ def _build(site: _Site, explaining: Callable[[], AbstractContextManager[None]]) 
         settings,
         sampler=sampler,
         worker=worker,
-        engine=worker.engine,
         policy_trainer=_build_policy_trainer(config, model, critic, groups),
-        drafter=_build_drafter(site, worker, folder if resumed.has_drafter else None),
-        phases=phases,
-        world=world,
+        drafter=_build_drafter(site, worker, folder if resumes_drafter else None),
     )
     carried = load_carried(folder, sampler.prompt_at) if folder else ()
     run = Run(
@@ -189,10 +173,11 @@ def _build(site: _Site, explaining: Callable[[], AbstractContextManager[None]]) 
         checkpoints=checkpoints,
         # last: it cuts what an earlier run wrote after the checkpoint
         report=_open_report(site, phases, tokenizer, saved),
-        explaining=explaining,
     )
     if saved and folder:
-        run.resume(saved, folder, resumed, carried)
+        run.resume(saved, folder, carried)
+    site.stop.begin_training()
+    barrier(world)  # no rank trains while a signal would still end another without a save
     return run
 
 
@@ -216,7 +201,7 @@ def _check_extensions(config: RunConfig) -> None:
 
 
 def _build_worker(
-    site: _Site, rewards: RewardPool, tokenizer: Tokenizer, *, first_step: int
+    site: Site, rewards: RewardPool, tokenizer: Tokenizer, *, first_step: int
 ) -> RolloutWorker:
     config, world, stack = site.config, site.world, site.stack
     build_engine = load_extension("rollout.engine", config.rollout.engine)
@@ -252,7 +237,7 @@ def _build_worker(
 
 
 def _build_drafter(
-    site: _Site, worker: RolloutWorker, checkpoint: Path | None
+    site: Site, worker: RolloutWorker, checkpoint: Path | None
 ) -> DrafterLifecycle | None:
     drafter = attach_drafter(
         site.config,
@@ -271,7 +256,7 @@ def _build_drafter(
 
 
 def _open_report(
-    site: _Site, phases: Phases, tokenizer: Tokenizer, saved: SavedRun | None
+    site: Site, phases: Phases, tokenizer: Tokenizer, saved: SavedRun | None
 ) -> RunReport:
     """Open the files of rank 0. Rows and files of steps that a resumed run does again are cut."""
     if not site.world.is_first:

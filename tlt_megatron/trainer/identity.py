@@ -1,7 +1,7 @@
 """Identity and settings of a run, stored in every checkpoint and compared at a resume.
 
-A different model or seed is an error, because the run would train a wrong policy. Other settings may change. If a learned part
-(the strategy selector, the drafter) does not fit the new settings, that part starts anew.
+A different model or seed is an error, because the run would train a wrong policy. Other settings may change. A drafter that
+does not fit the new settings starts anew. The strategy selector compares its own state (speculation/selector.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,8 @@ log = logging.getLogger(__name__)
 _IDENTITY, _SETTINGS, _NUM_RANKS = "identity", "settings", "num_ranks"
 _REFERENCE = "weights in model.path (the KL reference)"
 _NOISE = "sampling noise (another one draws other tokens from the same seed)"
-# Settings whose change makes the learned state of a part useless.
-_OF_SELECTOR = (
-    "rollout.engine",
-    "speculation.enabled",
-    "speculation.drafter",
-    "speculation.strategies",
-    "speculation.selector",
-    "speculation.draft_vocab_size",
-)
-_OF_DRAFTER = (
-    "speculation.drafter",
-    "drafter.algorithm",
-    "spot.enabled",
-)
+# Settings whose change makes the saved drafter useless.
+_OF_DRAFTER = ("speculation.drafter", "drafter.algorithm", "spot.enabled")
 # Sections and settings that do not affect results: location, output and length of a run.
 _FREE = (
     "run.",
@@ -53,14 +40,6 @@ _FREE = (
     "data.train",
     "data.eval",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
-    """Which learned parts resume from the checkpoint. The others start anew."""
-
-    has_selector: bool
-    has_drafter: bool
 
 
 def saved_run_of(config: RunConfig, run_dir: Path, world: Group) -> SavedRun | None:
@@ -99,11 +78,10 @@ def describe_run(
     return json.loads(json.dumps(about))
 
 
-def compare_run(saved: SavedRun, about: Mapping[str, Any], *, is_warning: bool) -> Resumed:
-    """Return which learned parts resume. ValueError, naming every change, if model or seeds differ.
+def compare_run(saved: SavedRun, about: Mapping[str, Any], *, is_warning: bool) -> bool:
+    """Return whether the saved drafter fits. ValueError, naming every change, if model or seeds differ.
 
-    With `is_warning` (set it on one rank), one warning names the changed settings and the parts
-    that start anew.
+    With `is_warning` (set it on one rank), one warning names the changed settings.
     """
     strangers = _changes(_IDENTITY, saved.state, about)
     if None in strangers.get(_REFERENCE, ()):  # of a run without one, or of an older version
@@ -120,21 +98,17 @@ def compare_run(saved: SavedRun, about: Mapping[str, Any], *, is_warning: bool) 
         if not name.startswith(_FREE) and not (name in removed and removed[name] == change[0])
     }
     num_ranks = (saved.state.get(_NUM_RANKS), about[_NUM_RANKS])
-    is_same_world = num_ranks[0] == num_ranks[1]
-    has_selector = is_same_world and changes.keys().isdisjoint(_OF_SELECTOR)
-    has_drafter = changes.keys().isdisjoint(_OF_DRAFTER)
-    if not is_same_world:
+    if num_ranks[0] != num_ranks[1]:
         changes["ranks"] = num_ranks
+    fits_drafter = changes.keys().isdisjoint(_OF_DRAFTER)
     if changes and is_warning:
-        parts = {"strategy selector": has_selector, "drafter": has_drafter}
-        anew = [part for part, goes_on in parts.items() if not goes_on]
-        is_told = anew and about[_SETTINGS]["speculation.enabled"]
+        is_told = not fits_drafter and about[_SETTINGS]["spot.enabled"]
         log.warning(
             "the checkpoint was written with other settings: %s%s",
             _describe(changes),
-            f"; {' and '.join(anew)} start anew" if is_told else "",
+            "; the drafter starts anew" if is_told else "",
         )
-    return Resumed(has_selector=has_selector, has_drafter=has_drafter)
+    return fits_drafter
 
 
 def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tlt_megatron.data.prompts import PromptSampler
-from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
+from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.policy.policy_trainer import Inference, PolicyTrainer
 from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.runtime.collectives import gather_objects
-from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
-from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_worker import Collected, RolloutWorker
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
@@ -53,21 +51,18 @@ class RLTrainer:
         *,
         sampler: PromptSampler,
         worker: RolloutWorker,
-        engine: RolloutEngine,
         policy_trainer: PolicyTrainer,
         drafter: DrafterLifecycle | None,
-        phases: Phases,
-        world: Group,
     ) -> None:
-        """`engine` is the one of `worker`, and holds the policy. `drafter` is given only with spot training."""
+        """The engine of `worker` holds the policy. `drafter` is given only with spot training."""
         self.settings = settings
         self.sampler = sampler
         self.worker = worker
-        self.engine = engine
+        self.engine = worker.engine
         self.policy_trainer = policy_trainer
         self.drafter = drafter
-        self.phases = phases
-        self.world = world
+        self.phases = worker.phases
+        self.world = worker.replicas
         self.step = 0  # RL steps done; also the version of the policy
         self.critic_from = 0  # the step at which the critic began, if there is one
         self.carried: tuple[ScoredGroup, ...] = ()  # left over by the last step (partial rollouts)
@@ -165,14 +160,9 @@ class RLTrainer:
         }
 
     def load_state_dict(
-        self,
-        state: Mapping[str, Any],
-        carried: Sequence[ScoredGroup],
-        *,
-        has_critic: bool,
-        has_selector: bool,
+        self, state: Mapping[str, Any], carried: Sequence[ScoredGroup], *, has_critic: bool
     ) -> None:
-        """Restore what `state_dict` returned, except the sampler. The flags say which learned parts go on."""
+        """Restore what `state_dict` returned, except the sampler. `has_critic`: the critic goes on."""
         self.step = int(state["step"])
         self.critic_from = state.get("critic_from", 0) if has_critic else self.step
         rules, num_samples = self.settings.batch, self.settings.sampling.num_samples
@@ -185,7 +175,7 @@ class RLTrainer:
                 *(len(carried) - len(self.carried), len(carried), num_samples),
                 *(rules.round_tokens, rules.max_new_tokens),
             )
-        if has_selector:
+        if len(state["engine"]) == self.world.size:
             try:
                 self.engine.load_state_dict(state["engine"][self.world.rank])
             except (ValueError, KeyError) as error:  # of another version of the selector

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from tlt_megatron.rewards.open_responses import save_carried
 from tlt_megatron.runtime.collectives import agree_any
 from tlt_megatron.trainer.evaluation import Evaluator
 from tlt_megatron.trainer.gain import SpeculationGain, measure_gain
-from tlt_megatron.trainer.identity import Resumed
 from tlt_megatron.trainer.loop import RLTrainer
 from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun
 from tlt_megatron.trainer.step_report import RunReport
@@ -41,15 +39,12 @@ class Run:
         evaluator: Evaluator,
         checkpoints: CheckpointManager,
         report: RunReport,
-        explaining: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """In `explaining()`, a collective that fails raises RanksLost, which names the lost ranks."""
         self.schedule = schedule
         self.trainer = trainer
         self.evaluator = evaluator
         self.checkpoints = checkpoints
         self.report = report
-        self.explaining = explaining
         self.num_new_steps = 0  # since the start or the resume
         self.is_stopped = False  # stopped on request; a resumed run does the rest
         self._is_saved = False  # a checkpoint of this run holds the present state
@@ -121,19 +116,13 @@ class Run:
             self.checkpoints.save(trainer.step, state, save_part=save_part)
         self._is_saved = True
 
-    def resume(
-        self, saved: SavedRun, folder: Path, resumed: Resumed, carried: Sequence[ScoredGroup]
-    ) -> None:
-        """Restore what `save_checkpoint` wrote, except policy, sampler and drafter. `resumed`: learned parts."""
+    def resume(self, saved: SavedRun, folder: Path, carried: Sequence[ScoredGroup]) -> None:
+        """Restore what `save_checkpoint` wrote, except policy, sampler and drafter."""
         self._is_saved = folder.resolve() == self.checkpoints.folder(saved.step).resolve()
         # a fork has another run folder, without the history
         self.report.load_state_dict(saved.state.get("report", {}), has_history=self._is_saved)
-        self.trainer.load_state_dict(
-            saved.state,
-            carried,
-            has_critic=(folder / "critic").is_dir(),
-            has_selector=resumed.has_selector,
-        )
+        has_critic = (folder / "critic").is_dir()
+        self.trainer.load_state_dict(saved.state, carried, has_critic=has_critic)
 
     def measure_gain(self) -> SpeculationGain | None:
         """Time further batches with and without speculation. Returns None after a run without new steps."""

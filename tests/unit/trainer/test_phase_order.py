@@ -100,12 +100,14 @@ def make_trainer(gpu: SharedGpu) -> RLTrainer:
             batch=BatchRules(num_prompts=1), sampling=SamplingParams(), engine_dtype=None
         ),
         sampler=sampler,
-        worker=SimpleNamespace(collect=collect),
-        engine=SimpleNamespace(sleep=gpu.sleep, wake=gpu.wake),
+        worker=SimpleNamespace(
+            collect=collect,
+            engine=SimpleNamespace(sleep=gpu.sleep, wake=gpu.wake),
+            phases=lambda *_, **__: nullcontext(),
+            replicas=None,
+        ),
         policy_trainer=policy_trainer,
         drafter=None,
-        phases=lambda *_, **__: nullcontext(),
-        world=None,
     )
 
 

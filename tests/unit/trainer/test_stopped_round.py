@@ -88,12 +88,9 @@ def test_a_step_that_stops_after_its_first_round_gives_all_its_draws_back() -> N
             sampling=SamplingParams(),
         ),
         sampler=sampler,
-        worker=SimpleNamespace(collect=collect),
-        engine=None,
+        worker=SimpleNamespace(collect=collect, engine=None, phases=None, replicas=None),
         policy_trainer=None,
         drafter=None,
-        phases=None,
-        world=None,
     )
     with pytest.raises(GenerationStopped):
         trainer.train_step()
