@@ -75,7 +75,7 @@ def _claim_run_folder(config: RunConfig, name: str) -> RunFolder | None:
     if os.environ.get("RANK", "0") != "0":
         return None
     path = Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    return claim_run_folder(path, resume=config.checkpoint.resume, on_used=config.run.on_used_dir)
+    return claim_run_folder(path, resume=config.checkpoint.resume)
 
 
 class _Launch:

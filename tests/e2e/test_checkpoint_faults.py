@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import shutil
 import subprocess
 import sys
@@ -99,18 +98,6 @@ def test_a_used_folder_is_refused_before_torch_is_imported(straight: Path, confi
     assert f"run.dir='{straight}': holds an earlier run (checkpoints, metrics.jsonl" in line
     assert "--resume auto" in line
     assert checkpoints(straight) == ["iter_0000001", "iter_0000002", NEWEST]
-
-
-def test_a_fresh_run_in_a_used_folder_sets_it_aside_and_keeps_its_own_checkpoints(
-    copy: Path, config: Path
-) -> None:
-    options = ("run.on_used_dir=set_aside", "run.num_steps=1", "checkpoint.keep=1", *QUIET)
-    run(1, config, copy, *options)
-    assert checkpoints(copy) == ["iter_0000001"]
-    assert steps_of(copy) == [1]
-    (aside,) = (path for path in copy.parent.iterdir() if path != copy)
-    assert re.fullmatch(r"run\.\d{8}-\d{6}", aside.name)
-    assert checkpoints(aside)[-1] == NEWEST
 
 
 def test_files_have_the_rights_that_the_umask_asks_for(straight: Path) -> None:

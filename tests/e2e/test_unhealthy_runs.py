@@ -162,13 +162,11 @@ def test_a_run_that_fails_closes_its_trackers_as_failed(config: Path, tmp_path: 
         "        with self.path.open('a') as file: print(failed, file=file)\n"
     )
     tracked = (f"logging.trackers=['{tmp_path}/own.py:Mine']", *EVERY_STEP, "run.num_steps=1")
-    arguments = ("--config", config, f"run.dir={tmp_path}/run", *tracked)
-    [(code, _)] = run_forked(1, *arguments, "rollout.dtype=bfloat16", "algorithm.max_logprob_diff=1e-5")  # fmt: skip
-    assert code == 1
-    [(code, _)] = run_forked(1, *arguments, "run.on_used_dir=set_aside")
-    assert code == 0
-    ends = sorted(tmp_path.glob("run*/ends"))
-    assert [path.read_text() for path in ends] == ["False\n", "True\n"]
+    failing = ("rollout.dtype=bfloat16", "algorithm.max_logprob_diff=1e-5")
+    for name, more, code in (("failed", failing, 1), ("ended", (), 0)):
+        arguments = ("--config", config, f"run.dir={tmp_path / name}", *tracked, *more)
+        assert [code for code, _ in run_forked(1, *arguments)] == [code]
+        assert (tmp_path / name / "ends").read_text() == f"{name == 'failed'}\n"
 
 
 def test_rewards_that_cannot_be_compared_are_refused_with_their_prompt(

@@ -172,8 +172,6 @@ class RunSection(Section):
     """The run as a whole."""
 
     dir: str = ""  # run folder; empty: runs/<config name>-<time>
-    # if dir holds a run that is not resumed; set_aside renames it
-    on_used_dir: Annotated[str, one_of("refuse", "set_aside")] = "refuse"
     num_steps: NonNegativeInt = 10  # RL steps
     seed: Seed = 0  # of sampling noise, the order of prompts and the weights of a new drafter
     device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"  # auto: cuda if there is one

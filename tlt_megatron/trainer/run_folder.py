@@ -67,23 +67,6 @@ class RunFolder:
     def close(self) -> None:
         self._file.close()
 
-    def set_aside(self) -> Path:
-        """Rename the folder to <name>.<time> and release the lock. Returns the new path. ValueError if it cannot be renamed."""
-        path, stamp = self.path.absolute(), time.strftime("%Y%m%d-%H%M%S")
-        target, number = path.with_name(f"{path.name}.{stamp}"), 1
-        while target.exists():
-            number += 1
-            target = path.with_name(f"{path.name}.{stamp}-{number}")
-        try:
-            path.rename(target)
-        except OSError as error:  # a mount point, say
-            self.close()
-            raise ValueError(
-                f"run.dir={str(self.path)!r}: run.on_used_dir=set_aside cannot rename it: {error}"
-            ) from error
-        self.close()
-        return target
-
     def _read_holder(self) -> str:
         self._file.seek(0)
         try:
@@ -119,11 +102,11 @@ def owner_has_ended(path: Path) -> bool:
     return host == socket.gethostname() and struct.unpack("hhqqi", answer)[0] == fcntl.F_UNLCK
 
 
-def claim_run_folder(path: Path, *, resume: str, on_used: str) -> RunFolder:
-    """Lock the folder for a run with these settings (`checkpoint.resume`, `run.on_used_dir`). Creates a missing folder.
+def claim_run_folder(path: Path, *, resume: str) -> RunFolder:
+    """Lock the folder for a run with this `checkpoint.resume`. Creates a missing folder.
 
-    ValueError in three cases: another run holds the lock; the folder holds an earlier run that is neither resumed nor set
-    aside; or the path in `resume` holds no checkpoint.
+    ValueError in three cases: another run holds the lock; the folder holds an earlier run that is not resumed; or the path in
+    `resume` holds no checkpoint.
     """
     resume_root = resume_path(path, resume)
     if resume not in ("auto", "never") and not is_checkpoint_root(Path(resume)):
@@ -134,14 +117,10 @@ def claim_run_folder(path: Path, *, resume: str, on_used: str) -> RunFolder:
     marks = [name for name in _MARKS if (path / name).exists()]
     if not marks or _is_within(resume_root, path / CHECKPOINTS):
         return folder
-    if on_used == "set_aside":
-        aside = folder.set_aside()
-        log.warning("run.dir=%r: the earlier run is set aside in %s", str(path), aside)
-        return RunFolder(path)
     folder.close()
     raise ValueError(
         f"run.dir={str(path)!r}: holds an earlier run ({', '.join(marks)}): resume it (--resume auto), give another"
-        " run.dir, or set run.on_used_dir=set_aside"
+        " run.dir, or move the folder"
     )
 
 

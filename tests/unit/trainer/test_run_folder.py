@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import resource
@@ -39,10 +38,8 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path) -> Non
         ):
             RunFolder(tmp_path)
         assert not owner_has_ended(tmp_path)
-        for on_used in ("refuse", "set_aside"):
-            (tmp_path / "config.yaml").touch()
-            with pytest.raises(ValueError, match="is in use by pid"):
-                claim_run_folder(tmp_path, resume="never", on_used=on_used)
+        with pytest.raises(ValueError, match="is in use by pid"):
+            claim_run_folder(tmp_path, resume="auto")
         assert holder.pid is not None
         os.kill(holder.pid, signal.SIGKILL)
         holder.join()
@@ -60,43 +57,17 @@ def test_a_lock_file_without_a_holder_is_taken_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mark", ["checkpoints", "metrics.jsonl", "config.yaml"])
-def test_a_used_folder_is_refused_set_aside_or_resumed(tmp_path: Path, mark: str) -> None:
-    path = tmp_path / "run"
-    (path / mark).mkdir(parents=True)
+def test_a_used_folder_is_refused_or_resumed(tmp_path: Path, mark: str) -> None:
+    (tmp_path / mark).mkdir()
     with pytest.raises(ValueError, match=rf"holds an earlier run \({mark}\): resume it"):
-        claim_run_folder(path, resume="never", on_used="refuse")
-    claim_run_folder(path, resume="auto", on_used="refuse").close()
-    claim_run_folder(path, resume="never", on_used="set_aside").close()
-    assert not (path / mark).exists()
-    (aside,) = (folder for folder in tmp_path.iterdir() if folder != path)
-    assert aside.name.startswith("run.20")
-    assert (aside / mark).exists()
-
-
-def test_a_folder_that_cannot_be_renamed_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a mount point. A name such as . is that of the folder itself."""
-
-    def busy(path: Path, target: Path) -> None:
-        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
-
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").touch()
-    monkeypatch.chdir(tmp_path / "run")
-    message = r"run\.dir='\.': run\.on_used_dir=set_aside cannot rename it: .*busy"
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", busy)
-        with pytest.raises(ValueError, match=message):
-            claim_run_folder(Path(), resume="never", on_used="set_aside")
-    RunFolder(Path()).set_aside()
-    assert [folder.name.startswith("run.20") for folder in tmp_path.iterdir()] == [True]
+        claim_run_folder(tmp_path, resume="never")
+    claim_run_folder(tmp_path, resume="auto").close()
 
 
 def test_a_folder_with_logs_alone_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    claim_run_folder(tmp_path, resume="never", on_used="refuse").close()
-    claim_run_folder(tmp_path / "new", resume="never", on_used="refuse").close()
+    claim_run_folder(tmp_path, resume="never").close()
+    claim_run_folder(tmp_path / "new", resume="never").close()
 
 
 def test_resume_of_a_path_must_name_checkpoints_and_elsewhere_needs_an_unused_folder(
@@ -106,12 +77,12 @@ def test_resume_of_a_path_must_name_checkpoints_and_elsewhere_needs_an_unused_fo
     for folder in (used, other):
         (folder / "checkpoints" / "iter_0000001").mkdir(parents=True)
     with pytest.raises(ValueError, match="a folder of checkpoints or one of them"):
-        claim_run_folder(tmp_path / "new", resume=str(tmp_path), on_used="refuse")
+        claim_run_folder(tmp_path / "new", resume=str(tmp_path))
     own = used / "checkpoints"
     for resume in (own, own / "iter_0000001"):
-        claim_run_folder(used, resume=str(resume), on_used="refuse").close()
+        claim_run_folder(used, resume=str(resume)).close()
     with pytest.raises(ValueError, match="holds an earlier run"):
-        claim_run_folder(used, resume=str(other / "checkpoints"), on_used="refuse")
+        claim_run_folder(used, resume=str(other / "checkpoints"))
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
