@@ -112,7 +112,7 @@ class OpenResponses:
         """
         before = self._so_far(part)
         return dataclasses.replace(
-            part if before is None else _joined(before, part),
+            part if before is None else join_parts(before, part),
             prompt_ids=self.prompts[part.draw_index].token_ids,
             finish_reason=FinishReason.CUT if self.is_cut(part) else part.finish_reason,
         )
@@ -134,7 +134,8 @@ class OpenResponses:
         return groups
 
 
-def _joined(before: Rollout, part: Rollout) -> Rollout:
+def join_parts(before: Rollout, part: Rollout) -> Rollout:
+    """Return one response of two parts, of which `part` is the later one."""
     num_before = before.token_ids.numel()
     return dataclasses.replace(
         part,

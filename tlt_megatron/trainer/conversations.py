@@ -18,11 +18,11 @@ from torch import Tensor
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.engines.base import LaterPrompts, RolloutEngine, group_rollouts
+from tlt_megatron.rewards.open_responses import join_parts
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.types import (
     FinishReason,
-    KeptTokens,
     Message,
     Prompt,
     Rollout,
@@ -32,15 +32,6 @@ from tlt_megatron.types import (
 )
 
 _Key = tuple[int, int]  # draw_index, sample_index
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerStats:
-    """What the answers of an environment cost in one `generate` call."""
-
-    seconds: float = 0.0  # in the environment, summed over answers
-    num_errors: int = 0
-    num_timeouts: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,26 +59,15 @@ class _Conversation:
 
     def merged(self) -> Rollout:
         """Return the conversation as one rollout."""
-        ids, logprobs, policy_logprobs, mask, starts = [], [], [], [], []
-        for index, turn in enumerate(self.turns):
-            observation = self.observations[index] if index < len(self.observations) else ()
-            nothing = torch.zeros(len(observation))
-            first = sum(map(len, mask))
-            starts += [first + start for start in turn.verify_starts]
-            ids += [turn.token_ids, torch.tensor(observation, dtype=torch.int64)]
-            logprobs += [turn.logprobs, nothing]
-            policy_logprobs += [turn.policy_logprobs, nothing]
-            mask += [torch.ones_like(turn.token_ids, dtype=torch.bool), nothing.bool()]
-        last = self.turns[-1]
+        whole = last = self.turns[0]
+        mask = [torch.ones_like(last.token_ids, dtype=torch.bool)]
+        for observation, last in zip(self.observations, self.turns[1:], strict=True):
+            whole = join_parts(join_parts(whole, _observed(observation, last)), last)
+            mask += [torch.zeros(len(observation), dtype=torch.bool)]
+            mask += [torch.ones_like(last.token_ids, dtype=torch.bool)]
         return dataclasses.replace(
-            last,
+            whole,
             prompt_ids=self.prompt.token_ids,
-            token_ids=torch.cat(ids),
-            logprobs=torch.cat(logprobs),
-            policy_logprobs=torch.cat(policy_logprobs),
-            accept_lengths=tuple(n for turn in self.turns for n in turn.accept_lengths),
-            verify_starts=tuple(starts),
-            kept=self._kept(),
             loss_mask=torch.cat(mask) if self.num_observed else None,
             transcript=Transcript(
                 messages=tuple(self.messages),
@@ -97,17 +77,19 @@ class _Conversation:
             finish_reason=FinishReason.LENGTH if self.is_cut else last.finish_reason,
         )
 
-    def _kept(self) -> KeptTokens | None:
-        """Return the kept tokens of all turns; at observations none are recorded."""
-        kept = [turn.kept for turn in self.turns if turn.kept is not None]
-        if not kept:
-            return None
-        counts = [kept[0].counts]
-        for observation, following in zip(self.observations, kept[1:], strict=True):
-            counts += [torch.zeros(len(observation), dtype=torch.int32), following.counts]
-        return KeptTokens(
-            token_ids=torch.cat([each.token_ids for each in kept]), counts=torch.cat(counts)
-        )
+
+def _observed(token_ids: tuple[int, ...], turn: Rollout) -> Rollout:
+    """Return an observation as a part of the conversation before `turn`: it has no log-probs and no kept tokens."""
+    nothing = torch.zeros(len(token_ids))
+    return dataclasses.replace(
+        turn,
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        logprobs=nothing,
+        policy_logprobs=nothing,
+        accept_lengths=(),
+        verify_starts=(),
+        kept=None,
+    )
 
 
 class Conversations:
@@ -123,16 +105,15 @@ class Conversations:
         self._section = section
         self._answered: list[Outcome] = []
 
-    def take_stats(self) -> AnswerStats:
-        """Return the counters since the last call, and reset them."""
-        failures = [outcome.failure for outcome in self._answered]
-        seconds = sum(outcome.seconds for outcome in self._answered)
-        self._answered = []
-        return AnswerStats(
-            seconds=seconds,
-            num_errors=failures.count("error"),
-            num_timeouts=failures.count("timeout"),
-        )
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the answers since the last call, and reset them."""
+        answered, self._answered = self._answered, []
+        failures = [outcome.failure for outcome in answered]
+        return {
+            "rollout/tool_seconds": sum(outcome.seconds for outcome in answered),
+            "rollout/tool_errors": float(failures.count("error")),
+            "rollout/tool_timeouts": float(failures.count("timeout")),
+        }
 
     def generate(
         self,

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tlt_megatron.engines.base import EngineStats, GenerationStopped, RolloutEngine
+from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
 from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.rewards.open_responses import OpenResponses, ScoredResponse, carried_metrics
 from tlt_megatron.rewards.worker_process import Outcome
-from tlt_megatron.rewards.workers import RewardPool, RewardStats
+from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.spot_trainer import merge_metrics
-from tlt_megatron.trainer.conversations import AnswerStats, Conversations
+from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_metrics import rollout_metrics, speculation_metrics
 from tlt_megatron.trainer.speculation_log import PassTotals, add_pass_spans, sum_passes
@@ -213,11 +214,24 @@ class RolloutWorker:
             parts.append(ScoredResponse(unprompted, outcome.score, outcome.details))
         return _Share(
             parts=parts,
-            rewards=self.rewards.take_stats(),
-            engine=self.engine.stats(),
-            answers=self.conversations.take_stats() if self.conversations else None,
+            num_generated=self.engine.stats().num_generated_tokens,
+            seconds=self.engine.stats().seconds,
+            counts=self._take_counts(),
             passes=sum_passes(passes, step=step, rank=self.replicas.rank),
         )
+
+    def _take_counts(self) -> dict[str, float]:
+        """Return the metrics of this round that are sums over ranks and rounds."""
+        engine, rewards = self.engine.stats(), self.rewards.take_stats()
+        counts = {
+            "rollout/preemptions": float(engine.num_preemptions),
+            "rollout/unspeculated_passes": float(engine.num_unspeculated_passes),
+            "rollout/graph_replays": float(engine.num_graph_replays),
+            "rollout/eager_passes": float(engine.num_eager_passes),
+            "reward/num_errors": float(rewards.num_errors),
+            "reward/num_timeouts": float(rewards.num_timeouts),
+        }
+        return counts | (self.conversations.take_metrics() if self.conversations else {})
 
     def _share_of(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """Return the prompts that this rank's engine answers."""
@@ -232,9 +246,9 @@ class _Share:
     """The part of the batch that one replica contributes."""
 
     parts: list[ScoredResponse]  # without `Rollout.prompt_ids`
-    rewards: RewardStats
-    engine: EngineStats
-    answers: AnswerStats | None  # None without an environment
+    num_generated: int  # tokens, in `seconds` of its engine
+    seconds: float
+    counts: dict[str, float]
     passes: list[PassTotals]
 
 
@@ -260,27 +274,11 @@ def _spot_metrics(rounds: Sequence[_Round]) -> dict[str, float]:
 
 def _engine_metrics(rounds: Sequence[_Round]) -> dict[str, float]:
     """Return the metrics of engines and reward workers, of all rounds of a step."""
-    shares = [share for each in rounds for share in each.shares]
-    engines = [share.engine for share in shares]
-    seconds = sum(max(share.engine.seconds for share in each.shares) for each in rounds)
-    return {
-        "perf/rollout_tokens_per_s": sum(s.num_generated_tokens for s in engines) / seconds,
-        "rollout/preemptions": float(sum(s.num_preemptions for s in engines)),
-        "rollout/unspeculated_passes": float(sum(s.num_unspeculated_passes for s in engines)),
-        "rollout/graph_replays": float(sum(s.num_graph_replays for s in engines)),
-        "rollout/eager_passes": float(sum(s.num_eager_passes for s in engines)),
-        "reward/num_errors": float(sum(share.rewards.num_errors for share in shares)),
-        "reward/num_timeouts": float(sum(share.rewards.num_timeouts for share in shares)),
-        **_answer_metrics([share.answers for share in shares if share.answers is not None]),
-    }
-
-
-def _answer_metrics(answers: Sequence[AnswerStats]) -> dict[str, float]:
-    """Return the metrics of the environment's answers; {} without an environment."""
-    if not answers:
-        return {}
-    return {
-        "rollout/tool_seconds": sum(each.seconds for each in answers),
-        "rollout/tool_errors": float(sum(each.num_errors for each in answers)),
-        "rollout/tool_timeouts": float(sum(each.num_timeouts for each in answers)),
-    }
+    counts: Counter[str] = Counter()
+    num_generated, seconds = 0, 0.0
+    for each in rounds:
+        for share in each.shares:
+            counts.update(share.counts)
+            num_generated += share.num_generated
+        seconds += max(share.seconds for share in each.shares)
+    return {"perf/rollout_tokens_per_s": num_generated / seconds, **counts}

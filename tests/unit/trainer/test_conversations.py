@@ -248,10 +248,12 @@ def test_a_failed_environment_ends_its_conversation(tiny_path: Path) -> None:
         (r.transcript.num_turns == 2 and r.loss_mask is None) or r.loss_mask[-1] for r in failed
     )
     assert max(r.transcript.num_turns for r in finished) == 2
-    stats = conversations.take_stats()
-    assert (stats.num_timeouts, stats.num_errors) == (len(failed), 0)
-    assert stats.seconds == 0.5 * (pool.num_asked - len(failed)) + 2.0 * len(failed)
-    assert conversations.take_stats().seconds == 0
+    assert conversations.take_metrics() == {
+        "rollout/tool_timeouts": len(failed),
+        "rollout/tool_errors": 0,
+        "rollout/tool_seconds": 0.5 * (pool.num_asked - len(failed)) + 2.0 * len(failed),
+    }
+    assert conversations.take_metrics()["rollout/tool_seconds"] == 0
 
 
 def test_a_later_prompt_that_was_not_announced_is_refused(tiny_path: Path) -> None:
