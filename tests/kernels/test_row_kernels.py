@@ -32,8 +32,8 @@ from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.attention.kernels import attend_in_chunks
 from tlt_megatron.models.attention.lanes import LaneView
-from tlt_megatron.models.attention.ordered import ordered_lanes
-from tlt_megatron.models.attention.ordered_kernel import attend_ordered
+from tlt_megatron.models.attention.ordered_kernel import OrderedAttention, attend_ordered
+from tlt_megatron.models.attention.tables import table_lanes
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.kv_cache import KvCache
@@ -144,7 +144,8 @@ def test_a_tree_node_reads_its_path_in_order() -> None:
     for path in ([10, 13, 17], [10, 11, 12]):
         bias = torch.full((1, 1, 32), -torch.inf, dtype=torch.bfloat16)
         bias[..., [*range(10), *path]] = 0.0
-        outs.append(ordered_lanes(view, torch.tensor(path[-1:]), bias).attend(0, query, own))
+        attention = table_lanes(OrderedAttention, view, torch.tensor(path[-1:]), bias)
+        outs.append(attention.attend(0, query, own))
         cache.layers[0][:, 11] = cache.layers[0][:, 13]
     assert torch.equal(*outs)
 

@@ -46,7 +46,7 @@ def invariant_arithmetic(
                 " Triton, which CUDA builds of torch contain"
             )
         # Imported when needed: CPU builds of torch come without triton.
-        from tlt_megatron.models.row_arithmetic import row_arithmetic
+        from tlt_megatron.models.row_kernels import row_arithmetic
 
         return row_arithmetic(dtype, device)
     check_attention(config, dtype)

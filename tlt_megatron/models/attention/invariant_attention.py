@@ -17,13 +17,13 @@ from torch import Tensor
 from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.attention.kernels import attend_with_lse
 from tlt_megatron.models.attention.lanes import LaneView
-from tlt_megatron.models.attention.sums import wide_dtype
-from tlt_megatron.models.attention.tables import TableRead
+from tlt_megatron.models.attention.tables import TableRead, table_lanes
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.kv_cache import KvCache
 
 _QUERY_ROWS = 4  # with fewer rows the kernel multiplies in another way
 _QUERIES = 64  # queries of a row at once: bounds the memory of their parts
+MAX_ROWS = 64  # rows at once: bounds the memory of their copied keys and values
 
 
 def attend_block(
@@ -79,48 +79,36 @@ def block_bias(
 class _Blocks:
     """Attention of a `TableRead`, block by block. M counts blocks, R the queries of a kv head."""
 
-    def __init__(self, cache: KvCache, read: TableRead) -> None:
+    def __init__(self, cache: KvCache, table_XS: Tensor, positions_XR: Tensor) -> None:
         self._cache, block = cache, cache.page_size
-        self.num_rows, self._num_queries = read.positions_XR.shape
-        self.num_tokens = read.positions_XR.numel()
-        self.num_blocks = int(read.positions_XR.max()) // block + 1
-        width = self.num_blocks * block
-        table_XS = read.table_XS[:, :width]  # columns behind all positions may hold any slot
+        self._num_rows, self._num_queries = positions_XR.shape
+        self.num_tokens = positions_XR.numel()
+        self._num_blocks = int(positions_XR.max()) // block + 1
+        width = self._num_blocks * block
+        table_XS = table_XS[:, :width]  # columns behind all positions may hold any slot
         self._slots = F.pad(table_XS, (0, width - table_XS.shape[1])).flatten()
-        repeat, positions_XR = cache.num_heads_per_kv, read.positions_XR
-        self._padding = -self._num_queries * repeat % _QUERY_ROWS
         if self._num_queries > 1:  # otherwise one row of the bias serves all heads
-            positions_XR = positions_XR.repeat_interleave(repeat, dim=1)
-            positions_XR = F.pad(positions_XR, (0, self._padding))
-        bias = block_bias(positions_XR, self.num_blocks, block, cache.bias_T.dtype)
-        bias_XMRS, is_hidden_XMR = bias
+            positions_XR = positions_XR.repeat_interleave(cache.num_heads_per_kv, dim=1)
+        bias_XMRS, is_hidden_XMR = block_bias(
+            positions_XR, self._num_blocks, block, cache.bias_T.dtype
+        )
         self._bias = bias_XMRS.flatten(0, 1).unsqueeze(1)
         self._is_hidden = is_hidden_XMR.unsqueeze(2) if is_hidden_XMR.any() else None
 
-    def parts(self, layer: int, query_PNH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out [X, M, K, R, H] and lse of every block, R padded to a multiple of _QUERY_ROWS."""
+    def attend(self, layer: int, query_PNH: Tensor) -> Tensor:
+        """Return [P, N*H]."""
         kv_KTH = self._cache.layers[layer].index_select(1, self._slots)
         kv = kv_KTH.unflatten(1, (-1, self._cache.page_size)).transpose(0, 1)
         query = query_PNH.unflatten(1, (self._cache.num_kv_heads, -1))
-        query = query.unflatten(0, (self.num_rows, -1)).transpose(1, 2).flatten(2, 3)
-        if self._padding:
-            query = F.pad(query, (0, 0, 0, self._padding))
-        query = query.unsqueeze(1).expand(-1, self.num_blocks, -1, -1, -1).flatten(0, 1)
+        query = query.unflatten(0, (self._num_rows, -1)).transpose(1, 2).flatten(2, 3)
+        query = query.unsqueeze(1).expand(-1, self._num_blocks, -1, -1, -1).flatten(0, 1)
         key, value = kv.chunk(2, dim=1)
         parts = attend_block(query, key, value, self._bias)
-        out, lse = (part.unflatten(0, (self.num_rows, -1)) for part in parts)
-        return out, lse if self._is_hidden is None else lse.masked_fill(self._is_hidden, -torch.inf)
-
-    def attend(self, layer: int, query_PNH: Tensor) -> Tensor:
-        """Return [P, N*H]."""
-        merged_XKRH = merge_blocks(*self.parts(layer, query_PNH))
-        return self.by_query(merged_XKRH.unsqueeze(1)).flatten(1)
-
-    def by_query(self, parts_XMKR: Tensor) -> Tensor:
-        """Return [P, M, K, heads, ...], or without M where it is 1."""
-        num_kept = parts_XMKR.shape[3] - self._padding
-        parts = parts_XMKR.narrow(3, 0, num_kept).unflatten(3, (self._num_queries, -1))
-        return parts.movedim(3, 1).flatten(0, 1)
+        out, lse = (part.unflatten(0, (self._num_rows, -1)) for part in parts)
+        if self._is_hidden is not None:
+            lse = lse.masked_fill(self._is_hidden, -torch.inf)
+        by_query = merge_blocks(out, lse).unflatten(2, (self._num_queries, -1))
+        return by_query.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 class InvariantAttention:
@@ -129,11 +117,14 @@ class InvariantAttention:
     def __init__(self, cache: KvCache, slots_P: Tensor, reads: Sequence[TableRead]) -> None:
         self._cache = cache
         self._slots_P = slots_P
-        self._parts = [
-            _Blocks(cache, TableRead(table_XS, positions_XR))
-            for table_XS, all_positions_XR in reads
-            for positions_XR in all_positions_XR.split(_QUERIES, dim=1)
-        ]
+        self._parts: list[_Blocks] = []
+        for read in reads:
+            rows = (tensor.split(MAX_ROWS) for tensor in read)
+            self._parts += [
+                _Blocks(cache, table_XS, positions_XR)
+                for table_XS, all_positions_XR in zip(*rows, strict=True)
+                for positions_XR in all_positions_XR.split(_QUERIES, dim=1)
+            ]
         self._sizes = [part.num_tokens for part in self._parts]
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
@@ -145,76 +136,14 @@ class InvariantAttention:
 
 def invariant_lanes(view: LaneView, slots_P: Tensor, bias_BRS: Tensor) -> Attention:
     """See `lanes.LaneTreeAttention`. Slots are compared with positions on the host."""
-    is_seen_BRS = bias_BRS == 0
-    positions_BR = is_seen_BRS.sum(dim=2) - 1
-    columns_S = torch.arange(view.lane, device=view.cache.device)
-    lanes = TableRead(view.starts_B.unsqueeze(1) + columns_S, positions_BR)
+    positions_BR = (bias_BRS == 0).sum(dim=2) - 1
     places_BR = slots_P.view(view.num_rows, -1) - view.starts_B.unsqueeze(1)
-    if torch.equal(places_BR, positions_BR):  # a chain, whose slots are those of committed tokens
-        return InvariantAttention(view.cache, slots_P, [lanes])
-    return _TreeAttention(view, slots_P, lanes, is_seen_BRS, places_BR[:, :1])
-
-
-class _TreeAttention:
-    """Attention of tree nodes.
-
-    The queries of a row share what they read before the root's block. From the root's block on, a
-    query reads its own path in position order, as the lane will hold it once the path is committed.
-    """
-
-    def __init__(
-        self,
-        view: LaneView,
-        slots_P: Tensor,
-        lanes: TableRead,
-        is_seen_BRS: Tensor,
-        roots_B1: Tensor,
-    ) -> None:
-        """`roots_B1` are positions. A query's visible slots are in order, parents first."""
-        self._cache = cache = view.cache
-        self._slots_P = slots_P
-        block, positions_BR = cache.page_size, lanes.positions_XR
-        first_B1 = roots_B1 // block
-        num_before = int(first_B1.max())
-        self._before = None
-        if num_before:
-            shared = lanes.table_XS[:, : num_before * block]
-            self._before = _Blocks(
-                cache, TableRead(shared, positions_BR.clamp(max=num_before * block - 1))
-            )
-        relative_P1 = (positions_BR - first_B1 * block).view(-1, 1)
-        num_own = int(relative_P1.max()) // block + 1
-        # The key at position p is the (p + 1)-th that the query sees.
-        columns_BO = first_B1 * block + torch.arange(num_own * block, device=cache.device)
-        num_seen_BRS = is_seen_BRS.cumsum(dim=2)
-        wanted_BRO = (columns_BO + 1).unsqueeze(1).expand(-1, positions_BR.shape[1], -1)
-        places_BRO = torch.searchsorted(num_seen_BRS, wanted_BRO.contiguous())
-        places_BRO.clamp_(max=is_seen_BRS.shape[2] - 1)
-        table_PO = (places_BRO + view.starts_B[:, None, None]).flatten(0, 1)
-        self._own = _Blocks(cache, TableRead(table_PO, relative_P1))
-        # All blocks of all queries, with room for a row's own ones behind its first block.
-        self._num_blocks = num_before + num_own
-        numbers_BO = first_B1 + torch.arange(num_own, device=cache.device)
-        rows_P1 = torch.arange(positions_BR.numel(), device=cache.device).unsqueeze(1)
-        numbers_PO = numbers_BO.repeat_interleave(positions_BR.shape[1], dim=0)
-        self._own_parts = (rows_P1 * self._num_blocks + numbers_PO).flatten()
-
-    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        self._cache.write(layer, self._slots_P, kv_PKH)
-        num_kv_heads, repeat = self._cache.num_kv_heads, self._cache.num_heads_per_kv
-        shape = query_PNH.shape[0], self._num_blocks, num_kv_heads, repeat
-        dtype = query_PNH.dtype
-        out_PM = query_PNH.new_zeros(*shape, query_PNH.shape[2])  # finite where nothing is written
-        lse_PM = query_PNH.new_full(shape, -torch.inf, dtype=wide_dtype(dtype))
-        if self._before is not None:
-            before = self._before.parts(layer, query_PNH)
-            for target, part in zip((out_PM, lse_PM), before, strict=True):
-                target[:, : self._before.num_blocks] = self._before.by_query(part)
-        own = self._own.parts(layer, query_PNH)
-        for target, part in zip((out_PM, lse_PM), own, strict=True):
-            rows = self._own.by_query(part).flatten(0, 1)
-            target.flatten(0, 1).index_copy_(0, self._own_parts, rows)
-        return merge_blocks(out_PM, lse_PM).flatten(1)
+    if not torch.equal(places_BR, positions_BR):
+        return table_lanes(InvariantAttention, view, slots_P, bias_BRS)
+    # All queries of a chain see the keys of their lane in the same order.
+    columns_S = torch.arange(view.lane, device=view.cache.device)
+    read = TableRead(view.starts_B.unsqueeze(1) + columns_S, positions_BR)
+    return InvariantAttention(view.cache, slots_P, [read])
 
 
 def check_attention(config: ModelConfig, dtype: torch.dtype) -> None:

@@ -51,6 +51,33 @@ def is_fused(query: Tensor) -> bool:
     return query.is_meta or (query.is_cuda and has_triton())
 
 
+def bias_for_queries(bias_BRS: Tensor, repeat: int) -> Tensor:
+    """Return the bias [B, 1, X, S] of `attend_grouped`, where a kv head has `repeat` query heads."""
+    if bias_BRS.shape[1] == 1 or is_fused(bias_BRS):
+        return bias_BRS.unsqueeze(1)
+    return bias_BRS.repeat_interleave(repeat, dim=1).unsqueeze(1)
+
+
+def attend_grouped(
+    query_BRNH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, bias: Tensor
+) -> Tensor:
+    """Return the attention [B * R, N * H] of R queries of each row. N / K query heads share a kv head.
+
+    `bias` is from `bias_for_queries`.
+    """
+    num_rows, num_queries, num_heads, head_dim = query_BRNH.shape
+    groups = key_BKSH.shape[1], num_heads // key_BKSH.shape[1]
+    if num_queries == 1:  # heads are in order already
+        query = query_BRNH.view(num_rows, *groups, head_dim)
+        out, _ = attend_with_lse(query, key_BKSH, value_BKSH, bias)
+        return out.reshape(num_rows, num_heads * head_dim)
+    query_BRKGH = query_BRNH.view(num_rows, num_queries, *groups, head_dim)
+    query = query_BRKGH.transpose(1, 2).flatten(2, 3)
+    out, _ = attend_with_lse(query, key_BKSH, value_BKSH, bias)
+    out_BKRGH = out.view(num_rows, groups[0], num_queries, groups[1], head_dim)
+    return out_BKRGH.transpose(1, 2).reshape(-1, num_heads * head_dim)
+
+
 def attend_fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     wide = wide_dtype(query.dtype)
     shape, num_parts = query.shape, -(-key.shape[2] // PART_KEYS)

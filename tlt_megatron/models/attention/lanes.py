@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_megatron.models.attention.kernels import attend_with_lse, is_fused
+from tlt_megatron.models.attention.kernels import attend_grouped, bias_for_queries
 from tlt_megatron.models.kv_cache import KvCache
 
 _LANE_SLICE = 32  # positions; lanes are read up to the longest sequence, rounded up to a multiple
@@ -54,12 +54,6 @@ class LaneView:
             found = self._kv[layer, length] = keys, values
         return found
 
-    def blocks(self, layer: int, num_blocks: int) -> Tensor:
-        """Return [2K, B, M, S, H] of the first M blocks of S = page_size positions."""
-        kv_KTH = self.cache.layers[layer][:, self._slots]
-        blocks = kv_KTH.unflatten(1, (self.num_rows, -1, self.cache.page_size))
-        return blocks[:, :, :num_blocks]
-
     def committed_bias(self, length: int) -> Tensor:
         """Return [B, 1, S], a view: 0 where a position is committed, -inf elsewhere."""
         return self._bias_B1T[..., :length]
@@ -75,32 +69,14 @@ class LaneTreeAttention:
         self._view = view
         self._slots_P = slots_P
         self._first_layer = first_layer
-        num_queries, self._length = bias_BRS.shape[1:]
-        self._is_one = num_queries == 1
-        self._bias = bias_BRS.unsqueeze(1)  # repeated for the query heads of a kv head unless fused
-        self._is_spread = self._is_one  # with one query, one bias row serves all heads
+        self._length = bias_BRS.shape[2]
+        self._bias = bias_for_queries(bias_BRS, view.cache.num_heads_per_kv)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        view = self._view
-        cache, layer = view.cache, layer + self._first_layer
-        cache.write(layer, self._slots_P, kv_PKH)
-        key, value = view.kv(layer, self._length)
-        num_tokens, num_heads, head_dim = query_PNH.shape
-        num_rows, num_kv_heads = view.num_rows, cache.num_kv_heads
-        if self._is_one:  # plain decoding: heads are in order already
-            query = query_PNH.view(num_rows, num_kv_heads, -1, head_dim)
-            out, _ = attend_with_lse(query, key, value, self._bias)
-            return out.reshape(num_rows, num_heads * head_dim)
-        num_queries = num_tokens // num_rows
-        repeat = num_heads // num_kv_heads
-        if not self._is_spread and not is_fused(query_PNH):
-            self._bias = self._bias.repeat_interleave(repeat, dim=2)
-            self._is_spread = True
-        query = query_PNH.view(num_rows, num_queries, num_kv_heads, repeat, head_dim)
-        query = query.transpose(1, 2).reshape(num_rows, num_kv_heads, -1, head_dim)
-        out, _ = attend_with_lse(query, key, value, self._bias)
-        out = out.view(num_rows, num_kv_heads, num_queries, repeat, head_dim).transpose(1, 2)
-        return out.reshape(num_tokens, num_heads * head_dim)
+        view, layer = self._view, layer + self._first_layer
+        view.cache.write(layer, self._slots_P, kv_PKH)
+        query_BRNH = query_PNH.view(view.num_rows, -1, *query_PNH.shape[1:])
+        return attend_grouped(query_BRNH, *view.kv(layer, self._length), self._bias)
 
 
 def causal_bias(view: LaneView, positions_BM: Tensor, length: int) -> Tensor:

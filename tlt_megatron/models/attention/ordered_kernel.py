@@ -1,4 +1,4 @@
-"""Triton attention of single tokens over keys in the order of a slot table, for `ordered.py`.
+"""Batch-invariant attention on CUDA: a Triton kernel of single tokens over keys in the order of a slot table.
 
 One program takes the query heads of one token and one kv head. So a token's bits depend on its query
 and its keys in order, on nothing else of the pass.
@@ -6,15 +6,44 @@ and its keys in order, on nothing else of the pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tlt_megatron.models.attention.fused_kernel import _merge_parts, triton_wide
 from tlt_megatron.models.attention.sums import PART_KEYS, wide_dtype
+from tlt_megatron.models.attention.tables import TableRead
+from tlt_megatron.models.kv_cache import KvCache
 
 _TOKENS = 512  # of one call: bounds the memory of their parts
+
+
+class OrderedAttention:
+    """See `tables.AttendTables`."""
+
+    def __init__(self, cache: KvCache, slots_P: Tensor, reads: Sequence[TableRead]) -> None:
+        self._cache = cache
+        self._slots_P = slots_P
+        tables, rows = [], []
+        for table_XS, positions_XR in reads:
+            numbers_X = torch.arange(table_XS.shape[0], device=cache.device) + sum(map(len, tables))
+            rows.append(numbers_X.unsqueeze(1).expand_as(positions_XR).flatten())
+            tables.append(table_XS)
+        self._table_XS = tables[0]
+        if len(tables) > 1:
+            lines = [row_S for table_XS in tables for row_S in table_XS]
+            self._table_XS = pad_sequence(lines, batch_first=True)
+        self._rows_P = torch.cat(rows)
+        self._lengths_P = torch.cat([read.positions_XR.flatten() for read in reads]) + 1
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        self._cache.write(layer, self._slots_P, kv_PKH)
+        kv_KTH = self._cache.layers[layer]
+        return attend_ordered(query_PNH, kv_KTH, self._table_XS, self._rows_P, self._lengths_P)
 
 
 @triton.jit

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_megatron.models.attention.kernels import (
-    attend_fused,
+    attend_grouped,
     attend_with_lse,
-    is_fused,
+    bias_for_queries,
     merge_attention,
 )
 from tlt_megatron.models.kv_cache import KvCache, SequenceKv
@@ -31,14 +31,14 @@ class PrefillSegment:
     context_slots_S: Tensor  # slots of all positions up to and including them, in order
 
 
-_FUSED_QUERIES = 512  # positions of one call of the kernel, which bounds the results of its parts
+_QUERIES = 512  # of one call with a cached start, which bounds the memory of bias and results
 
 
 class PrefillAttention:
     """Causal attention of packed segments, each over its sequence. Its start may be cached.
 
     torch's attention writes the scores of grouped heads on CUDA if it is given a bias. So a segment
-    with a cached start uses our kernel there.
+    with a cached start uses `attend_grouped`.
     """
 
     def __init__(self, cache: KvCache, segments: Sequence[PrefillSegment]) -> None:
@@ -62,31 +62,22 @@ class PrefillAttention:
         queries = query_PNH.split(self._sizes)
         for query_CNH, (slots_S, bias_CS) in zip(queries, self._contexts, strict=True):
             kv_1KSH = cache.layers[layer].index_select(1, slots_S)[None]
-            if bias_CS is not None and is_fused(query_CNH):
-                outputs += self._attend_fused(query_CNH, kv_1KSH, bias_CS)
+            key, value = kv_1KSH.chunk(2, dim=1)
+            if bias_CS is None:
+                out_1NCH = F.scaled_dot_product_attention(
+                    query_CNH.transpose(0, 1)[None],
+                    key,
+                    value,
+                    is_causal=True,
+                    enable_gqa=cache.num_heads_per_kv > 1,
+                )
+                outputs.append(out_1NCH[0].transpose(0, 1).flatten(1))
                 continue
-            out_1NCH = F.scaled_dot_product_attention(
-                query_CNH.transpose(0, 1)[None],
-                *kv_1KSH.chunk(2, dim=1),
-                attn_mask=bias_CS,
-                is_causal=bias_CS is None,
-                enable_gqa=cache.num_heads_per_kv > 1,
-            )
-            outputs.append(out_1NCH[0].transpose(0, 1).flatten(1))
+            parts = zip(query_CNH.split(_QUERIES), bias_CS.split(_QUERIES), strict=True)
+            for query, bias_BRS in ((query[None], bias[None]) for query, bias in parts):
+                bias = bias_for_queries(bias_BRS, cache.num_heads_per_kv)
+                outputs.append(attend_grouped(query, key, value, bias))
         return torch.cat(outputs)
-
-    def _attend_fused(self, query_CNH: Tensor, kv_1KSH: Tensor, bias_CS: Tensor) -> list[Tensor]:
-        """Return the outputs [.., N * H] of the queries in order, a part at a time."""
-        outputs = []
-        keys, values = kv_1KSH.chunk(2, dim=1)
-        num_kv_heads, repeat = self._cache.num_kv_heads, self._cache.num_heads_per_kv
-        parts = zip(query_CNH.split(_FUSED_QUERIES), bias_CS.split(_FUSED_QUERIES), strict=True)
-        for query, bias in parts:
-            query_KCRH = query.unflatten(1, (num_kv_heads, repeat)).transpose(0, 1)
-            grouped = query_KCRH.flatten(1, 2)[None]
-            out, _ = attend_fused(grouped, keys, values, bias[None, None])
-            outputs.append(out.view_as(query_KCRH).transpose(0, 1).flatten(1))
-        return outputs
 
 
 class PagedAttention:

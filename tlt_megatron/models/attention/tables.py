@@ -1,8 +1,8 @@
 """Attention whose keys are read in position order, by tables of slots: for batch-invariant arithmetic.
 
 Column p of a table row holds the slot of position p, wherever the sequence lies. So prefill, decoding
-over pages or lanes, and verifying a chain or a tree read the same keys in the same order. Two forms
-attend over tables: `invariant_attention.py` on a CPU and `ordered.py` on CUDA.
+over pages or lanes, and verifying a chain or a tree read the same keys in the same order. Two classes
+attend over tables: `InvariantAttention` on a CPU and `OrderedAttention` on CUDA.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tlt_megatron.models.attention import Attention
+from tlt_megatron.models.attention.lanes import LaneView
 from tlt_megatron.models.attention.paged import PrefillSegment
 from tlt_megatron.models.kv_cache import KvCache, SequenceKv
 
@@ -66,3 +67,21 @@ class TablePages:
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         return self._pass.attend(layer, query_PNH, kv_PKH)
+
+
+def table_lanes(
+    attend: AttendTables, view: LaneView, slots_P: Tensor, bias_BRS: Tensor
+) -> Attention:
+    """See `lanes.LaneTreeAttention`. Each query has a table of the slots that it sees: they are in order, parents first.
+
+    Nothing here waits for a GPU, so it can be captured in a graph.
+    """
+    columns_S = torch.arange(bias_BRS.shape[2], device=view.cache.device)
+    slots_BRS = (view.starts_B[:, None, None] + columns_S).expand_as(bias_BRS)
+    seen_BRS = bias_BRS == 0
+    # One more column takes all slots that are not seen.
+    columns_BRS = torch.where(seen_BRS, seen_BRS.cumsum(2) - 1, len(columns_S))
+    table_BRS = slots_BRS.new_zeros(*bias_BRS.shape[:2], len(columns_S) + 1)
+    table_PS = table_BRS.scatter_(2, columns_BRS, slots_BRS).flatten(0, 1)[:, :-1]
+    positions_P1 = seen_BRS.sum(2).view(-1, 1) - 1
+    return attend(view.cache, slots_P, [TableRead(table_PS, positions_P1)])
