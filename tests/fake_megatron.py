@@ -99,7 +99,7 @@ def measure_policy(
     section = dataclasses.replace(
         config.mcore, transformer={"bias_activation_fusion": True, "apply_rope_fusion": True}
     )
-    shape = (num_tokens // (groups.tp.size if config.parallel.sequence else 1), 1)
+    shape = (num_tokens // groups.tp.size, 1)
     hf_config = load_model_config(config.model.path)
     _install_stand_ins((*shape, hf_config.hidden_size))
     live = LiveBytes(number=num_tokens)

@@ -55,10 +55,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 LAYOUTS = {
     "tp1": ParallelSection(),
     "tp2": ParallelSection(tensor=2),
-    "tp2_sp": ParallelSection(tensor=2, sequence=True),
     "pp2": ParallelSection(pipeline=2),
     "tp2_pp2": ParallelSection(tensor=2, pipeline=2),
-    "tp2_pp2_sp": ParallelSection(tensor=2, pipeline=2, sequence=True),
 }
 
 

@@ -42,11 +42,10 @@ class Layout:
     world: int
     tensor: int = 1
     pipeline: int = 1
-    sequence: bool = False
 
     @property
     def parallel(self) -> ParallelSection:
-        return ParallelSection(tensor=self.tensor, pipeline=self.pipeline, sequence=self.sequence)
+        return ParallelSection(tensor=self.tensor, pipeline=self.pipeline)
 
 
 def build_policy(

@@ -154,8 +154,6 @@ def convert(given: theirs.Values) -> tuple[dict[str, Any], dict[str, Any]]:
         ours["algorithm.clip_high"] = ours["algorithm.clip_low"]
     if ours.get("algorithm.clip_low", 0) > 1:  # no lower bound
         ours["algorithm.clip_low"] = 1.0
-    if ours.get("parallel.sequence") and ours.get("parallel.tensor", 1) == 1:
-        left["sequence parallelism"] = ours.pop("parallel.sequence")
     if ours.get("eval.interval") and not ours.get("data.eval"):
         left["evaluation every"] = ours.pop("eval.interval")
     return ours, left

@@ -28,11 +28,9 @@ LAYOUTS = [
     Layout(world=2, tensor=2),
     Layout(world=2, pipeline=2),
     Layout(world=4, tensor=2, pipeline=2),
-    Layout(world=2, tensor=2, sequence=True),
-    Layout(world=4, tensor=2, pipeline=2, sequence=True),
     Layout(world=2),
 ]
-NAMES = ("tp1", "tp2", "pp2", "tp2_pp2", "tp2_sp", "tp2_pp2_sp", "dp2")
+NAMES = ("tp1", "tp2", "pp2", "tp2_pp2", "dp2")
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +133,7 @@ def test_bfloat16_policy_is_tapped_under_sequence_parallelism(
     model_path: Path, expected: dict[tuple[int, ...], Any]
 ) -> None:
     def on_rank() -> list[TappedSequence]:
-        layout = Layout(world=2, tensor=2, sequence=True)
+        layout = Layout(world=2, tensor=2)
         policy, _ = build_policy(model_path, layout, dtype="bfloat16")
         return _record(policy, make_batch(1))[0]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 
@@ -195,6 +196,8 @@ def _gradients(
     ids_P = reference.packed_ids_P
     _run_schedule(model, ids_P[None], _packing(LENGTHS), loss=_loss(ids_P, groups))
     for parameter in model.parameters():
+        if getattr(parameter, "sequence_parallel", False):  # a rank has the part of its tokens
+            dist.all_reduce(parameter.grad, group=groups.tp.of_torch)
         parameter.data = parameter.grad
     exported = iter_hf_weights(model, config, groups)
     return len(calls), {name: gradient.flatten().tolist() for name, gradient in exported}

@@ -76,8 +76,6 @@ def _assert_trained_the_same(results: list[dict[str, Any]], expected: dict[str, 
         (Layout(world=4, tensor=2, pipeline=2), ALL),
         (Layout(world=2), (3, 2)),
         (Layout(world=4, tensor=2), (1, 4)),
-        (Layout(world=2, tensor=2, sequence=True), ALL),
-        (Layout(world=4, tensor=2, pipeline=2, sequence=True), ALL),
         (Layout(world=2), (5, 0)),
         (Layout(world=4, pipeline=2), (0, 5)),
     ],
@@ -113,7 +111,7 @@ def test_three_steps_with_recomputation_equal_one_rank(
     _assert_trained_the_same(results, one_rank)
 
 
-@pytest.mark.parametrize("layout", [ONE_RANK, Layout(world=2, tensor=2, sequence=True)])
+@pytest.mark.parametrize("layout", [ONE_RANK, Layout(world=2, tensor=2)])
 def test_rows_that_predict_no_response_token_cost_no_logits_and_change_no_gradient(
     model_path: Path, layout: Layout
 ) -> None:
@@ -138,7 +136,7 @@ def test_rows_that_predict_no_response_token_cost_no_logits_and_change_no_gradie
     masks = [batch.loss_mask.int() for batch in make_batch(1)]
     for num_rows, losses, gradient, full_gradient in run_ranks(layout.world, run):
         needed, all_rows = num_rows[: len(masks)], num_rows[len(masks) :]
-        chunks = layout.tensor if layout.sequence else 1
+        chunks = layout.tensor
         for mask, rows, every_row in zip(masks, needed, all_rows, strict=True):
             padded = torch.nn.functional.pad(mask, (0, -len(mask) % chunks))
             assert rows == chunks * int(padded.view(chunks, -1).sum(1).max())
@@ -164,7 +162,6 @@ def test_two_runs_give_the_same_bits(model_path: Path) -> None:
         Layout(world=2, tensor=2),
         Layout(world=2, pipeline=2),
         Layout(world=4, tensor=2, pipeline=2),
-        Layout(world=2, tensor=2, sequence=True),
     ],
 )
 def test_logprobs_on_every_rank_equal_transformers(model_path: Path, layout: Layout) -> None:

@@ -21,12 +21,12 @@ NUM_STEPS = 3
 LAYOUTS = [
     (Layout(world=1), {}),
     (Layout(world=2), {}),
-    (Layout(world=2, tensor=2, sequence=True), {}),
+    (Layout(world=2, tensor=2), {}),
     (Layout(world=2, pipeline=2), {}),
     (Layout(world=2, pipeline=2), {"recompute": "full"}),
     (Layout(world=4, tensor=2, pipeline=2), {"recompute": "selective"}),
 ]
-NAMES = ("tp1", "dp2", "tp2_sp", "pp2", "pp2_recomputed", "tp2_pp2_selective")
+NAMES = ("tp1", "dp2", "tp2", "pp2", "pp2_recomputed", "tp2_pp2_selective")
 
 
 def _scored_batch(seed: int) -> list[ScoredGroup]:

@@ -23,6 +23,7 @@ _FURTHER = {
     "num_epoch": [_EPOCHS],
     "trainer.n_gpus_per_node": ["--nproc-per-node of tlt train"],
     "actor_num_gpus_per_node": ["--nproc-per-node of tlt train"],
+    "sequence_parallel": ["parallel.tensor (above 1 sequence parallelism is always on)"],
     "trainer.nnodes": ["--nnodes of tlt train"],
     "actor_num_nodes": ["--nnodes of tlt train"],
 }

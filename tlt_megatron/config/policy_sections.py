@@ -39,13 +39,8 @@ class ModelSection(Section):
 class ParallelSection(Section):
     """How the policy is split. The data-parallel size is world / (tensor * pipeline)."""
 
-    tensor: PositiveInt = 1  # tensor-parallel ranks
+    tensor: PositiveInt = 1  # tensor-parallel ranks; above 1 also with sequence parallelism
     pipeline: PositiveInt = 1  # pipeline stages
-    sequence: bool = False  # sequence parallelism; needs tensor > 1
-
-    def check(self) -> None:
-        is_split = not self.sequence or self.tensor > 1
-        self.require(is_split, "sequence", "false where parallel.tensor is 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,7 +157,6 @@ class HiddenStateTap:
         by_micro_batch = [
             [p for p in places if p.micro_batch == i] for i in range(len(micro_batches))
         ]
-        is_sharded = stage.config.sequence_parallel and groups.tp.size > 1
         handles = [
             points[source].register_forward_hook(
                 _hook(
@@ -165,7 +164,6 @@ class HiddenStateTap:
                     held,
                     dtype=self._dtype,
                     tp=groups.tp,
-                    is_sharded=is_sharded,
                     copies=copies if groups.pp.size == 1 else None,
                 )
             )
@@ -198,7 +196,6 @@ def _hook(
     *,
     dtype: torch.dtype,
     tp: Group,
-    is_sharded: bool,
     copies: HostCopies | None,
 ) -> Callable[..., None]:
     """Return a forward hook that appends the states [T-1, D] of this rank's sequences to `held`.
@@ -217,7 +214,7 @@ def _hook(
             return
         hidden_T1D = output[0] if isinstance(output, tuple) else output
         hidden_TD = hidden_T1D.detach()[:, 0]
-        if is_sharded:  # every peer takes part, also if another one gets the sequences
+        if tp.size > 1:  # every peer takes part, also if another one gets the sequences
             hidden_TD = gather_from_sequence_parallel_region(hidden_TD)
         for place in places:
             if place.tp_rank == tp.rank:

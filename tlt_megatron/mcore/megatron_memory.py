@@ -184,12 +184,11 @@ def _bytes_of_a_pass(
     else:
         uncut = _UNFUSED_D * sizes.hidden
         cut = _UNFUSED_F * sizes.ffn + _UNFUSED_Q * sizes.query
-    sequence_cut = parallel.tensor if parallel.sequence else 1
     element_bytes = num_tokens * item
-    layer = int(element_bytes * (uncut / sequence_cut + cut / parallel.tensor))
+    layer = int(element_bytes * (uncut + cut) / parallel.tensor)
     kept, again = layer, 0
     if mcore.recompute == "full":
-        kept, again = int(element_bytes * sizes.hidden / sequence_cut), 2 * layer
+        kept, again = int(element_bytes * sizes.hidden / parallel.tensor), 2 * layer
     logits = 2 * item * num_tokens * sizes.vocab // parallel.tensor
     stages = _stages(sizes, parallel, mcore)
     passes = [(n * kept * (len(stages) - i) + again, 0) for i, n in enumerate(stages)]

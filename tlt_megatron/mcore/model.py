@@ -132,7 +132,7 @@ def transformer_config(
     fields = {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
-        "sequence_parallel": parallel.sequence,
+        "sequence_parallel": parallel.tensor > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

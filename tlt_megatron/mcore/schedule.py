@@ -1,7 +1,7 @@
 """Runs packed micro-batches through Megatron's pipeline schedules, at any tensor x pipeline layout.
 
 A micro-batch is one packed sequence of P tokens (thd, batch axis 1). P varies, so the model must be
-built with variable_seq_lengths. Under sequence parallelism, P is padded here to a multiple of tp
+built with variable_seq_lengths. For sequence parallelism, P is padded here to a multiple of tp
 with one more packed sequence. The output layer gets only the R rows that predict a response token.
 V is a shard if tp > 1.
 """
@@ -177,14 +177,13 @@ def _forward_step(
 
     device = next(model.parameters()).device
     config = get_model_config(model)
-    multiple = groups.tp.size if config.sequence_parallel else 1
     # Megatron would copy bfloat16 logits to float32, at twice the memory.
     options = {"fp32_output": False} if config.bf16 else {}
 
     def step(feed: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., object]]:
         micro_batch = next(feed)
-        token_ids_1P, position_ids_1P, packing = _model_inputs(micro_batch, multiple, device)
-        rows = _output_rows(micro_batch, multiple, groups.tp.rank % multiple)
+        token_ids_1P, position_ids_1P, packing = _model_inputs(micro_batch, groups.tp.size, device)
+        rows = _output_rows(micro_batch, groups.tp.size, groups.tp.rank)
         rows = _to_device(rows, device)
         with _output_of(model, rows, groups):
             output = model(

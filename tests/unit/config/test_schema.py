@@ -13,7 +13,6 @@ from tlt_megatron.config.load import load_config
         ("model.dtype=float16", r"model\.dtype='float16': must be one of float32, bfloat16"),
         ("parallel.tensor=0", r"parallel\.tensor=0: must be >= 1"),
         ("parallel.pipeline=-1", r"parallel\.pipeline=-1: must be >= 1"),
-        ("parallel.sequence=true", r"parallel\.sequence=True: must be false where .*tensor is 1"),
         ("data.max_prompt_tokens=0", r"data\.max_prompt_tokens=0: must be >= 1"),
         ("reward.num_workers=0", r"reward\.num_workers=0: must be >= 1"),
         ("reward.timeout_s=0", r"reward\.timeout_s=0\.0: must be > 0"),
@@ -132,7 +131,7 @@ def test_out_of_range_is_refused_by_name(overrides: str, message: str) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        "parallel.tensor=2 parallel.sequence=true",
+        "parallel.tensor=2",
         "rollout.temperature=10 rollout.top_p=1 rollout.top_k=0 rollout.kv_cache_tokens=0",
         "algorithm.clip_low=1 algorithm.dual_clip=0 algorithm.tis_cap=1",
         "optimizer.min_lr=1e-6 optimizer.beta1=0 optimizer.clip_grad=0",

@@ -49,7 +49,7 @@ def test_sizes_and_switches_come_from_the_model() -> None:
 
 
 def test_layout_and_dtype_come_from_the_sections() -> None:
-    parallel = ParallelSection(tensor=2, pipeline=2, sequence=True)
+    parallel = ParallelSection(tensor=2, pipeline=2)
     fields = _transformer(parallel=parallel, dtype=torch.bfloat16)
     assert (fields.tensor_model_parallel_size, fields.pipeline_model_parallel_size) == (2, 2)
     assert fields.sequence_parallel

@@ -122,7 +122,7 @@ model.path: /data/Qwen3-4B, data.train: /data/dapo-math-17k.jsonl, data.label_ke
 run.num_steps: 3000, rollout.num_prompts: 32, rollout.num_samples: 8, rollout.max_new_tokens: 8192,
 rollout.temperature: 0.8, algorithm.num_minibatches: 2, algorithm.clip_high: 0.28, algorithm.kl_coef: 0.0,
 algorithm.aggregation: sequence_mean, data.eval: /data/aime-2024.jsonl, eval.interval: 20, eval.num_samples: 16,
-parallel.tensor: 2, parallel.sequence: True, mcore.recompute: full, mcore.micro_batch_tokens: 9216,
+parallel.tensor: 2, mcore.recompute: full, mcore.micro_batch_tokens: 9216,
 optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
 """
 
