@@ -281,6 +281,7 @@ VERL: dict[str, Convert] = _same("verl") | {
     f"{_ACTOR}kl_loss_coef": _loss_kl(_if(f"{_ACTOR}use_kl_loss", "algorithm.kl_coef")),
     f"{_ACTOR}kl_loss_type": _loss_kl(_kl_type(f"{_ACTOR}use_kl_loss", _KL)),
     f"{_ACTOR}use_kl_loss": _loss_kl(_kl("loss", f"{_ACTOR}kl_loss_coef")),
+    f"{_ACTOR}megatron.sequence_parallel": _only(True),
     f"{_ACTOR}megatron.dtype": _word("model.dtype", "bfloat16"),
     f"{_ACTOR}fsdp_config.dtype": _word("model.dtype", "bfloat16"),
     f"{_ACTOR}megatron.override_transformer_config.recompute_granularity": _RECOMPUTE,
@@ -296,6 +297,8 @@ VERL: dict[str, Convert] = _same("verl") | {
 }
 SLIME: dict[str, Convert] = _same("slime") | {
     "prompt_data": _to("data.train", _file),
+    "apply_chat_template": _only(True),
+    "sequence_parallel": _only(True),
     EPOCHS[1]: _epochs("num_rollout"),
     "eval_prompt_data": _to("data.eval", _named_files),
     "rollout_seed": lambda value, _: {"run.seed": value},

@@ -40,9 +40,9 @@ class DataSection(Section):
 
     train: str = ""  # .jsonl or .parquet
     eval: str | list[str] = ""  # a file, or a list of files; empty: no evaluation
-    input_key: str = "prompt"  # string or list of chat messages
+    # a string is used unchanged, a list of chat messages goes through the chat template
+    input_key: str = "prompt"
     label_key: str = ""  # empty: label, else reward_model.ground_truth
-    apply_chat_template: bool = True  # for chat messages; a string prompt is used unchanged
     max_prompt_tokens: PositiveInt = 1024  # longer prompts are skipped, counted and reported
     shuffle: bool = True  # anew in every epoch, by run.seed
 

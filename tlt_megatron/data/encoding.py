@@ -70,10 +70,6 @@ def _encode_share(
 
 def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) -> str:
     where = f"{path} row {row.number}: {section.input_key}"
-    if not isinstance(row.prompt, str) and not section.apply_chat_template:
-        raise ValueError(
-            f"{where} is a list of messages, must be a string where data.apply_chat_template=false"
-        )
     try:
         text = tokenizer.render(row.prompt)
         text.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair

@@ -78,12 +78,6 @@ def test_messages_as_json_text_are_read_as_messages_and_the_rows_named(
     assert "t.jsonl: prompt is JSON text, read as chat messages, in 1 rows: 1" in caplog.text
 
 
-@pytest.mark.parametrize("prompt", [USER, json.dumps(USER)])
-def test_messages_without_the_template_are_refused(load: Load, prompt: object) -> None:
-    with pytest.raises(ValueError, match=r"row 1: prompt is a list of messages, must be a string"):
-        load([{**VERL, "prompt": prompt}], apply_chat_template=False)
-
-
 def test_ids_differ_within_a_data_source_alone(load: Load) -> None:
     row = {**ROW, "extra_info": {"index": 7}}
     rows = [{**row, "data_source": "x"}, {**row, "data_source": "y"}]
