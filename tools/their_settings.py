@@ -246,7 +246,6 @@ VERL: dict[str, Convert] = _same("verl") | {
     f"{_CORRECTION}rollout_is_batch_normalize": _only(False),
     f"{_CORRECTION}rollout_rs": _rollout_rs,
     f"{_CORRECTION}rollout_rs_threshold_lower": _to("algorithm.rollout_rs_threshold_lower"),
-    f"{_CORRECTION}rollout_token_veto_threshold": _to("algorithm.rollout_token_veto_threshold"),
     f"{_CORRECTION}bypass_mode": _only(False),
     f"{_CORRECTION}loss_type": _only("ppo_clip"),
     f"{_ACTOR}tis_imp_ratio_cap": _to("algorithm.tis_cap", lambda value: max(0, value)),

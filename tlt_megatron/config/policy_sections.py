@@ -122,8 +122,6 @@ class AlgorithmSection(Section):
     rollout_rs: Annotated[str, one_of("none", "token", "sequence", "geometric")] = "none"
     rollout_rs_threshold: float = 2.0  # upper, > 1
     rollout_rs_threshold_lower: NonNegative = 0.0  # < 1; 0: 1 / upper
-    # a response with a token whose ratio is below gets no gradient; 0: off
-    rollout_token_veto_threshold: Share = 0.0
     # DAPO: draw further prompts instead of groups whose responses do not differ in the metric
     dynamic_sampling: bool = False
     # score | reward (less the overlong punishment) | acc or another further number of the function
@@ -173,7 +171,7 @@ class AlgorithmSection(Section):
     @property
     def has_correction(self) -> bool:
         """Return whether the loss is corrected for the rollout engine's distribution."""
-        return bool(self.tis_cap or self.rollout_token_veto_threshold) or self.rollout_rs != "none"
+        return self.tis_cap > 0 or self.rollout_rs != "none"
 
     @property
     def rollout_rs_bounds(self) -> tuple[float, float]:

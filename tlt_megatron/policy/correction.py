@@ -7,8 +7,6 @@ product over its tokens) or geometric (their geometric mean). Names follow verl'
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -26,8 +24,7 @@ def correction_weights(
     - `tis_cap`: min(ratio, tis_cap), truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly
       brings you off-policy RL training"), at the level `rollout_is`;
     - `rollout_rs`: 0 where the ratio is outside its bounds. With `tis_cap` at the upper bound it is masked importance
-      sampling (of responses: Liu et al. 2025, "When speed kills stability"; of tokens: IcePop, arXiv 2510.18855);
-    - `rollout_token_veto_threshold`: 0 for a response with a token whose ratio is below it.
+      sampling (of responses: Liu et al. 2025, "When speed kills stability"; of tokens: IcePop, arXiv 2510.18855).
     """
     mask_P = batch.loss_mask
     log_ratio_P = (old_logprobs - batch.rollout_logprobs) * mask_P
@@ -45,11 +42,6 @@ def correction_weights(
         is_kept_P = (ratio_P >= low) & (ratio_P <= high)
         weight_P = weight_P * is_kept_P
         metrics["rollout_corr/rollout_rs_masked_fraction"] = (~is_kept_P * mask_P).sum()
-    if section.rollout_token_veto_threshold:
-        is_bad_P = log_ratio_P < math.log(section.rollout_token_veto_threshold)
-        is_vetoed_P = response_sum(is_bad_P.float(), batch) > 0
-        weight_P = weight_P * ~is_vetoed_P
-        metrics["rollout_corr/rollout_veto_masked_fraction"] = (is_vetoed_P * mask_P).sum()
     return weight_P, metrics
 
 

@@ -66,8 +66,6 @@ actor/kl_loss | nats per token | estimate of KL to the reference, with `algorith
 actor/tis_weight | | mean importance weight, with `algorithm.tis_cap`
 rollout_corr/rollout_is_ratio_fraction_high | share of tokens | whose weight was cut to `algorithm.tis_cap`
 rollout_corr/rollout_rs_masked_fraction | share of tokens | masked by `algorithm.rollout_rs`
-rollout_corr/rollout_veto_masked_fraction | share of tokens | in responses masked by
-  `algorithm.rollout_token_veto_threshold`
 actor/grad_norm | | before clipping
 critic/advantages/{mean,max,min} | | of the policy's tokens; with `gae` after whitening
 critic/returns/{mean,max,min} | | what a critic is to learn; without one the advantages

@@ -79,17 +79,9 @@ def test_masked_importance_sampling(
     assert metrics == {"rollout_rs_masked_fraction": 5 - sum(expected)}
 
 
-def test_veto_drops_the_response_with_a_catastrophic_token() -> None:
-    assert weights(rollout_token_veto_threshold=0.3) == (
-        [1, 1, 0, 0, 0],
-        {"rollout_veto_masked_fraction": 3},
-    )
-    assert weights(rollout_token_veto_threshold=0.2)[0] == [1, 1, 1, 1, 1]
-
-
 def test_all_together_multiply_in_the_loss_and_keep_the_divisor() -> None:
     section = AlgorithmSection(
-        tis_cap=3.0, rollout_rs="geometric", rollout_token_veto_threshold=0.3
+        tis_cap=3.0, rollout_rs="geometric", rollout_rs_threshold_lower=0.6
     )
     values = torch.full((len(MASK),), -1.0, requires_grad=True)
     predicted = TokenLogprobs(
@@ -109,7 +101,6 @@ def test_all_together_multiply_in_the_loss_and_keep_the_divisor() -> None:
         ("algorithm.rollout_rs=both", "must be one of none, token, sequence, geometric"),
         ("algorithm.rollout_rs_threshold=1", r"rollout_rs_threshold=1.0: must be > 1"),
         ("algorithm.rollout_rs_threshold_lower=1", "rollout_rs_threshold_lower=1.0: must be < 1"),
-        ("algorithm.rollout_token_veto_threshold=1", r"must be in \[0, 1\)"),
         (
             "algorithm.rollout_correction={rollout_rs: token}",
             "algorithm.rollout_correction.rollout_rs: here algorithm.rollout_rs",

@@ -114,7 +114,7 @@ logging.trackers: ['wandb'], optimizer.lr: 1e-06, reward.function: reward.py:sco
 """
 YAML_OURS = """
 model.path: /models/policy, data.train: /data/train.parquet, rollout.num_prompts: 64, rollout.num_samples: 4,
-algorithm.advantage: dr_grpo, algorithm.clip_low: 1.0, algorithm.loss: cispo, algorithm.tis_cap: 0.0, algorithm.rollout_token_veto_threshold: 0.0001,
+algorithm.advantage: dr_grpo, algorithm.clip_low: 1.0, algorithm.loss: cispo, algorithm.tis_cap: 0.0,
 reward.overlong_tokens: 0, algorithm.dynamic_sampling: False, algorithm.dynamic_sampling_metric: reward, algorithm.kl_coef: 0.0, optimizer.lr: 2e-06, checkpoint.resume: never
 """
 SLIME_OURS = """
@@ -149,6 +149,7 @@ optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
             (
                 "dual clip: 3.0",
                 "algorithm.rollout_rs: 'token_k3'; see algorithm.rollout_rs",
+                "algorithm.rollout_token_veto_threshold: 0.0001",
                 "loss_agg_mode: 'seq-mean-token-sum'",
                 "rollout.name: 'vllm'",
                 "rollout.prompt_length: '${data.max_prompt_length}'",
