@@ -49,7 +49,7 @@ def begin_phase(heartbeat: Heartbeat, name: str) -> None:
 def make_drafter_trainer(**section: object) -> DrafterTrainer:
     """The same on all ranks."""
     model = make_draft_model("eagle")
-    return DrafterTrainer(model, DrafterSection(**{"warmup_steps": 0, **section}))
+    return DrafterTrainer(model, DrafterSection(**section))
 
 
 class RandomBatches:

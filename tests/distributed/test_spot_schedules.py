@@ -198,7 +198,7 @@ class Sender(DrafterTrainer):
 def test_stale_ranks_get_weights_and_optimizer_of_the_newest() -> None:
     def body() -> tuple[StateVersion, StateVersion, StateVersion]:
         spot = make_spot()
-        spot.trainer = Sender(spot.trainer.model, DrafterSection(warmup_steps=0))
+        spot.trainer = Sender(spot.trainer.model, DrafterSection())
         rank = dist.get_rank()
         for _ in range(min(rank, 2)):
             spot.trainer.step(spot.source.next_batch())

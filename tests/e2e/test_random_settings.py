@@ -67,7 +67,6 @@ TLT = {
     "speculation.measure_gain": ("true",),
     "drafter.algorithm": ("hass", "eagle3"),
     "drafter.batch_tokens": (8, 40, 200),
-    "drafter.dtype": ("bfloat16",),
     "spot.keep_steps": (2, 3),
     "spot.data_bytes": (1, 3000, 20000),
 }

@@ -61,7 +61,7 @@ def make_trainer(
         dtype=dtype,
     )
     there.load_state_dict(twin.state_dict())
-    section = DrafterSection(algorithm=algorithm, warmup_steps=0, dtype="float32")
+    section = DrafterSection(algorithm=algorithm)
     return DrafterTrainer(there, section), twin
 
 

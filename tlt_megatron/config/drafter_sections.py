@@ -8,7 +8,6 @@ from typing import Annotated
 from tlt_megatron.config.extensions import check_extension
 from tlt_megatron.config.ranges import (
     NonNegative,
-    NonNegativeInt,
     Positive,
     PositiveInt,
     Section,
@@ -68,12 +67,10 @@ class DrafterSection(Section):
 
     # eagle: one draft step; hass: several; eagle3: several, from three layers of the policy
     algorithm: Annotated[str, one_of("eagle", "hass", "eagle3")] = "eagle"
-    dtype: Annotated[str, one_of("float32", "bfloat16")] = "float32"  # arithmetic; weights: float32
     # eagle, hass: smooth L1 on features, per 1 of cross entropy; the papers' 1.0 : 0.1
     feature_weight: NonNegative = 10.0
     batch_tokens: PositiveInt = 4096  # packed rows; longer sequences are cut into windows
-    lr: Positive = 1e-3  # constant after warm-up
-    warmup_steps: NonNegativeInt = 20  # optimizer steps, over the drafter's life, not per session
+    lr: Positive = 1e-3  # constant after the first 20 updates of the drafter's life, a warm-up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ def spot_claims(
     *,
     drafter: DrafterSection,
     spot: SpotSection,
-    borrowed_item_bytes: int,
+    item_bytes: int,
     step_tokens: int,
     taps_in_update: bool,
     has_pipeline: bool,
@@ -31,27 +31,25 @@ def spot_claims(
 ) -> list[MemoryClaim]:
     """Return the memory claims of spot training on one rank.
 
-    `borrowed_item_bytes` is the element size of embedding and head if the engine is another
-    process, else 0. `step_tokens` counts all tokens of a step on this rank. `taps_in_update`: the
-    update's own forward pass collects the hidden states, so they coexist with its activations. On a
-    GPU they are in host memory, unless pipeline stages exchange them. Data are in host memory.
+    `item_bytes` is the element size of the arithmetic. `step_tokens` counts all tokens of a step on
+    this rank. `taps_in_update`: the update's own forward pass collects the hidden states, so they
+    coexist with its activations. On a GPU they are in host memory, unless pipeline stages exchange
+    them. Data are in host memory.
     """
     own = drafter_parameters(sizes)
     num_states = 1 + (_NUM_AUX_LAYERS if drafter.algorithm == "eagle3" else 0)
-    item = 2 if drafter.dtype == "bfloat16" else 4
     rows = drafter.batch_tokens
     # Per row and unroll step: states in and out, fused pair, q, k, v, gate, up, product.
-    per_row = (8 * sizes.hidden + 2 * sizes.kv + 4 * sizes.ffn) * item
+    per_row = (8 * sizes.hidden + 2 * sizes.kv + 4 * sizes.ffn) * item_bytes
     batch = rows * per_row * make_objective(drafter).num_steps
     batch += 4 * 4 * HEAD_CHUNK_TOKENS * sizes.vocab  # both distributions and temporaries
     data = f"spot.data_bytes={spot.data_bytes}"
-    buffered = step_tokens * (1 + spot.keep_steps) * num_states * sizes.hidden * item
-    tapped = step_tokens * num_states * sizes.hidden * (item if is_cuda else _STATE_BYTES)
+    buffered = step_tokens * (1 + spot.keep_steps) * num_states * sizes.hidden * item_bytes
+    tapped = step_tokens * num_states * sizes.hidden * (item_bytes if is_cuda else _STATE_BYTES)
     batch_tokens = f"drafter.batch_tokens={drafter.batch_tokens}"
     spot_only, update = frozenset({Phase.SPOT}), frozenset({Phase.UPDATE})
     claims = [
         MemoryClaim("drafter in training", own * _TRAINED_BYTES),
-        MemoryClaim("drafter, borrowed tables", 2 * sizes.table * borrowed_item_bytes),
         MemoryClaim("drafter data", min(spot.data_bytes, buffered), in_host=is_cuda, lower=data),
         MemoryClaim("drafter batch", batch, phases=spot_only, lower=batch_tokens),
         MemoryClaim("drafter on the move", own * _MOVED_BYTES, phases=spot_only),

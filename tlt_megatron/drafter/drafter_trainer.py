@@ -95,6 +95,7 @@ def interruptible(
 
 
 _BETAS = 0.9, 0.95  # of Adam's moments
+_NUM_WARMUP = 20  # updates over the drafter's life in which the learning rate rises
 _MAX_GRAD_NORM = 1.0  # larger gradients are scaled down to it
 
 
@@ -194,9 +195,7 @@ class DrafterTrainer:
         loss_sum, count, *rest, norm_sum = torch.cat((sums, norm)).tolist()
         counts, agreed, accepted = (rest[i * num_steps : (i + 1) * num_steps] for i in range(3))
         grad_norm = norm_sum / count if count else math.nan
-        lr = self._section.lr * min(
-            1.0, (self.num_updates + 1) / max(1, self._section.warmup_steps)
-        )
+        lr = self._section.lr * min(1.0, (self.num_updates + 1) / _NUM_WARMUP)
         is_skipped = not math.isfinite(grad_norm)
         if not is_skipped:
             self._update(count, grad_norm, lr)
@@ -226,7 +225,7 @@ class DrafterTrainer:
         return self._loss(batch)
 
     def _loss(self, batch: DraftBatch, between_chunks: Callable[[], None] = _go_on) -> DraftLoss:
-        is_bfloat16 = self._section.dtype == "bfloat16"
+        is_bfloat16 = self.model.lm_head_VD.dtype == torch.bfloat16
         with torch.autocast(self.device.type, torch.bfloat16, enabled=is_bfloat16):
             return draft_loss(
                 self.model,

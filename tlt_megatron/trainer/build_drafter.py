@@ -67,7 +67,7 @@ def attach_drafter(
     )
     return DrafterLifecycle(
         trainer,
-        DataBuffer(config.spot, getattr(torch, config.drafter.dtype)),
+        DataBuffer(config.spot, getattr(torch, config.rollout.dtype)),
         engine,
         config.spot,
         ranks=ranks,

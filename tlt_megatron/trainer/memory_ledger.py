@@ -62,11 +62,14 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
     if config.spot.enabled:
         # The responses of a data-parallel rank are distributed over its tensor-parallel ranks.
         sharers = world_size // config.parallel.pipeline
+        if config.rollout.engine != "embedded":  # in another process: the tables are here as well
+            tables = 2 * sizes.table * _item_bytes(config)
+            claims.append(MemoryClaim("drafter, borrowed tables", tables))
         claims += spot_claims(
             sizes,
             drafter=config.drafter,
             spot=config.spot,
-            borrowed_item_bytes=0 if config.rollout.engine == "embedded" else _item_bytes(config),
+            item_bytes=_item_bytes(config),
             step_tokens=-(-sequences // sharers) * longest,
             taps_in_update=not config.algorithm.has_logprob_pass,
             has_pipeline=config.parallel.pipeline > 1,

@@ -11,10 +11,8 @@ from tlt_megatron.config.schema import DrafterSection
     "settings",
     [
         {"algorithm": "medusa"},
-        {"dtype": "float16"},
         {"batch_tokens": 0},
         {"lr": 0.0},
-        {"warmup_steps": -1},
     ],
     ids=str,
 )
@@ -28,7 +26,7 @@ def test_wrong_setting_is_named(settings: dict[str, object]) -> None:
     "settings",
     [
         {},
-        {"algorithm": "eagle3", "dtype": "bfloat16", "warmup_steps": 0},
+        {"algorithm": "eagle3"},
     ],
     ids=str,
 )

@@ -27,7 +27,7 @@ def world_group() -> Group:
 
 def make_trainer(algorithm: str = "eagle", group: Group = SINGLE, **settings) -> DrafterTrainer:
     model = make_draft_model("eagle3" if algorithm == "eagle3" else "eagle")
-    section = DrafterSection(algorithm=algorithm, **{"warmup_steps": 0} | settings)
+    section = DrafterSection(algorithm=algorithm, **settings)
     return DrafterTrainer(model, section, group)
 
 
@@ -96,7 +96,7 @@ def test_newcomer_takes_over_the_state_of_a_member() -> None:
 
 
 def test_state_resumes_the_straight_run() -> None:
-    straight, first, second = (make_trainer(warmup_steps=10) for _ in range(3))
+    straight, first, second = (make_trainer() for _ in range(3))
     batches = make_batches(straight.model)
     expected = [straight.step(batch) for batch in batches + batches]
     for batch in batches:
@@ -122,10 +122,10 @@ def test_wrong_state_is_refused() -> None:
 
 
 def test_learning_rate_warms_up_over_the_whole_life_and_stays() -> None:
-    trainer = make_trainer(lr=0.01, warmup_steps=4)
+    trainer = make_trainer(lr=0.02)
     batch = make_batches(trainer.model)[0]
-    rates = [trainer.step(batch).lr for _ in range(6)]
-    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+    rates = [trainer.step(batch).lr for _ in range(22)]
+    assert rates == pytest.approx([0.001 * number for number in range(1, 21)] + [0.02, 0.02])
 
 
 def test_non_finite_gradient_skips_the_step_on_all_members() -> None:
@@ -189,14 +189,15 @@ def test_evaluation_changes_nothing_and_equals_the_step() -> None:
 
 def test_bfloat16_step_is_near_the_exact_one() -> None:
     losses = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in (torch.float32, torch.bfloat16):
         model = make_draft_model("eagle3", dtype=torch.float32)
-        trainer = DrafterTrainer(model, DrafterSection(algorithm="eagle3", dtype=dtype, lr=3e-3))
+        model.lm_head_VD = model.lm_head_VD.to(dtype)
+        trainer = DrafterTrainer(model, DrafterSection(algorithm="eagle3", lr=3e-3))
         batch = make_batches(model)[0]
         losses[dtype] = [trainer.step(batch).loss for _ in range(10)]
         assert model.fc.weight.dtype == torch.float32
-    assert losses["bfloat16"] != losses["float32"]
-    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.03)
+    assert losses[torch.bfloat16] != losses[torch.float32]
+    assert losses[torch.bfloat16] == pytest.approx(losses[torch.float32], rel=0.03)
 
 
 def test_objective_and_architecture_must_fit() -> None:
@@ -236,7 +237,7 @@ def test_drafter_of_a_real_target_learns_its_tokens(algorithm: str, tmp_path: Pa
         ]
     )
     model = DraftModel(config, embedding_VD=embedding, lm_head_VD=lm_head)
-    trainer = DrafterTrainer(model, DrafterSection(algorithm=algorithm, lr=2e-3, warmup_steps=5))
+    trainer = DrafterTrainer(model, DrafterSection(algorithm=algorithm, lr=2e-3))
     stats = [trainer.step(batch) for _ in range(60)]
     assert len(stats[0].agreement) == {"eagle": 1, "hass": 3, "eagle3": 5}[algorithm]
     for before, after in zip(stats[0].agreement, stats[-1].agreement, strict=True):

@@ -20,7 +20,7 @@ ALGORITHMS = ("eagle", "hass", "eagle3")
 
 def make_trainer(algorithm: str = "hass") -> DrafterTrainer:
     model = make_draft_model("eagle3" if algorithm == "eagle3" else "eagle")
-    return DrafterTrainer(model, DrafterSection(algorithm=algorithm, warmup_steps=0))
+    return DrafterTrainer(model, DrafterSection(algorithm=algorithm))
 
 
 def make_batch(model: DraftModel, seed: int = 0) -> DraftBatch:

@@ -126,7 +126,7 @@ def drafters(tiny_path: Path) -> dict[str, Weights]:
     config = make_draft_config(load_model_config(tiny_path), "eagle", embedding)
     model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
     untrained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    trainer = DrafterTrainer(model, DrafterSection(algorithm="eagle", lr=5e-3, warmup_steps=5))
+    trainer = DrafterTrainer(model, DrafterSection(algorithm="eagle", lr=5e-3))
     for _ in range(10):
         for batch in pack_sequences(sequences, 1024):
             trainer.step(batch)

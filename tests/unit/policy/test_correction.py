@@ -80,9 +80,7 @@ def test_masked_importance_sampling(
 
 
 def test_all_together_multiply_in_the_loss_and_keep_the_divisor() -> None:
-    section = AlgorithmSection(
-        tis_cap=3.0, rollout_rs="geometric", rollout_rs_threshold_lower=0.6
-    )
+    section = AlgorithmSection(tis_cap=3.0, rollout_rs="geometric", rollout_rs_threshold_lower=0.6)
     values = torch.full((len(MASK),), -1.0, requires_grad=True)
     predicted = TokenLogprobs(
         logprobs=values, entropy=torch.zeros(len(MASK)), policy_logprobs=values

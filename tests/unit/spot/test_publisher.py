@@ -214,7 +214,7 @@ def test_accept_length_is_of_the_sums() -> None:
 
 
 def test_holdout_is_measured_with_the_given_weights_and_leaves_the_trainer_alone() -> None:
-    section = DrafterSection(algorithm="hass", warmup_steps=0, lr=0.0001)
+    section = DrafterSection(algorithm="hass", lr=0.0001)
     objective = replace(make_objective(section), num_steps=2)
     trainer = DrafterTrainer(make_draft_model("eagle"), section, objective=objective)
     other = make_draft_model("eagle", seed=1).state_dict()

@@ -51,7 +51,7 @@ class GatedModel:
 
 
 def make_trainer(architecture: str = "eagle") -> DrafterTrainer:
-    section = DrafterSection(algorithm=architecture, warmup_steps=0)
+    section = DrafterSection(algorithm=architecture)
     return DrafterTrainer(make_draft_model(architecture), section)
 
 
@@ -101,7 +101,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_stopped(
     tensors = {"embedding_VD": model.embedding_VD, "lm_head_VD": model.lm_head_VD}
     resumed = DrafterTrainer(
         load_drafter(folder, dtype=torch.float64, **tensors),
-        DrafterSection(algorithm=architecture, warmup_steps=0),
+        DrafterSection(algorithm=architecture),
     )
     resumed.load_state_dict(load_checkpoint(folder).state)
     assert resumed.step(batch) == expected

@@ -65,7 +65,7 @@ def test_the_runs_drafter_and_sampling_are_used(
     monkeypatch.setattr(warmup_drafter, "LoadedPolicy", Policy)
     make_tiny_task(tmp_path, num_layers=5)
     settings = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    drafter = {"algorithm": "eagle3", "warmup_steps": 3}
+    drafter = {"algorithm": "eagle3", "lr": 0.002}
     settings["drafter"] = drafter
     settings["rollout"] |= {"top_p": 0.9, "top_k": 5}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
