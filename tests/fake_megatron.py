@@ -116,7 +116,7 @@ def measure_policy(
         parameters = live.now
         wrapped = wrap_data_parallel(Float16Module(stage_model.config, stage_model))
         gradients = live.now - parameters
-        optimizer = PolicyOptimizer(wrapped, config.optimizer, torch.bfloat16)
+        optimizer = PolicyOptimizer(wrapped, config.optimizer, torch.bfloat16, config.num_updates)
         optimizer.megatron.get_grad_norm = lambda: 1.0
         batch = [_micro_batch(num_tokens)] * num_micro_batches
 

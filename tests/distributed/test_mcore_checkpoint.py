@@ -138,8 +138,8 @@ def test_loading_into_a_trained_policy_forgets_its_training(
     path = tmp_path / "checkpoint"
 
     def run() -> tuple[dict[str, Any], dict[str, Any]]:
-        section = OptimizerSection(lr=1e-3, decay="linear", decay_steps=8)
-        policy, groups = build_policy(model_path, DP2, optimizer=section)
+        section = OptimizerSection(lr=1e-3, decay="linear")
+        policy, groups = build_policy(model_path, DP2, optimizer=section, num_updates=8)
         train(policy, groups, (1,), (3, 2))
         policy.save(path)
         first = train(policy, groups, (2, 3), (3, 2))
@@ -156,9 +156,9 @@ def test_the_schedule_goes_on_with_the_settings_of_the_resumed_run(
     tmp_path: Path, model_path: Path
 ) -> None:
     path = tmp_path / "checkpoint"
-    settings = {"decay": "linear", "decay_steps": 4, "weight_decay": 0.0}
-    before = {"optimizer": OptimizerSection(lr=1e-3, **settings)}
-    after = {"optimizer": OptimizerSection(lr=2e-3, **settings)}
+    settings = {"decay": "linear", "weight_decay": 0.0}
+    before = {"optimizer": OptimizerSection(lr=1e-3, **settings), "num_updates": 4}
+    after = {"optimizer": OptimizerSection(lr=2e-3, **settings), "num_updates": 4}
     straight = run_ranks(1, _save, model_path, Layout(world=1), ALL, path, before)
     resumed = run_ranks(1, _load, model_path, Layout(world=1), ALL, path, after)
     assert [s.lr for s in straight[0][0]["stats"]] == pytest.approx([5e-4, 2.5e-4])

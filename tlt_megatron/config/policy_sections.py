@@ -218,8 +218,8 @@ class OptimizerSection(Section):
     lr: Positive = 1e-6  # after warm-up
     min_lr: float = 0.0  # at the end of a decay
     warmup_steps: NonNegativeInt = 0  # lr rises linearly from 0
-    decay: Annotated[str, one_of("constant", "linear", "cosine")] = "constant"  # to min_lr
-    decay_steps: int = 0  # required unless decay is constant
+    # to min_lr at the end of the run; a resume with more steps stretches it
+    decay: Annotated[str, one_of("constant", "linear", "cosine")] = "constant"
     weight_decay: NonNegative = 0.01  # not on norms and biases
     beta1: Share = 0.9  # decay of Adam's first moment
     beta2: Share = 0.95  # of its second moment
@@ -228,11 +228,6 @@ class OptimizerSection(Section):
 
     def check(self) -> None:
         self.require(0 <= self.min_lr <= self.lr, "min_lr", f"in [0, lr={self.lr}]")
-        self.require(
-            self.decay == "constant" or self.decay_steps > self.warmup_steps,
-            "decay_steps",
-            f"> warmup_steps={self.warmup_steps} where decay={self.decay!r}",
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,6 +221,11 @@ class RunConfig:
         return self.critic.path or self.model.path
 
     @property
+    def num_updates(self) -> int:
+        """Return the optimizer steps of the policy, over which its learning rate decays."""
+        return self.run.num_steps * self.algorithm.num_epochs * self.algorithm.num_minibatches
+
+    @property
     def used_sampling_metric(self) -> str:
         """Return what must differ within a group; "" without dynamic sampling."""
         metric, is_score = self.algorithm.dynamic_sampling_metric, self.reward.is_built_in

@@ -53,8 +53,13 @@ class PolicyOptimizer:
     """
 
     def __init__(
-        self, model: DistributedDataParallel, section: OptimizerSection, dtype: torch.dtype
+        self,
+        model: DistributedDataParallel,
+        section: OptimizerSection,
+        dtype: torch.dtype,
+        num_updates: int,
     ) -> None:
+        """`num_updates`: of the whole run, at whose end a decay has reached `min_lr`."""
         from megatron.core.optimizer import (
             ChainedOptimizer,
             OptimizerConfig,
@@ -82,7 +87,7 @@ class PolicyOptimizer:
         )
         assert isinstance(megatron, ChainedOptimizer)
         self.megatron = megatron
-        self.scheduler: OptimizerParamScheduler = _make_scheduler(self.megatron, section)
+        self.scheduler: OptimizerParamScheduler = _make_scheduler(megatron, section, num_updates)
         self.zero_grad()
 
     def step(self) -> OptimizerStats:
@@ -128,7 +133,7 @@ class PolicyOptimizer:
 
 
 def _make_scheduler(
-    optimizer: ChainedOptimizer, section: OptimizerSection
+    optimizer: ChainedOptimizer, section: OptimizerSection, num_updates: int
 ) -> OptimizerParamScheduler:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -140,8 +145,7 @@ def _make_scheduler(
         max_lr=section.lr,
         min_lr=section.min_lr,
         lr_warmup_steps=warmup_steps,
-        # For a constant rate, Megatron only requires that this exceeds the warmup.
-        lr_decay_steps=section.decay_steps if section.decay != "constant" else warmup_steps + 1,
+        lr_decay_steps=max(num_updates, warmup_steps + 1),  # Megatron requires more than the warmup
         lr_decay_style=section.decay,
         start_wd=section.weight_decay,
         end_wd=section.weight_decay,

@@ -43,9 +43,10 @@ class TrainedModel:
         optimizer: OptimizerSection,
         groups: ProcessGroups,
         device: Device,
+        num_updates: int = 1,
         keep_reference: bool = False,
     ) -> None:
-        """`keep_reference`: keep the initial weights of this rank's shard in host memory."""
+        """`num_updates`: optimizer steps of the run, for a decay of the learning rate. `keep_reference`: keep the initial weights of this rank's shard in host memory."""
         from megatron.core.transformer.module import Float16Module
 
         dtype = _DTYPES[model.dtype]
@@ -64,7 +65,7 @@ class TrainedModel:
         if dtype != torch.float32:
             wrapped = Float16Module(self._stage.config, self._stage)
         self._model = wrap_data_parallel(wrapped)
-        self._optimizer = PolicyOptimizer(self._model, optimizer, dtype)
+        self._optimizer = PolicyOptimizer(self._model, optimizer, dtype, num_updates)
         self._count: int | None = (
             None  # of the loss, for the gradients so far; None: there are none
         )

@@ -344,6 +344,7 @@ def _build_models(
     policy = McorePolicyModel(
         model=config.model,
         optimizer=config.optimizer,
+        num_updates=config.num_updates,
         keep_reference=config.algorithm.kl_coef > 0,
         **layout,
     )

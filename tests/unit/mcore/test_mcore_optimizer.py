@@ -34,9 +34,11 @@ def _no_gradient(logprobs: TokenLogprobs, micro_batch: MicroBatch) -> LossResult
     return LossResult(loss_sum=logprobs.logprobs.sum() * 0.0, count=1, metrics={})
 
 
-def _decay_only(path: Path, section: OptimizerSection, num_steps: int) -> tuple:
+def _decay_only(
+    path: Path, section: OptimizerSection, num_steps: int, num_updates: int = 1
+) -> tuple:
     def run() -> tuple[Weights, Weights, list[float]]:
-        policy, _ = build_policy(path, ONE_RANK, optimizer=section)
+        policy, _ = build_policy(path, ONE_RANK, optimizer=section, num_updates=num_updates)
         before, rates = export(policy), []
         for _ in range(num_steps):
             policy.forward_backward([make_micro_batch((3,), 0)], 1.0, _no_gradient)
@@ -59,23 +61,24 @@ def test_weight_decay_touches_matrices_and_neither_norms_nor_biases(model_path: 
 
 
 @pytest.mark.parametrize(
-    ("section", "expected"),
+    ("section", "num_updates", "expected"),
     [
-        ({}, [1.0, 1.0, 1.0, 1.0]),
-        ({"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        ({}, 4, [1.0, 1.0, 1.0, 1.0]),
+        ({"warmup_steps": 3}, 2, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
         (
-            {"warmup_steps": 1, "decay": "linear", "decay_steps": 5, "min_lr": 0.02},
+            {"warmup_steps": 1, "decay": "linear", "min_lr": 0.02},
+            5,
             [0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2],
         ),
-        ({"decay": "cosine", "decay_steps": 4}, [1.0, 0.853553, 0.5, 0.146447, 0.0, 0.0]),
+        ({"decay": "cosine"}, 4, [1.0, 0.853553, 0.5, 0.146447, 0.0, 0.0]),
+        ({"decay": "linear", "warmup_steps": 2}, 1, [1 / 3, 2 / 3, 1.0, 0.0]),
     ],
 )
 def test_learning_rate_follows_its_schedule(
-    model_path: Path, section: dict, expected: list[float]
+    model_path: Path, section: dict, num_updates: int, expected: list[float]
 ) -> None:
-    before, after, rates = _decay_only(
-        model_path, OptimizerSection(lr=0.1, weight_decay=0.5, **section), len(expected)
-    )
+    optimizer = OptimizerSection(lr=0.1, weight_decay=0.5, **section)
+    before, after, rates = _decay_only(model_path, optimizer, len(expected), num_updates)
     assert rates == pytest.approx([0.1 * factor for factor in expected], rel=1e-5, abs=1e-9)
     kept = 1.0  # what each step used is what it reports
     for rate in rates:
