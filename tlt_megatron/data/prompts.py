@@ -1,7 +1,7 @@
 """The prompts of a run: read once, then drawn in an order that depends on the seed alone.
 
-Called by `trainer/build.py`. Every rank loads the same set and draws the same prompts. A resume
-continues with the next draw. Rows use slime's keys (prompt, label, metadata) or verl's
+Called by `trainer/build.py`. Rank 0 reads the file and sends the set to all, so they draw the same
+prompts. A resume continues with the next draw. Rows use slime's keys (prompt, label, metadata) or verl's
 (data_source, prompt, reward_model.ground_truth, extra_info).
 """
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_megatron.config.schema import DataSection
-from tlt_megatron.data.encoding import encode_file
-from tlt_megatron.data.rows import Row
+from tlt_megatron.data.rows import Row, read_rows
 from tlt_megatron.data.tokenizer import Tokenizer
+from tlt_megatron.runtime.collectives import broadcast_object
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.types import Prompt
 
@@ -120,13 +120,27 @@ def load_prompts(
 ) -> PromptSet:
     """Read, check and tokenize all rows of a .jsonl or .parquet file.
 
-    Every rank of `world` must call it; each tokenizes a share and all return the same set. Prompts
-    longer than `section.max_prompt_tokens` are left out and reported, never cut. ValueError names
-    the file, the row (from 1), the key and the allowed values.
+    Every rank of `world` must call it; the first one reads, and all return the same set or raise
+    the same error. Prompts longer than `section.max_prompt_tokens` are left out and reported, never
+    cut. ValueError names the file, the row (from 1), the key and the allowed values.
     """
-    found, encoded = encode_file(Path(path), tokenizer, section, world)
+    found: PromptSet | str = ""
+    if world.is_first:
+        try:
+            found = _read_prompts(Path(path), tokenizer, section)
+        except (OSError, ValueError) as error:
+            found = str(error)
+    found = broadcast_object(found, world)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def _read_prompts(path: Path, tokenizer: Tokenizer, section: DataSection) -> PromptSet:
+    found = list(read_rows(path, section))
     if not found:
         raise ValueError(f"{path}: holds no rows, must hold at least one")
+    encoded = tokenizer.encode_texts([_render(path, row, tokenizer, section) for row in found])
     rows: list[Prompt] = []
     overlong: list[str] = []
     for row, token_ids in zip(found, encoded, strict=True):
@@ -141,21 +155,30 @@ def load_prompts(
             Prompt(
                 prompt_id=row.prompt_id,
                 draw_index=len(rows),
-                token_ids=token_ids,
+                token_ids=tuple(token_ids),
                 data_source=row.data_source,
                 ground_truth=row.ground_truth,
                 extra_info=row.extra_info,
                 messages=() if isinstance(row.prompt, str) else tuple(row.prompt),
             )
         )
-    if world.is_first:
-        _warn(path, found, overlong, section.max_prompt_tokens)
+    _warn(path, found, overlong, section.max_prompt_tokens)
     if not rows:
         raise ValueError(
             f"{path}: all {len(found)} prompts are longer than "
             f"data.max_prompt_tokens={section.max_prompt_tokens}"
         )
     return PromptSet(path=str(path), rows=tuple(rows), fingerprint=_fingerprint(rows))
+
+
+def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) -> str:
+    try:
+        text = tokenizer.render(row.prompt)
+        text.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
+    except ValueError as error:
+        where = f"{path} row {row.number}: {section.input_key}"
+        raise ValueError(f"{where} cannot be encoded: {error}") from error
+    return text
 
 
 def _warn(path: str | Path, found: list[Row], overlong: list[str], limit: int) -> None:

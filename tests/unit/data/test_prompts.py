@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,55 +40,27 @@ def test_messages_without_a_template_name_the_row(
         load_prompts(path, load_tokenizer(plain_tokenizer_folder), DataSection())
 
 
-def make_long_file(path: Path, num_rows: int) -> Path:
-    """Chat rows of several chunks, some of them too long."""
-    messages = ([{"role": "user", "content": "x" * (i % 97)}] for i in range(num_rows))
-    return write_rows(path, [{"prompt": m, "label": str(i)} for i, m in enumerate(messages)])
+def load_on_ranks(path: Path, tokenizer: Tokenizer) -> list[PromptSet | str]:
+    """What each of 3 ranks gets, or the error."""
 
-
-class CountingTokenizer(Tokenizer):
-    """Counts the texts that it encodes."""
-
-    num_texts = 0
-
-    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        self.num_texts += len(texts)
-        return super().encode_texts(texts)
-
-
-def load_on_ranks(paths: Sequence[Path], tokenizer: Tokenizer) -> list[object]:
-    """What each of 3 ranks gets of its path, or the error; and how many texts it encoded."""
-
-    def rank() -> object:
-        world = init_world("gloo", 60.0)
-        path = paths[world.rank]
-        counting = CountingTokenizer(tokenizer.hf, tokenizer.stop_token_ids, path)
+    def rank() -> PromptSet | str:
         try:
-            found = load_prompts(path, counting, DataSection(max_prompt_tokens=90), world)
+            return load_prompts(path, tokenizer, DataSection(), init_world("gloo", 60.0))
         except ValueError as error:
             return str(error)
-        return found, counting.num_texts
 
     return run_ranks(3, rank, has_world=False)
 
 
-def test_ranks_encode_a_share_each_and_end_with_the_same_prompts(
+def test_all_ranks_get_the_same_prompts_or_the_same_error(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    path = make_long_file(tmp_path / "t.jsonl", 3200)
-    alone = load_prompts(path, tokenizer, DataSection(max_prompt_tokens=90))
-    assert len(alone) < 3200 - 50
-    expected = [(alone, 1200), (alone, 1000), (alone, 1000)]  # each row once
-    assert load_on_ranks([path] * 3, tokenizer) == expected
-
-
-def test_what_one_rank_cannot_read_is_refused_on_all(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path, other = make_long_file(tmp_path / "t.jsonl", 2500), tmp_path / "u.jsonl"
-    other.write_text(path.read_text().replace("user", "judge", 1201).replace("judge", "user", 1200))
-    (message,) = set(load_on_ranks([other] * 3, tokenizer))
-    assert "row 1201: prompt cannot be encoded" in str(message)
-    messages = load_on_ranks([path, path, make_long_file(other, 11)], tokenizer)
-    assert all("rank 2 reads another file than rank 0" in str(message) for message in messages)
+    path = write_rows(tmp_path / "t.jsonl", [{"prompt": f"a{n}", "label": n} for n in range(9)])
+    alone = load_prompts(path, tokenizer, DataSection())
+    assert load_on_ranks(path, tokenizer) == [alone] * 3
+    write_rows(path, [{"prompt": [{"role": "judge", "content": ""}], "label": "1"}])
+    (message,) = set(load_on_ranks(path, tokenizer))
+    assert "row 1: prompt cannot be encoded" in str(message)
 
 
 def test_fingerprint_follows_content_not_place(tokenizer: Tokenizer, tmp_path: Path) -> None:
