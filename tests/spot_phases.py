@@ -41,8 +41,8 @@ def world_group() -> Group:
 
 def begin_phase(heartbeat: Heartbeat, name: str) -> None:
     """As `Phases` does, which also leaves it at its end."""
-    heartbeat.phase.begin(name)
-    heartbeat.phase.leave((name,))
+    heartbeat.status.begin(name)
+    heartbeat.status.leave((name,))
     heartbeat.tell_phase()
 
 

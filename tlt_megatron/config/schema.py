@@ -151,7 +151,7 @@ class LoggingSection(Section):
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     project: str = "tlt_megatron"  # of the run in wandb and trackers of yours
     # live: a display on a terminal; lines: one per step; auto: live on a terminal, else lines
-    progress: Annotated[str, one_of("auto", "live", "lines", "none")] = "auto"
+    progress: Annotated[str, one_of("auto", "lines", "none")] = "auto"
     rollouts: bool = False  # every response with its reward: <run.dir>/rollouts/step_0000001.jsonl
     trace: bool = True  # spans of every rank, merged to <run.dir>/trace.json (Perfetto)
 

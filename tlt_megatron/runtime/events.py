@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tlt_megatron.runtime.step_phase import StepPhase
+from tlt_megatron.runtime.status import RankStatus
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -68,21 +68,22 @@ class EventLog:
 class Beats:
     """The beats and events of all ranks in the job's store. Every call may raise dist.DistError."""
 
-    def __init__(self, store: JobStore, rank: int) -> None:
-        self.phase = StepPhase()
-        self.last_phases = {0: str(self.phase)}  # as last read, by rank
+    def __init__(self, store: JobStore, status: RankStatus) -> None:
+        """`status` is of this rank."""
+        self._status = status
+        self.last_phases = {0: status.phase}  # as last read, by rank
         self.num_answers = 0  # of the store
         self._store = store.connect("heartbeat")  # the heartbeat thread's own connection
         self._main_store = store.part("heartbeat")
         self.events = EventLog(self._store)
-        self._key = f"beat/{rank}"
+        self._key = f"beat/{status.rank}"
         self._num_beats = 0
 
     def write(self, *, from_main_thread: bool = False) -> None:
         """Write a beat of this rank, with its phase."""
         self._num_beats += 1
         store = self._main_store if from_main_thread else self._store
-        store.set(self._key, f"{self._num_beats} {self.phase.num_begun} {self.phase}")
+        store.set(self._key, f"{self._num_beats} {self._status.num_phases} {self._status.phase}")
 
     def say_farewell(self) -> None:
         """Write the last beat: this rank ends as it should."""

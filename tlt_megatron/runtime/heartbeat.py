@@ -35,7 +35,7 @@ from tlt_megatron.runtime.job_store import JobStore
 from tlt_megatron.runtime.log import FILE_ONLY
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.rank_process import RankProcess, state_of
-from tlt_megatron.runtime.step_phase import StepPhase
+from tlt_megatron.runtime.status import RankStatus
 from tlt_megatron.runtime.stop import StopRequest, end_process
 
 log = logging.getLogger(__name__)
@@ -75,14 +75,14 @@ class _Watched:
 class _End:
     """The end of this rank after a rank is lost."""
 
-    def __init__(self, end_process: Callable[..., None], phase: StepPhase) -> None:
+    def __init__(self, end_process: Callable[..., None], status: RankStatus) -> None:
         self.loss: RanksLost | None = None
         self.has_begun = threading.Event()
         self._is_unwinding = False  # the main thread is ending
         self.is_closed = threading.Event()  # the heartbeat is closed
         self._is_reporter = False  # this rank was the first to report the loss
         self._end_process = end_process
-        self._phase = phase
+        self._status = status
 
     def begin(self, loss: RanksLost, *, is_first: bool) -> None:
         """Take the first reason to end. `is_first`: this rank reports it."""
@@ -97,7 +97,9 @@ class _End:
         self._is_unwinding = True
 
     def log_reason(self, text: str) -> None:
-        log.info("the run ends: %s (this rank: phase %s)", text, self._phase, extra=FILE_ONLY)
+        log.info(
+            "the run ends: %s (this rank: phase %s)", text, self._status.phase, extra=FILE_ONLY
+        )
 
     def wait(self) -> None:
         """Give the main thread a moment to end by itself, then end the process."""
@@ -108,7 +110,7 @@ class _End:
             if time.monotonic() - start >= limit_s:
                 # The main threads of other ranks may hang too, so only the reporting rank writes to
                 # its console.
-                text = f"the run ends: {self.loss} (this rank: still in phase {self._phase})"
+                text = f"the run ends: {self.loss} (this rank: still in phase {self._status.phase})"
                 self._end_process(self.loss.code, text, is_shown=self._is_reporter)
                 return
 
@@ -144,9 +146,10 @@ class Heartbeat:
         self.interval_s = max(
             min(max(per_timeout_s, shortest_s), longest_s), _INTERVAL_S_PER_RANK * len(ranks)
         )
-        self.beats = Beats(store, rank)
+        self.status = RankStatus(rank=rank, num_ranks=len(ranks))
+        self.beats = Beats(store, self.status)
         self._stop_request = stop
-        self._end = _End(end_process, self.beats.phase)
+        self._end = _End(end_process, self.status)
         machines = [process.machine for process in ranks]
         self._watched = [
             _Watched(process=ranks[other], is_local=machines[other] == machines[rank])
@@ -155,11 +158,6 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._store_watch = threading.Thread(target=self._watch_store, daemon=True)
         self.beats.write()
-
-    @property
-    def phase(self) -> StepPhase:
-        """What this rank does now. The main thread changes it."""
-        return self.beats.phase
 
     @property
     def loss(self) -> RanksLost | None:
@@ -313,7 +311,7 @@ class Heartbeat:
         if behind:
             text += f"; not there yet: {behind}"
         self._end.log_reason(text)
-        return RanksLost(f"{text} (phase {self.phase})")
+        return RanksLost(f"{text} (phase {self.status.phase})")
 
     def _ranks_behind(self) -> str:
         """Return the ranks that have entered fewer phases than this one, as text."""
@@ -321,7 +319,7 @@ class Heartbeat:
         try:
             for process in self.ranks:
                 beat = self.beats.read(process.rank)
-                if beat is not None and beat[1] < self.phase.num_begun:
+                if beat is not None and beat[1] < self.status.num_phases:
                     found.append(f"{process} in phase {beat[2]}")
         except dist.DistError as error:
             found.append(self._describe_lost_store(error))

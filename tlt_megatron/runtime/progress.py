@@ -24,11 +24,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from tlt_megatron.runtime.step_phase import StepPhase
+from tlt_megatron.runtime.status import RankStatus
 
 log = logging.getLogger(__name__)
 
-MODES = ("auto", "live", "lines", "none")
 _FACTS = {  # metric -> its text in the display
     "critic/rewards/mean": "reward {}",
     "eval/accuracy": "accuracy {}",
@@ -55,7 +54,7 @@ class Progress:
     """Display of `num_steps` RL steps; `first_step` of them are already done. Mode auto is live on
     a terminal, else lines.
 
-    The live display names the phase of the loop in `phase`. A tool may count something else and
+    The live display names the phase of the loop in `status`. A tool may count something else and
     names it in `unit`. With 0 steps (an evaluation), responses are counted. With `enabled` False
     (every rank but the first) or mode none it does nothing. `console` is for tests.
     """
@@ -67,36 +66,28 @@ class Progress:
         *,
         first_step: int = 0,
         unit: str = "step",
-        phase: StepPhase | None = None,
+        status: RankStatus | None = None,
         enabled: bool,
         console: Console | None = None,
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"logging.progress={mode!r}: must be one of {', '.join(MODES)}")
         self.num_steps = num_steps
         self._unit = unit
         self._done = first_step
-        self._responses = 0, 0  # done and all of the rollout phase, on this rank
         self._metrics: dict[str, float] = {}
-        self._phase = phase or StepPhase()
+        self._status = status or RankStatus(rank=0, num_ranks=1)
         self._started = self._step_ended = time.monotonic()
         self._step_seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
         self._spinner = Spinner("dots")
         self._live: Live | None = None
-        if not enabled or mode == "none":
-            self._console = Console(quiet=True)
-            return
         self._console = console or _stdout_console()
-        if mode == "lines":
-            return
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
+        if not enabled or mode == "none":
+            self._console = Console(quiet=True, force_interactive=False)
+        if mode == "auto" and self._console.is_interactive:
             live = self._live = Live(
                 get_renderable=self._render, console=self._console, refresh_per_second=4
             )
             self._draw(lambda: live.start(refresh=True))
             atexit.register(self.close)  # Ctrl-C of a tool: the cursor comes back
-        elif mode == "live":
-            log.info("logging.progress='live' needs a terminal: one line per step instead")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step. `step` counts the steps done, including this one."""
@@ -106,19 +97,21 @@ class Progress:
         self._step_ended = now
         self._done = step
         self._metrics |= metrics
-        self._refresh()
-        if self._live is None:
+        if self._live is not None:
+            self._draw(self._live.refresh)
+        else:
             facts = [f"{self._unit} {step}/{self.num_steps}", *self._facts(), self._eta()]
             self.message(" | ".join(facts))
 
-    def responses(self, num_done: int, num_all: int) -> None:
-        """Show how many responses of the phase are done on this rank.
+    def add_response(self) -> None:
+        """Show how many responses of the phase are done on this rank, as the status has it.
 
         Lines show it of a run of 0 steps, by tenths.
         """
-        self._responses = num_done, num_all
-        is_tenth = num_done and num_done * 10 // num_all > (num_done - 1) * 10 // num_all
-        if self._live is None and self.num_steps == 0 and is_tenth:
+        if self._live is not None or self.num_steps:
+            return
+        done, total = self._status.num_done, self._status.num_responses
+        if done * 10 // total > (done - 1) * 10 // total:
             self.message(f"{self._responses_text()} | {self._eta()}")
 
     def message(self, text: str) -> None:
@@ -145,13 +138,13 @@ class Progress:
         shown = [c for c in columns if any(row.get(c) is not None for row in rows)]
         for column in shown:
             header = _header(column)
-            cells = [_cell(row.get(column)) for row in picked]
+            cells = [format_number(row.get(column)) for row in picked]
             # A narrow terminal wraps headers between words. Rows may exceed the width, so that no
             # number is cut.
             width = max(map(len, [*cells, *header.split()]))
             table.add_column(header, justify="right", min_width=width)
         for row in picked:
-            table.add_row(*(_cell(row.get(column)) for column in shown))
+            table.add_row(*(format_number(row.get(column)) for column in shown))
         self.message(f"{title}{cut}")
         self._draw(lambda: self._console.print(table, crop=False))
 
@@ -163,10 +156,6 @@ class Progress:
         if self._live is not None:
             live, self._live = self._live, None
             self._draw(live.stop)
-
-    def _refresh(self) -> None:
-        if self._live is not None:
-            self._draw(self._live.refresh)
 
     def _draw(self, draw: Callable[[], None]) -> None:
         """Run `draw`. If the terminal fails, only the display ends."""
@@ -182,26 +171,32 @@ class Progress:
 
     def _render(self) -> RenderableType:
         """Return the live display. It is called again at every refresh, so its clocks advance."""
-        now = time.monotonic()
-        done, total = (self._done, self.num_steps) if self.num_steps else self._responses
-        responses = self._responses_text()
+        status = self._status
+        done, total = self._done, self.num_steps
+        count = f"{self._unit} {done}/{total}"
+        parts = self._facts() or [f"no {self._unit} has ended yet"]
+        if status.num_done < status.num_responses:
+            parts.append(self._responses_text())
+        if not self.num_steps:
+            done, total, count, parts = (
+                status.num_done,
+                status.num_responses,
+                self._responses_text(),
+                [],
+            )
         head = Table.grid(padding=(0, 2), expand=False)
         head.add_row(
-            Text(f"{self._unit} {done}/{total}" if self.num_steps else responses, style="bold"),
+            Text(count, style="bold"),
             ProgressBar(total=max(1, total), completed=done, width=30),
-            Text(f"elapsed {_clock(now - self._started)}"),
+            Text(f"elapsed {_clock(time.monotonic() - self._started)}"),
             Text(self._eta(), style="cyan"),
         )
-        parts = self._facts() or [f"no {self._unit} has ended yet"] * bool(self.num_steps)
-        if self.num_steps and self._responses[0] < self._responses[1]:
-            parts.append(responses)
-        facts = Text("  ".join(parts), style="dim")
-        phase = self._phase
-        if self._live is None or not phase.of_loop:
-            return Group(head, facts)
-        seconds = now - phase.of_loop_began_s
-        self._spinner.update(text=Text(f"{phase.of_loop} {_clock(seconds)}", style="magenta"))
-        return Group(head, facts, self._spinner)
+        lines: list[RenderableType] = [head, Text("  ".join(parts), style="dim")]
+        if self._live is not None and status.loop_phase:
+            clock = _clock(time.time() - status.loop_phase_began_s)
+            self._spinner.update(text=Text(f"{status.loop_phase} {clock}", style="magenta"))
+            lines.append(self._spinner)
+        return Group(*lines)
 
     def _facts(self) -> list[str]:
         return [
@@ -211,17 +206,15 @@ class Progress:
         ]
 
     def _responses_text(self) -> str:
-        return "{:,} of {:,} responses of rank 0".format(*self._responses)
+        return f"{self._status.num_done:,} of {self._status.num_responses:,} responses of rank 0"
 
     def _eta(self) -> str:
-        if self.num_steps == 0 and self._responses[0]:
-            done, total = self._responses
-            seconds = time.monotonic() - self._phase.of_loop_began_s
-            return f"ETA {_clock(seconds / done * (total - done))}"
-        if not self._step_seconds:
-            return "ETA -"
-        mean_s = sum(self._step_seconds) / len(self._step_seconds)
-        return f"ETA {_clock(mean_s * max(0, self.num_steps - self._done))}"
+        status, seconds = self._status, sum(self._step_seconds)
+        done, left = len(self._step_seconds), max(0, self.num_steps - self._done)
+        if not self.num_steps:
+            done, left = status.num_done, status.num_responses - status.num_done
+            seconds = time.time() - status.loop_phase_began_s
+        return f"ETA {_clock(seconds / done * left)}" if done else "ETA -"
 
 
 class _Console(Console):
@@ -246,10 +239,8 @@ def pick_evenly(num_rows: int, max_rows: int) -> list[int]:
 
 
 def _stdout_console() -> Console:
-    console = _Console(force_terminal=sys.stdout.isatty())
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    return console
+    is_terminal = sys.stdout.isatty()
+    return _Console(force_terminal=is_terminal, width=None if is_terminal else _FILE_WIDTH)
 
 
 def _header(column: str) -> str:
@@ -261,14 +252,10 @@ def _header(column: str) -> str:
     return column.rpartition("/")[2].replace("_", " ")
 
 
-def _cell(value: float | str | None) -> str:
-    return value if isinstance(value, str) else format_number(value)
-
-
-def format_number(value: float | None) -> str:
-    """Return about three digits, with commas between thousands; "-" for None."""
-    if value is None:
-        return "-"
+def format_number(value: float | str | None) -> str:
+    """Return about three digits, with commas between thousands; "-" for None. A text stays as it is."""
+    if value is None or isinstance(value, str):
+        return value or "-"
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:

@@ -1,5 +1,7 @@
-"""What a rank does now, in <run dir>/status/rank_*.json: `tlt watch` shows the step that is under
-way from these files.
+"""What a rank does now: one record, which the trace changes (timeline.py) and which the heartbeat, the
+display and errors name.
+
+A copy is in <run dir>/status/rank_*.json: `tlt watch` shows the step that is under way from these files.
 """
 
 from __future__ import annotations
@@ -10,10 +12,8 @@ import logging
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from tlt_megatron.runtime.step_phase import StepPhase
 
 log = logging.getLogger(__name__)
 
@@ -21,107 +21,113 @@ _INTERVAL_S = 1.0  # between two writes of a rank
 _WRITES_PER_S = 200  # of all ranks together, for the file system that they share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankStatus:
-    """One rank at one moment. Times are seconds since the epoch."""
+    """One rank now. Its main thread changes the record, any thread may read it.
+
+    Times are seconds since the epoch.
+    """
 
     rank: int
     num_ranks: int
-    host: str
-    changed_s: float
+    host: str = field(default_factory=socket.gethostname)
+    changed_s: float = field(default=0.0, compare=False)  # as the file tells it
     step: int = 0  # the RL step under way, or the last one
     step_began_s: float | None = None  # None between steps
-    phases: tuple[str, ...] = ()  # the open ones, the innermost last
-    phase_began_s: float = 0.0  # the innermost one
-    num_phases: int = 0  # begun; a rank that is behind has fewer than the others
+    # the open phases, the innermost last; after an error, what failed
+    phases: tuple[str, ...] = ("SETUP",)
+    phase_began_s: float = field(default_factory=time.time)  # the innermost one
+    num_phases: int = 0  # of the loop, begun; a rank that is behind has fewer than the others
+    loop_phase: str = ""  # the newest one of them, as the display shows it: "EVAL ROLLOUT"
+    loop_phase_began_s: float = 0.0
     num_responses: int = 0  # to generate in the rollout phase of the step
     num_done: int = 0
     num_tokens: int = 0  # of the responses that are done
 
+    @property
+    def phase(self) -> str:
+        """Return the open phases as text."""
+        return " ".join(self.phases) or "between phases"
 
-class StatusWriter:
-    """Writes the status of this rank. Without a run folder it does nothing.
+    def begin(self, name: str) -> None:
+        """Count a phase of the loop, before `enter`. The first one ends the set-up."""
+        if not self.num_phases:
+            self.phases = ()
+        self.num_phases += 1
+        self.loop_phase, self.loop_phase_began_s = " ".join((*self.phases, name)), time.time()
 
-    A thread writes if the status has changed. So the main thread makes no system call, and a burst
-    of changes is one write.
-    """
+    def enter(self, name: str) -> tuple[str, ...]:
+        """Begin a phase or a part of one.
 
-    def __init__(
-        self,
-        run_dir: Path | None = None,
-        rank: int = 0,
-        num_ranks: int = 1,
-        phase: StepPhase | None = None,
-    ) -> None:
-        self.phase = phase or StepPhase()
-        self.status = RankStatus(
-            rank=rank,
-            num_ranks=num_ranks,
-            host=socket.gethostname(),
-            changed_s=time.time(),
-        )
-        self._written: RankStatus | None = None
-        self._is_closed = threading.Event()
-        self._thread: threading.Thread | None = None
-        if run_dir is not None:
-            path = run_dir / "status" / f"rank_{rank:05d}.json"
-            self._thread = threading.Thread(
-                target=self._run, args=(path,), name="status", daemon=True
-            )
-            self._thread.start()
+        Return what to give to `leave` at its end, unless that is an exception.
+        """
+        outer = self.phases
+        self.leave((*outer, name))
+        return outer
+
+    def leave(self, outer: tuple[str, ...]) -> None:
+        """Go back to the phases that `enter` returned.
+
+        Calls from other threads than the main one have no effect.
+        """
+        if threading.current_thread() is threading.main_thread():
+            self.phases, self.phase_began_s = outer, time.time()
 
     def begin_step(self, step: int) -> None:
-        self._change(step=step, step_began_s=time.time(), num_responses=0, num_done=0, num_tokens=0)
+        self.step, self.step_began_s = step, time.time()
+        self.expect_responses(0)
 
     def end_step(self) -> None:
-        self._change(step_began_s=None)
+        self.step_began_s = None
 
     def expect_responses(self, count: int) -> None:
-        self._change(num_responses=count, num_done=0, num_tokens=0)
+        self.num_responses, self.num_done, self.num_tokens = count, 0, 0
 
     def add_response(self, num_tokens: int) -> None:
-        now = self.status
-        self._change(num_done=now.num_done + 1, num_tokens=now.num_tokens + num_tokens)
+        self.num_done += 1
+        self.num_tokens += num_tokens
+
+
+class StatusWriter:
+    """Writes a rank's status to its file whenever it has changed.
+
+    A thread writes, so the main thread makes no system call, and a burst of changes is one write.
+    """
+
+    def __init__(self, run_dir: Path, status: RankStatus) -> None:
+        self._path = run_dir / "status" / f"rank_{status.rank:05d}.json"
+        self._status = status
+        self._written: RankStatus | None = None
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Write the last status."""
         self._is_closed.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
-    def _change(self, **changes: object) -> None:
-        self.status = dataclasses.replace(self.status, changed_s=time.time(), **changes)
-
-    def _run(self, path: Path) -> None:
+    def _run(self) -> None:
         """Write until `close`.
 
         While the file system refuses, the run goes on with an old status.
         """
-        interval_s = max(_INTERVAL_S, self.status.num_ranks / _WRITES_PER_S)
+        interval_s = max(_INTERVAL_S, self._status.num_ranks / _WRITES_PER_S)
         is_last = is_warned = False
         while not is_last:
-            is_last = self._is_closed.is_set()
+            is_last = self._is_closed.wait(interval_s)
             try:
-                self._write(path)
+                self._write()
             except OSError as error:
                 if not is_warned:
-                    log.warning("%s: cannot write the status of this rank: %s", path, error)
+                    log.warning("%s: cannot write the status of this rank: %s", self._path, error)
                 is_warned = True
-            if not is_last:
-                self._is_closed.wait(interval_s)
 
-    def _write(self, path: Path) -> None:
-        phase = self.phase
-        status = dataclasses.replace(
-            self.status,
-            changed_s=max(self.status.changed_s, phase.began_s),
-            phases=phase.names,
-            phase_began_s=phase.began_s,
-            num_phases=phase.num_begun,
-        )
-        if status != self._written:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(dataclasses.asdict(status)), encoding="utf-8")
-            temporary.replace(path)
-            self._written = status
+    def _write(self) -> None:
+        now = dataclasses.replace(self._status, changed_s=time.time())
+        if now != self._written:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(dataclasses.asdict(now)), encoding="utf-8")
+            temporary.replace(self._path)
+            self._written = now

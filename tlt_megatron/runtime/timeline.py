@@ -26,7 +26,7 @@ from typing import Any
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.durable import read_json_lines
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.runtime.status import StatusWriter
+from tlt_megatron.runtime.status import RankStatus
 
 _MAX_BUFFERED = 8192  # events; at this count a span flushes, so a long step cannot fill the memory
 _NUM_CLOCK_MARKS = 5  # barriers; one late rank does not change their median
@@ -40,11 +40,11 @@ class Timeline:
     thread guarantees.
     """
 
-    def __init__(self, path: Path | None, rank: int, status: StatusWriter | None = None) -> None:
-        """`status.phase` is told of each span that the main thread begins with `span`."""
+    def __init__(self, path: Path | None, rank: int, status: RankStatus | None = None) -> None:
+        """`status` is told of each span that the main thread begins with `span`."""
         self.path = path
         self.rank = rank
-        self.status = status or StatusWriter()
+        self.status = status or RankStatus(rank=rank, num_ranks=1)
         self._events: deque[tuple[str, str, int, int, dict[str, object]]] = deque()
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         self._flush_lock = threading.Lock()
@@ -136,7 +136,7 @@ class _Span:
         self.args = args
 
     def __enter__(self) -> None:
-        self.outer = self.timeline.status.phase.enter(self.name)
+        self.outer = self.timeline.status.enter(self.name)
         self.start_ns = time.perf_counter_ns()
 
     def __exit__(
@@ -147,7 +147,7 @@ class _Span:
     ) -> None:
         dur_ns = time.perf_counter_ns() - self.start_ns
         if kind is None:
-            self.timeline.status.phase.leave(self.outer)
+            self.timeline.status.leave(self.outer)
         else:  # it stays open: it failed
             self.args["error"] = kind.__name__
         self.timeline._add(self.name, self.lane, self.start_ns, dur_ns, self.args)

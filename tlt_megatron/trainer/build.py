@@ -208,8 +208,8 @@ def _build_worker(
     engine: RolloutEngine = build_engine(config, site.device, site.run_dir, world)
     stack.callback(engine.close)
     path = site.run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl"
-    status = StatusWriter(site.run_dir, world.rank, world.size, site.heartbeat.phase)
-    stack.callback(status.close)
+    status = site.heartbeat.status
+    stack.callback(StatusWriter(site.run_dir, status).close)
     timeline = Timeline(path if config.logging.trace else None, world.rank, status)
     stack.callback(timeline.close)
     timeline.align_clocks(world)
@@ -217,7 +217,7 @@ def _build_worker(
         config.logging.progress,
         config.run.num_steps,
         first_step=first_step,
-        phase=site.heartbeat.phase,
+        status=status,
         enabled=world.is_first,
     )
     stack.callback(progress.close)

@@ -50,9 +50,9 @@ class Phases:
     @contextmanager
     def __call__(self, name: str, timing: str, **args: Any) -> Iterator[None]:
         """Run the body as phase `name`, timed under timing_s/<timing>."""
-        phase = self.timeline.status.phase
-        phase.begin(name)
-        outer = phase.names
+        status = self.timeline.status
+        status.begin(name)
+        outer = status.phases
         ledger_phase = _LEDGER_PHASES.get(name)
         if ledger_phase:
             self._device.reset_peak()
@@ -62,7 +62,7 @@ class Phases:
                 self._on_phase()
                 yield
         except GenerationStopped:  # not a failure of the phase
-            phase.leave(outer)
+            status.leave(outer)
             raise
         finally:  # an interrupted phase also has a peak
             if ledger_phase:

@@ -168,7 +168,7 @@ class RolloutWorker:
 
         def score(part: Rollout) -> None:
             status.add_response(part.num_generated)
-            progress.responses(status.status.num_done, status.status.num_responses)
+            progress.add_response()
             if responses.is_cut(part):
                 return
             rollout = responses.join(part)
@@ -186,7 +186,6 @@ class RolloutWorker:
 
         mine = self._share_of(prompts)
         status.expect_responses(sum(len(p.sample_indices(responses.params)) for p in mine))
-        progress.responses(0, status.status.num_responses)
         generate = (self.conversations or self.engine).generate
         with self.phases("ROLLOUT", "gen", prompts=len(mine)):
             groups = generate(

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tlt_megatron.runtime.log import configure_logging
 from tlt_megatron.runtime.progress import Progress, pick_evenly
-from tlt_megatron.runtime.step_phase import StepPhase
+from tlt_megatron.runtime.status import RankStatus
 
 METRICS = {
     "critic/rewards/mean": 0.25,
@@ -58,44 +58,24 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     ]
 
 
-def test_auto_on_a_terminal_and_live_are_live_and_end_with_the_last_state() -> None:
-    for mode in ("auto", "live"):
-        console = make_console(terminal=True)
-        phase = StepPhase()
-        phase.begin("ROLLOUT")
-        progress = Progress(mode, 4, phase=phase, enabled=True, console=console)
-        progress.step(3, METRICS)
-        progress.close()
-        last_frame = text_of(console).split("\x1b[2K")[-1]
-        assert "step 3/4" in last_frame
-        assert "ETA 0:00:30" in last_frame
-        assert "reward 0.25  length 187.3  3,412 tokens/s  30 s/step" in last_frame
-        assert "ROLLOUT" not in last_frame
-        assert last_frame.endswith("\x1b[?25h")  # the cursor is back
-
-
-def test_live_names_the_phase_and_prints_messages_above_itself() -> None:
+def test_a_terminal_shows_a_live_display_that_ends_with_the_last_state() -> None:
     console = make_console(terminal=True)
-    phase = StepPhase()
-    phase.begin("DRAFT-TRAIN")
-    progress = Progress("live", 4, phase=phase, enabled=True, console=console)
+    status = RankStatus(rank=0, num_ranks=1)
+    status.begin("DRAFT-TRAIN")
+    progress = Progress("auto", 4, status=status, enabled=True, console=console)
     progress.message("a message")
     frame = text_of(console).partition("a message\n")[2]
-    progress.close()
     assert "step 0/4" in frame
     assert "no step has ended yet" in frame
     assert "DRAFT-TRAIN 0:00:0" in frame
-
-
-def test_live_without_a_terminal_becomes_lines_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    console = make_console(terminal=False)
-    with caplog.at_level(logging.INFO):
-        progress = Progress("live", 5, enabled=True, console=console)
-    progress.step(1, METRICS)
-    assert text_of(console).startswith("step 1/5 | ")
-    assert "logging.progress='live' needs a terminal" in caplog.text
+    progress.step(3, METRICS)
+    progress.close()
+    last_frame = text_of(console).split("\x1b[2K")[-1]
+    assert "step 3/4" in last_frame
+    assert "ETA 0:00:30" in last_frame
+    assert "reward 0.25  length 187.3  3,412 tokens/s  30 s/step" in last_frame
+    assert "DRAFT-TRAIN" not in last_frame
+    assert last_frame.endswith("\x1b[?25h")  # the cursor is back
 
 
 def test_lines_on_a_terminal_stay_lines_and_a_resumed_run_counts_from_where_it_is() -> None:
@@ -117,7 +97,7 @@ def test_log_lines_and_prints_stand_whole_above_the_live_display(
     console = make_console(terminal=True)
     try:
         configure_logging(0, None)  # before the display, as the launcher does
-        progress = Progress("live", 4, enabled=True, console=console)
+        progress = Progress("auto", 4, enabled=True, console=console)
         logging.getLogger("tlt_megatron.x").info("from the log")
         print("from a print")
         progress.close()
@@ -133,7 +113,7 @@ def test_log_lines_and_prints_stand_whole_above_the_live_display(
     assert "from the log" not in sys.stderr.getvalue()
 
 
-@pytest.mark.parametrize("mode, enabled", [("live", False), ("lines", False), ("none", True)])
+@pytest.mark.parametrize("mode, enabled", [("auto", False), ("lines", False), ("none", True)])
 def test_disabled_or_none_shows_nothing(mode: str, enabled: bool) -> None:
     console = make_console(terminal=True)
     progress = Progress(mode, 4, enabled=enabled, console=console)
@@ -144,15 +124,17 @@ def test_disabled_or_none_shows_nothing(mode: str, enabled: bool) -> None:
     assert text_of(console) == ""
 
 
-def test_an_evaluation_shows_its_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_shows_its_responses() -> None:
     """A run of 0 steps said "step 0/0 ... no step has ended yet" until its end."""
     for is_terminal in (False, True):
         console = make_console(terminal=is_terminal, width=120)
-        now = iter(range(1000))
-        monkeypatch.setattr("time.monotonic", lambda now=now: float(next(now)))
-        progress = Progress("auto", 0, enabled=True, console=console)
-        for count in range(31):
-            progress.responses(count, 30)
+        status = RankStatus(rank=0, num_ranks=1)
+        status.begin("ROLLOUT")
+        progress = Progress("auto", 0, status=status, enabled=True, console=console)
+        status.expect_responses(30)
+        for _ in range(30):
+            status.add_response(num_tokens=7)
+            progress.add_response()
         progress.close()
         text = text_of(console)
         assert "0/0" not in text
@@ -167,16 +149,11 @@ def test_an_evaluation_shows_its_responses(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_tool_counts_what_it_names_and_may_skip_some(monkeypatch: pytest.MonkeyPatch) -> None:
     console = make_console(terminal=False)
-    times = iter([0.0, 0.0, 10.0, 10.0])
+    times = iter([0.0, 10.0])
     monkeypatch.setattr("time.monotonic", lambda: next(times))
     progress = Progress("auto", 100, unit="tensor", enabled=True, console=console)
     progress.step(5, {"loss": 0.5})
     assert text_of(console) == "tensor 5/100 | loss 0.5 | ETA 0:03:10\n"
-
-
-def test_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"logging\.progress='bar': must be one of auto, live"):
-        Progress("bar", 4, enabled=False)
 
 
 def test_table_shows_the_columns_that_some_row_has() -> None:
@@ -230,7 +207,7 @@ class BrokenTerminal(io.StringIO):
         return super().write(text)
 
 
-@pytest.mark.parametrize("mode", ["live", "lines"])
+@pytest.mark.parametrize("mode", ["auto", "lines"])
 @pytest.mark.parametrize("num_writes", [0, 2])
 @pytest.mark.parametrize(
     "error",
@@ -245,7 +222,7 @@ def test_a_terminal_that_goes_away_ends_the_display_not_the_run(
     mode: str, num_writes: int, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = BrokenTerminal(num_writes, error)
-    console = Console(file=file, force_terminal=mode == "live", width=80, color_system=None)
+    console = Console(file=file, force_terminal=mode == "auto", width=80, color_system=None)
     stdout, stderr = sys.stdout, sys.stderr
     with caplog.at_level(logging.WARNING):
         progress = Progress(mode, 4, enabled=True, console=console)

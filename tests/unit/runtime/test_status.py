@@ -18,9 +18,12 @@ from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.trainer.phases import Phases
 
 
-def make_phases(run_dir: Path) -> Phases:
-    timeline = Timeline(None, 3, StatusWriter(run_dir, 3, 8))
-    return Phases(timeline, Progress("none", 1, enabled=False), select_device("cpu"), lambda: None)
+def make_phases(run_dir: Path) -> tuple[Phases, StatusWriter]:
+    """Of rank 3, with a writer of its status."""
+    timeline = Timeline(None, 3, RankStatus(rank=3, num_ranks=8))
+    writer = StatusWriter(run_dir, timeline.status)
+    progress = Progress("none", 1, enabled=False)
+    return Phases(timeline, progress, select_device("cpu"), lambda: None), writer
 
 
 def read(run_dir: Path) -> RankStatus:
@@ -30,7 +33,7 @@ def read(run_dir: Path) -> RankStatus:
 def test_the_last_status_names_the_phase_that_failed_and_the_responses_so_far(
     tmp_path: Path,
 ) -> None:
-    phases = make_phases(tmp_path)
+    phases, writer = make_phases(tmp_path)
     status = phases.timeline.status
     status.begin_step(5)
 
@@ -43,7 +46,7 @@ def test_the_last_status_names_the_phase_that_failed_and_the_responses_so_far(
 
     with pytest.raises(RuntimeError):
         fail()
-    status.close()
+    writer.close()
     found = read(tmp_path)
     assert (found.rank, found.num_ranks, found.step, found.num_phases) == (3, 8, 5, 2)
     assert list(found.phases) == ["EVAL", "ROLLOUT"]
@@ -56,18 +59,18 @@ def test_the_last_status_names_the_phase_that_failed_and_the_responses_so_far(
 def test_phases_that_a_stop_ended_are_forgotten_and_other_threads_have_none(
     tmp_path: Path,
 ) -> None:
-    phases = make_phases(tmp_path)
+    phases, writer = make_phases(tmp_path)
     with pytest.raises(GenerationStopped), phases("ROLLOUT", "gen"):
         raise GenerationStopped
     with phases("WAIT", "wait"):
         with phases.timeline.span("DRAFT-TRAIN"):
-            assert phases.timeline.status.phase.names == ("WAIT", "DRAFT-TRAIN")
-            other = threading.Thread(target=phases.timeline.status.phase.enter, args=("OTHER",))
+            assert phases.timeline.status.phases == ("WAIT", "DRAFT-TRAIN")
+            other = threading.Thread(target=phases.timeline.status.enter, args=("OTHER",))
             other.start()
             other.join()
-        assert phases.timeline.status.phase.names == ("WAIT",)
+        assert phases.timeline.status.phases == ("WAIT",)
     phases.timeline.status.end_step()
-    phases.timeline.status.close()
+    writer.close()
     found = read(tmp_path)
     assert list(found.phases) == []
     assert found.step_began_s is None
@@ -81,12 +84,12 @@ def test_a_run_goes_on_if_its_status_cannot_be_written_and_writes_it_once_it_can
     monkeypatch.setattr("tlt_megatron.runtime.status._WRITES_PER_S", 1000)
     (tmp_path / "status").touch()  # no folder can be made
     with caplog.at_level(logging.WARNING):
-        status = make_phases(tmp_path).timeline.status
+        phases, writer = make_phases(tmp_path)
         while not caplog.records:
             time.sleep(0.01)
         (tmp_path / "status").unlink()
-        status.begin_step(5)
-        status.close()
+        phases.timeline.status.begin_step(5)
+        writer.close()
     assert "rank_00003.json: cannot write the status of this rank" in caplog.text
     assert len(caplog.records) == 1
     assert read(tmp_path).step == 5
