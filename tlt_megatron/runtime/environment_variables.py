@@ -9,15 +9,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# All peers of an NCCL communicator must have the same values. SGLang sets them for its own
-# processes.
-_COMMUNICATION = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "NCCL_CUMEM_ENABLE",
-    "NCCL_GRAPH_MIXING_SUPPORT",
-    "NCCL_MNNVL_ENABLE",
-    "NCCL_NVLS_ENABLE",
-)
 _ENGINE_OWNER = "TLT_MEGATRON_ENGINE_OWNER"
 
 
@@ -52,14 +43,6 @@ def engine_owner() -> int | None:
     """Return the pid of the process that owns this engine process; None outside of engines."""
     pid = os.environ.get(_ENGINE_OWNER)
     return None if pid is None else int(pid)
-
-
-def communication_settings() -> dict[str, str | None]:
-    """Return the variables that must be equal on all ranks before the first NCCL communicator.
-
-    None: not set.
-    """
-    return {name: os.environ.get(name) for name in _COMMUNICATION}
 
 
 def _apply(changes: Mapping[str, str | None]) -> None:

@@ -20,7 +20,6 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.runtime.environment_variables import communication_settings
 from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of
 from tlt_megatron.trainer.build_drafter import make_drafter
 
@@ -33,11 +32,9 @@ def build_sglang_engine(
 ) -> SglangEngine | FollowerEngine:
     """Start an engine on the first of every `tp_size` ranks; the others follow it.
 
-    A collective of all ranks: afterwards all have an engine, or all raise. Starting an engine does
-    not change the environment, so the check of communication variables stays valid.
+    A collective of all ranks: afterwards all have an engine, or all raise.
     """
     _together(check_version, world)
-    check_communication(world)
     speculation = _with_drafter(config, run_dir, world)
     replica = _replica_group(config, world)
 
@@ -58,21 +55,6 @@ def build_sglang_engine(
         )
 
     return _together(start, world)
-
-
-def check_communication(world: Group) -> None:
-    """Raise RuntimeError if ranks differ in a variable that NCCL needs to be equal.
-
-    Call it before the first communicator: NCCL reads the variables once. A collective of all ranks.
-    """
-    settings = gather_objects(communication_settings(), world)
-    for rank, found in enumerate(settings):
-        for name, value in found.items():
-            if value != settings[0][name]:
-                raise RuntimeError(
-                    f"environment variable {name}={value!r} on rank {rank}, {settings[0][name]!r} on rank 0: must be equal on"
-                    " all ranks"
-                )
 
 
 def _replica_group(config: RunConfig, world: Group) -> Group:

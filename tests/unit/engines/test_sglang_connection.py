@@ -8,16 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from tests.ranks import run_ranks
 from tlt_megatron.config.schema import RolloutSection, SglangSection
 from tlt_megatron.engines.sglang.connection import Connection, _environment, check_version
 from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.environment_variables import engine_owner, environment
-from tlt_megatron.runtime.process_groups import group_of
-from tlt_megatron.trainer.build_sglang import check_communication
 
 
 def install(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,18 +119,3 @@ def test_engine_processes_do_not_get_the_trainers_allocator(
     with environment(_environment(is_cpu=False, num_ranks=1)):
         assert not [name for name in os.environ if name.endswith("ALLOC_CONF")]
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-
-
-def test_ranks_that_differ_in_nccls_settings_are_refused() -> None:
-    def run(name: str) -> str:
-        world = group_of(torch.distributed.group.WORLD)
-        check_communication(world)
-        if world.rank == 1:
-            os.environ[name] = "0"
-        with pytest.raises(RuntimeError) as caught:
-            check_communication(world)
-        return str(caught.value)
-
-    found = run_ranks(2, run, "NCCL_CUMEM_ENABLE")
-    text = "environment variable NCCL_CUMEM_ENABLE='0' on rank 1, None on rank 0: must be equal on all ranks"
-    assert found == [text, text]
