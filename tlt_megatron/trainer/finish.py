@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.durable import read_json_lines, replace_text
-from tlt_megatron.runtime.progress import Progress
+from tlt_megatron.runtime.progress import Progress, format_number
 from tlt_megatron.runtime.timeline import merge_timelines
 from tlt_megatron.trainer.run import Run
-from tlt_megatron.trainer.summary import result_lines, summarize
+from tlt_megatron.trainer.summary import summarize
 
 log = logging.getLogger(__name__)
 
@@ -76,23 +75,16 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
         _write_evaluation(config, rows[0], run_dir / "evaluation.json", progress)
         return
     progress.print_table(rows, TABLE_COLUMNS)
-    for line in (*result_lines(summary), f"run folder: {run_dir.resolve()}"):
-        progress.message(line)
-    tlt, folder = tlt_command(), shlex.quote(str(run_dir))
+    for name, value in summary.items():
+        if value is not None:
+            progress.message(f"{name:<22} {format_number(value)}")
+    progress.message(f"run folder: {run_dir.resolve()}")
+    tlt, folder = Path(sys.executable).with_name("tlt"), shlex.quote(str(run_dir))
     progress.message(f"next: {tlt} report {folder}")
     if config.checkpoint.export_hf:
         progress.message(f"      {tlt} evaluate {folder} --data FILE")
     if trainer.drafter is not None:
         progress.message(f"      {tlt} export-drafter --from {folder} --to FOLDER --format sglang")
-
-
-def tlt_command() -> str:
-    """Return how a shell here starts `tlt`: with the path of its environment if that is not on PATH."""
-    beside_python = Path(sys.executable).with_name("tlt")
-    if shutil.which("tlt") or not beside_python.exists():
-        return "tlt"
-    is_here = beside_python.is_relative_to(Path.cwd())
-    return str(beside_python.relative_to(Path.cwd()) if is_here else beside_python)
 
 
 def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:

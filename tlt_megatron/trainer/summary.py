@@ -5,23 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from tlt_megatron.runtime.progress import format_number
 from tlt_megatron.trainer.gain import SpeculationGain
-
-# What the end of a run says of its summary. A line needs all of its values.
-_RESULTS = {
-    ("eval_accuracy_first", "eval_accuracy_last"): "held-out accuracy: {} -> {}",
-    ("num_steps", "step_time_s_median", "seconds_total"): "RL steps: {}, median {} s; run {} s",
-    ("rollout_tokens_per_s",): "rollouts: {} generated tokens/s",
-    ("accept_length_first", "accept_length_last"): "accept length: {} -> {} tokens per verify pass",
-    ("idle_s", "idle_used_s"): "idle: {} rank-seconds, {} of them used",
-    (
-        "rollout_speedup",
-        "step_speedup",
-    ): "speculation: rollouts {} times as fast, RL steps {} times",
-    ("responses_differing",): "responses that speculation changed: {}",
-    ("memory_peak_gb", "memory_planned_gb"): "memory of a rank: {} GB at its peak, {} GB planned",
-}
 
 
 def summarize(
@@ -61,14 +45,3 @@ def summarize(
         summary |= {"rollout_speedup": gain.rollout_speedup, "step_speedup": step_speedup}
         summary["responses_differing"] = float(gain.num_differing)
     return summary
-
-
-def result_lines(summary: Mapping[str, float | None]) -> list[str]:
-    """Return the values of summary.json in words, with their units."""
-    lines = []
-    for names, text in _RESULTS.items():
-        values = [value for name in names if (value := summary.get(name)) is not None]
-        if len(values) == len(names):
-            is_above = names[0] == "memory_peak_gb" and values[0] > values[1]
-            lines.append(text.format(*map(format_number, values)) + ", above plan" * is_above)
-    return lines
