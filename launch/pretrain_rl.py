@@ -116,13 +116,14 @@ class _Launch:
         from tlt_megatron.runtime.collectives import broadcast_object
         from tlt_megatron.runtime.device import select_device
         from tlt_megatron.runtime.process_groups import init_world
-        from tlt_megatron.trainer.build import build_run, open_site
+        from tlt_megatron.trainer.build import build_run
         from tlt_megatron.trainer.finish import finish_run
         from tlt_megatron.trainer.memory_ledger import (
             check_memory,
             describe_checkpoint,
             make_ledger,
         )
+        from tlt_megatron.trainer.run_site import open_site
 
         config = self._config
         device = select_device(config.run.device)

@@ -110,7 +110,8 @@ def test_engine_with_other_weights_is_noticed_before_the_first_update(
     from tlt_megatron.runtime.device import select_device
     from tlt_megatron.runtime.process_groups import init_world
     from tlt_megatron.runtime.stop import StopRequest
-    from tlt_megatron.trainer.build import build_run, open_site
+    from tlt_megatron.trainer.build import build_run
+    from tlt_megatron.trainer.run_site import open_site
 
     settings = load_config(
         str(config), [layout, f"algorithm.num_epochs={num_epochs}", "data.eval="]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,19 +31,14 @@ from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.durable import replace_text
-from tlt_megatron.runtime.heartbeat import Heartbeat, running_heartbeat
-from tlt_megatron.runtime.job_store import JobStore, open_job_store
-from tlt_megatron.runtime.memory_claim import MemoryLedger
 from tlt_megatron.runtime.metrics import MetricsWriter
-from tlt_megatron.runtime.process_groups import Group, ProcessGroups
+from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.status import StatusWriter
-from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.runtime.trackers import Trackers, signals_kept
-from tlt_megatron.spot.lifecycle import DrafterLifecycle
-from tlt_megatron.trainer.build_drafter import attach_drafter
+from tlt_megatron.trainer.build_drafter import build_drafter
 from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.trainer.evaluation import Evaluator
 from tlt_megatron.trainer.flops import make_utilization
@@ -56,6 +50,7 @@ from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.trainer.run import Run, Schedule
 from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun
 from tlt_megatron.trainer.run_folder import CHECKPOINTS
+from tlt_megatron.trainer.run_site import Site
 from tlt_megatron.trainer.speculation_log import SpeculationLog
 from tlt_megatron.trainer.step_report import RunReport
 from tlt_megatron.trainer.weight_sync import push_policy
@@ -64,36 +59,6 @@ from tlt_megatron.types import Prompt, SamplingParams
 log = logging.getLogger(__name__)
 
 EVAL_SEED_OFFSET = 0x5EED  # evaluation never samples with the noise of training
-
-
-class Site(NamedTuple):
-    """What building needs everywhere. `stack` closes what is built, also after a failed build."""
-
-    config: RunConfig
-    run_dir: Path
-    world: Group
-    device: Device
-    store: JobStore
-    heartbeat: Heartbeat
-    stop: StopRequest
-    stack: ExitStack
-    ledger: MemoryLedger | None  # the planned memory
-
-
-def open_site(
-    config: RunConfig,
-    run_dir: Path,
-    world: Group,
-    device: Device,
-    stack: ExitStack,
-    stop: StopRequest,
-    ledger: MemoryLedger | None = None,
-) -> Site:
-    """Open the job's store and start the heartbeat. A collective of all ranks."""
-    limits_s = config.run.heartbeat_timeout_s, config.run.group_timeout_s
-    store = open_job_store(world, limits_s[0] or limits_s[1])
-    heartbeat = stack.enter_context(running_heartbeat(store, world, *limits_s, stop))
-    return Site(config, run_dir, world, device, store, heartbeat, stop, stack, ledger)
 
 
 def build_run(site: Site) -> Run:
@@ -152,12 +117,15 @@ def build_run(site: Site) -> Run:
     with phases("SYNC", "update_weights", version=step):
         push_policy(model, worker.engine, step, dtype=settings.engine_dtype, world=world)
     phases.take_timings()  # of no step
+    drafter = build_drafter(site, worker.engine, phases.timeline)
+    if drafter and folder and resumes_drafter:
+        drafter.load_from(folder)
     trainer = RLTrainer(
         settings,
         sampler=sampler,
         worker=worker,
         policy_trainer=_build_policy_trainer(config, model, critic, groups),
-        drafter=_build_drafter(site, worker, folder if resumes_drafter else None),
+        drafter=drafter,
     )
     carried = load_carried(folder, sampler.prompt_at) if folder else ()
     run = Run(
@@ -234,25 +202,6 @@ def _build_worker(
         should_stop=lambda: site.stop.is_requested,
         conversations=conversations,
     )
-
-
-def _build_drafter(
-    site: Site, worker: RolloutWorker, checkpoint: Path | None
-) -> DrafterLifecycle | None:
-    drafter = attach_drafter(
-        site.config,
-        worker.engine,
-        run_dir=site.run_dir,
-        timeline=worker.phases.timeline,
-        world=site.world,
-        store=site.store,
-        check_ranks=site.heartbeat.check,
-    )
-    if drafter is not None:
-        site.stack.callback(drafter.close)
-        if checkpoint is not None:
-            drafter.load_from(checkpoint)
-    return drafter
 
 
 def _open_report(

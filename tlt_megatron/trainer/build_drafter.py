@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -15,11 +12,10 @@ from tlt_megatron.drafter.eagle_folder import load_draft_config, load_drafter, l
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel, default_aux_layer_ids, make_draft_config
-from tlt_megatron.runtime.job_store import JobStore
-from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
+from tlt_megatron.trainer.run_site import Site
 
 
 def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...]:
@@ -33,21 +29,13 @@ def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...
     return default_aux_layer_ids(target.num_layers)
 
 
-def attach_drafter(
-    config: RunConfig,
-    engine: RolloutEngine,
-    *,
-    run_dir: Path,
-    timeline: Timeline,
-    world: Group,
-    store: JobStore,
-    check_ranks: Callable[[], None],
-) -> DrafterLifecycle | None:
+def build_drafter(site: Site, engine: RolloutEngine, timeline: Timeline) -> DrafterLifecycle | None:
     """Return the drafter's training, or None without spot training. A collective of all ranks.
 
     The engine must hold the policy, because drafter and policy are compared. ValueError for a
-    drafter of another policy. If `check_ranks` raises RanksLost, idle ranks stop their work.
+    drafter of another policy.
     """
+    config, world = site.config, site.world
     if not config.spot.enabled:
         return None
     target = load_model_config(config.model.path)
@@ -59,13 +47,13 @@ def attach_drafter(
         if state is not None:
             trainer.load_state_dict(state)
     ranks = SpotRanks(
-        store=store.part("spot"),
+        store=site.store.part("spot"),
         layout=ReplicaLayout(world.size, config.ranks_per_engine),
         rank=world.rank,
         phase_timeout_s=config.run.group_timeout_s,
-        check_ranks=check_ranks,
+        check_ranks=site.heartbeat.check,  # if it raises, idle ranks stop their work
     )
-    return DrafterLifecycle(
+    lifecycle = DrafterLifecycle(
         trainer,
         DataBuffer(config.spot, getattr(torch, config.rollout.dtype)),
         engine,
@@ -73,8 +61,10 @@ def attach_drafter(
         ranks=ranks,
         world=world,
         timeline=timeline,
-        run_dir=run_dir,
+        run_dir=site.run_dir,
     )
+    site.stack.callback(lifecycle.close)
+    return lifecycle
 
 
 def make_drafter(

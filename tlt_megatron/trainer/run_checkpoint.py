@@ -36,7 +36,6 @@ from tlt_megatron.trainer.manifest import (
     list_checkpoints,
     list_files,
     read_manifest,
-    read_pointer,
     verify_file,
     write_manifest,
     writer_of,
@@ -270,14 +269,11 @@ class CheckpointManager:
             replace_text(self.root / POINTER, str(step))
 
     def _drop_old(self) -> None:
-        """Delete all but the newest, by the order of writing. The pointer's target stays."""
+        """Delete all but the newest, by the order of writing. The newest is the pointer's target."""
         orders = {folder: manifest.order for folder, manifest in list_checkpoints(self.root)[0]}
         folders = sorted(checkpoint_folders(self.root), key=lambda folder: orders.get(folder, 0))
         complete = [folder for folder in folders if folder.suffix != ".tmp"]
         kept = set(complete[-self.keep :] if self.keep else complete)
-        step = read_pointer(self.root)
-        if step is not None:
-            kept.add(self.folder(step))
         dropped = [folder for folder in folders if folder not in kept]
         # Unfinished saves first: they have the names that the others are renamed to.
         dropped.sort(key=lambda folder: folder.suffix != ".tmp")

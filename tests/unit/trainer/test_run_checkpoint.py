@@ -320,16 +320,6 @@ def test_newest_is_by_the_order_of_writing_not_by_number(tmp_path: Path, model: 
     assert names(tmp_path) == ["iter_0000001", "iter_0000002"]
 
 
-def test_rotation_never_deletes_what_the_pointer_names(tmp_path: Path, model: FileModel) -> None:
-    checkpoints = manager(tmp_path, model, keep=1)
-    checkpoints.save(1, {})
-    checkpoints.save(2, {})
-    manifest = tmp_path / "iter_0000002" / MANIFEST
-    manifest.unlink()  # now nothing says when it was written
-    checkpoints._drop_old()
-    assert names(tmp_path) == ["iter_0000002"]
-
-
 def test_another_run_in_the_same_folder_does_write_its_own(
     tmp_path: Path, model: FileModel
 ) -> None:
