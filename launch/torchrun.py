@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     forwarder = _Forwarder()
     forwarder.start()
     try:
-        _check_program(arguments)
+        fetched = _check_program(arguments)
     except ValueError as error:
         print(f"pretrain_rl: {error}", file=sys.stderr)
         return 2
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
     from tlt_megatron.runtime.rendezvous import with_rendezvous
 
-    options = with_rendezvous(parse_args(arguments))
+    options = with_rendezvous(parse_args([*arguments, *fetched]))
     options.signals_to_handle = "SIGQUIT"
     # Ranks print in one line why they end. This hides torchrun's own report after it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -72,13 +72,16 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _check_program(arguments: list[str]) -> None:
-    """Raise ValueError for settings or files that launch/pretrain_rl.py would refuse on any number
-    of ranks.
+def _check_program(arguments: list[str]) -> list[str]:
+    """Fetch for this node what settings name by an id of the Hub. Return the settings that name the folders instead.
+
+    ValueError for settings or files that launch/pretrain_rl.py would refuse on any number of ranks.
     """
     names = [Path(word).name for word in arguments]
-    if "pretrain_rl.py" in names:
-        read_command(arguments[names.index("pretrain_rl.py") + 1 :])
+    if "pretrain_rl.py" not in names:
+        return []
+    _, options = read_command(arguments[names.index("pretrain_rl.py") + 1 :])
+    return options.fetched
 
 
 class _Forwarder:

@@ -5,7 +5,7 @@ It takes one process, on the CPU.
     python tools/convert_checkpoint.py --from build/tiny_policy --to build/megatron
     python tools/convert_checkpoint.py --from runs/quickstart --to build/hf
 
-`--from` sets the direction. A folder with config.json and safetensors becomes a torch_dist
+`--from` sets the direction. A folder with config.json and safetensors, or an id of the Hub, becomes a torch_dist
 checkpoint (weights, and the optimizer before its first step), like `policy/` of a run's checkpoint.
 A run, its checkpoints, one of them or its `policy/` becomes a Hugging Face model, for any layout
 that it was saved with. Config and tokenizer come from `--model`; for a run, the default is the
@@ -30,6 +30,7 @@ import yaml
 from torch import Tensor
 
 from tlt_megatron.cli import main as run_command
+from tlt_megatron.config.hub import TOKENIZER, fetch_model
 from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.config.schema import (
     McoreSection,
@@ -55,7 +56,7 @@ _TIMEOUT_S = 600.0
 def main() -> None:
     """Convert and print what was done. ValueError if that is impossible."""
     options = _parse()
-    source, target = Path(options.source), Path(options.to)
+    source, target = fetch_model("--from", options.source), Path(options.to)
     if not source.is_dir():
         raise ValueError(f"--from {source}: no such folder")
     world = init_world("gloo", _TIMEOUT_S)
@@ -63,7 +64,8 @@ def main() -> None:
         if is_hf_folder(source):
             hf_to_megatron(source, target, world, dtype=options.dtype or "float32")
         else:
-            model = Path(options.model) if options.model else find_model(source)
+            name = options.model
+            model = fetch_model("--model", name, TOKENIZER) if name else find_model(source)
             megatron_to_hf(find_policy(source, world), target, model, world, dtype=options.dtype)
     finally:
         dist.destroy_process_group()

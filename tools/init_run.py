@@ -2,7 +2,7 @@
 
 They are a config, a reward file and, for GPUs, a Slurm script.
 
-    tlt init --model /models/Qwen2.5-7B-Instruct --data train.jsonl --gpus 8 --out mine
+    tlt init --model Qwen/Qwen2.5-7B-Instruct --data train.jsonl --gpus 8 --out mine
 
 The layout is the smallest tensor parallelism that the memory ledger accepts, with pipeline stages
 only if that is not enough. Lengths and sizes come from the model and the data, which is read and
@@ -25,6 +25,7 @@ import torch
 import yaml
 
 from tlt_megatron.cli import ROOT
+from tlt_megatron.config.hub import TOKENIZER, fetch_model, name_version
 from tlt_megatron.config.layout import check_layout, draft_slack
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import DataSection
@@ -71,6 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
             f"--gpus {options.gpus}: must be 0, at most {NODE_GPUS}, or a multiple of it"
         )
     settings = choose_settings(options, folder)
+    model = settings["model"]
+    model["path"] = name_version(options.model, Path(model["path"]))
     text = ABOUT + yaml.safe_dump(settings, sort_keys=False)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
@@ -91,11 +94,12 @@ def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     """Return the sections of the config: what the data and the model give, and the first layout
     that fits.
     """
-    model = load_model_config(options.model)
+    found = fetch_model("--model", options.model, TOKENIZER)
+    model = load_model_config(found)
     limit = model.max_position_embeddings
     keys = {"input_key": options.input_key, "label_key": options.label_key}
     section = DataSection(max_prompt_tokens=limit, **keys)
-    tokenizer = load_tokenizer(options.model)
+    tokenizer = load_tokenizer(found)
     prompts = load_prompts(options.data, tokenizer, section)
     longest = max(len(prompt.token_ids) for prompt in prompts.rows)
     max_prompt = min(limit // 2, math.ceil(longest / 64) * 64)
@@ -107,7 +111,7 @@ def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]
         files["eval"] = held_out if len(held_out) > 1 else held_out[0]
         load_held_out(replace(section, eval=files["eval"]), tokenizer)  # checks them
     settings: dict[str, Any] = {
-        "model": {"path": str(options.model.resolve()), "dtype": dtype},
+        "model": {"path": str(found.resolve()), "dtype": dtype},
         "data": {**files, **keys, "max_prompt_tokens": max_prompt},
         "reward": {"function": f"{folder / 'reward.py'}:compute_score"},
         "rollout": {
@@ -196,7 +200,9 @@ def _overrides(settings: dict[str, Any]) -> list[str]:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model")
+    parser.add_argument(
+        "--model", required=True, help="folder of a Hugging Face model, or its id on the Hub"
+    )
     parser.add_argument("--data", type=Path, required=True, help=".jsonl or .parquet of prompts")
     parser.add_argument("--eval", type=Path, nargs="+", help="the same, held out")
     parser.add_argument("--gpus", type=int, required=True, help="of the run; 0: 2 CPU ranks")

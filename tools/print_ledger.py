@@ -1,8 +1,8 @@
 """Prints the memory of one rank by phase, for a configuration and a number of GPUs.
 
-    tlt plan examples/qwen2_5_7b_8gpu.yaml --ranks 8 model.path=/models/Qwen2.5-7B-Instruct
+    tlt plan examples/qwen2_5_7b_8gpu.yaml --ranks 8 model.path=Qwen/Qwen2.5-7B-Instruct
 
-It needs no GPU, and of the model a folder with config.json alone. `run.device=cpu` gives the memory
+It needs no GPU, and of the model a folder with config.json alone; of an id of the Hub it fetches that file. `run.device=cpu` gives the memory
 of a CPU rank.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from tlt_megatron.config.hub import CONFIG, load_fetched_config
 from tlt_megatron.config.layout import check_layout
-from tlt_megatron.config.load import load_config
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.memory_ledger import describe_checkpoint, make_ledger
 
@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
     files = [word for word in given.words if "=" not in word]
     if not files:
         parser.error("CONFIG.yaml is missing")
-    config = load_config(files, [word for word in given.words if "=" in word])
+    overrides = [word for word in given.words if "=" in word]
+    config, _ = load_fetched_config(files, overrides, patterns=CONFIG)
     if not (Path(config.model.path) / "config.json").is_file():
         raise ValueError(
             f"model.path={config.model.path!r}: must be a folder with config.json, which is enough for a plan"

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from tlt_megatron.config.hub import fetch_data, fetch_model
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import DrafterSection, RunConfig
 from tlt_megatron.config.strategy import SpeculationStrategy
@@ -234,6 +235,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.eval:
         parser.error("--eval is needed: data.eval of --config is empty")
+    options.model = fetch_model("--model", options.model)
+    options.prompts = fetch_data("--prompts", options.prompts)
+    options.eval = fetch_data("--eval", options.eval)
     if options.measure_minutes <= 0:
         parser.error(f"--measure-minutes {options.measure_minutes:g}: must be > 0")
     return options

@@ -1,12 +1,9 @@
-"""Turns a public data set into rows for `data.train` or `data.eval`. Download the file first, where you have a network:
+"""Turns a public data set into rows for `data.train` or `data.eval`: a downloaded file, or an id of the Hugging Face Hub.
 
-    base=https://huggingface.co/datasets
-    raw=https://raw.githubusercontent.com
-    curl -Lo gsm8k.jsonl $raw/openai/grade-school-math/master/grade_school_math/data/train.jsonl   # test.jsonl: to evaluate
-    curl -Lo dapo.parquet $base/BytedTsinghua-SIA/DAPO-Math-17k/resolve/main/data/dapo-math-17k.parquet
-    curl -Lo aime.parquet $base/Maxwell-Jia/AIME_2024/resolve/main/aime_2024_problems.parquet
-    curl -Lo mbpp.jsonl $raw/google-research/google-research/master/mbpp/mbpp.jsonl
-
+    python examples/datasets/convert.py gsm8k openai/gsm8k/main:train --out data/gsm8k/train.jsonl   # main:test: to evaluate
+    python examples/datasets/convert.py dapo_math BytedTsinghua-SIA/DAPO-Math-17k:train --out data/dapo/train.jsonl
+    python examples/datasets/convert.py aime Maxwell-Jia/AIME_2024:train --out data/dapo/aime.jsonl
+    python examples/datasets/convert.py mbpp google-research-datasets/mbpp/full:train --out data/mbpp/train.jsonl
     python examples/datasets/convert.py gsm8k gsm8k.jsonl --out data/gsm8k/train.jsonl
 
 `gsm8k.yaml`, `dapo_math.yaml` and `mbpp.yaml` beside this file say how to train on them. Mind the licence of each data set.
@@ -21,6 +18,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tlt_megatron.config.hub import fetch_data
 
 Json = dict[str, Any]
 _BOXED = "Think step by step, and write the final answer within \\boxed{}."
@@ -140,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Write the rows to --out. Exit code 2 and one line for a file or a row that cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", choices=SOURCES)
-    parser.add_argument("file", type=Path, help="the downloaded .jsonl or .parquet")
+    parser.add_argument("file", help="a .jsonl or .parquet, or an id of the Hub with its split")
     parser.add_argument("--out", type=Path, required=True, help=".jsonl")
     parser.add_argument("--text", action="store_true", help="prompts as strings")
     parser.add_argument(
@@ -151,7 +150,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     try:
-        rows = list(convert(options.source, options.file, as_text=options.text))
+        file = fetch_data("FILE", options.file)
+        rows = list(convert(options.source, file, as_text=options.text))
         if options.ids is not None:
             rows = _select(rows, options.ids)
     except (OSError, ValueError) as error:

@@ -30,7 +30,7 @@ MEAN_DIFF_ROUNDED = 0.1
 class ModelSection(Section):
     """The policy."""
 
-    path: str = ""  # folder of a Hugging Face model: config.json, tokenizer, safetensors
+    path: str = ""  # folder of a Hugging Face model (config.json, tokenizer, safetensors), or its id on the Hub
     # of its parameters; bfloat16 has float32 master weights
     dtype: Annotated[str, one_of("float32", "bfloat16")] = "float32"
 
@@ -234,7 +234,7 @@ class OptimizerSection(Section):
 class CriticSection(Section):
     """The critic of `algorithm.advantage=gae`. Its other settings are those of the policy."""
 
-    path: str = ""  # folder of a Hugging Face model, its initial weights; empty: model.path
+    path: str = ""  # folder or Hub id of its initial weights; empty: model.path
     lr: Positive = 1e-5  # constant
     cliprange_value: Positive = 0.5  # values move by at most so much in the updates of a step
     warmup_steps: NonNegativeInt = 0  # first RL steps of a critic, in which only it learns

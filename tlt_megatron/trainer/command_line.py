@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import argparse
 
+from tlt_megatron.config.hub import load_fetched_config
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.preflight import check_files
 from tlt_megatron.config.schema import RunConfig
 
 
 def read_command(arguments: list[str] | None) -> tuple[RunConfig, argparse.Namespace]:
-    """Return the settings and the options, `config` and `print_config`. Reads no weights.
+    """Return the settings and the options: `config`, `print_config`, and the settings `fetched` that replace ids of the Hub.
 
-    ValueError for settings or files that no number of ranks can use; with `--print-config` files are not checked.
+    Reads no weights. ValueError for settings or files that no number of ranks can use; with `--print-config` files are not checked.
     """
     options = _parse(arguments)
     overrides = list(options.overrides)
     if options.resume is not None:
         overrides.append(f"checkpoint.resume={options.resume}")
-    config = load_config(options.config, overrides)
     if options.print_config:
-        return config, options
+        return load_config(options.config, overrides), options
+    config, options.fetched = load_fetched_config(options.config, overrides)
     if config.checkpoint.resume == "auto" and not config.run.dir:
         raise ValueError("run.dir='': must name the run folder where checkpoint.resume='auto'")
     check_files(config)

@@ -1,0 +1,151 @@
+"""Models and data sets by their id of the Hugging Face Hub, from a server on this machine that speaks its protocol."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.fake_hub import COMMIT, FakeHub, serve
+from tests.tiny_task import REPO, rollouts
+
+IDS = (
+    "model.path=tiny/policy",
+    "data.train=tiny/sums:train",
+    "data.eval=tiny/sums@main:test",
+    "data.input_key=question",
+    "data.label_key=answer",
+)
+
+
+@pytest.fixture
+def hub(config: Path, tmp_path: Path) -> Iterator[FakeHub]:
+    data = tmp_path / "sums"
+    data.mkdir()
+    for split in ("train", "test"):
+        rows = [{"question": f"{i}+1=", "answer": "5"} for i in range(12)]
+        (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = shutil.copytree(config.parent / "model", tmp_path / "policy")
+    (model / "onnx").mkdir()
+    (model / "onnx" / "model.safetensors").write_bytes(b"another format of the same weights")
+    with serve(FakeHub(models={"tiny/policy": model}, datasets={"tiny/sums": data})) as hub:
+        yield hub
+
+
+def tlt(hub: FakeHub, home: Path, *words: object, offline: bool = False) -> tuple[int, str]:
+    """Run a command of `tlt`, as `run`."""
+    return run(hub, home, "-m", "tlt_megatron.cli", *words, offline=offline)
+
+
+def run(hub: FakeHub, home: Path, *words: object, offline: bool = False) -> tuple[int, str]:
+    """Run Python with a cache of its own. Return the exit code and all that it says."""
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": str(int(offline)),
+        "PYTHONPATH": str(REPO),
+    }
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_run_fetches_once_and_repeats_offline(hub: FakeHub, config: Path, tmp_path: Path) -> None:
+    words = (
+        "train",
+        config,
+        *IDS,
+        "run.num_steps=1",
+        "eval.num_prompts=2",
+        "--nproc-per-node",
+        "2",
+    )
+    for number, offline in enumerate((False, True)):
+        asked = len(hub.requests)
+        code, output = tlt(
+            hub, tmp_path / "hf", *words, f"run.dir={tmp_path / str(number)}", offline=offline
+        )
+        assert code == 0, output
+        assert offline == (len(hub.requests) == asked), hub.requests[asked:]
+    downloads = hub.downloads()
+    assert downloads.count("model.safetensors") == 1, downloads
+    assert downloads.count("train.jsonl") == 1, downloads
+    first, again = (rollouts(tmp_path / name) for name in ("0", "1"))
+    assert first == again
+    assert first[0]["prompt"].endswith("+1=")
+
+
+@pytest.mark.parametrize(
+    "setting, reason",
+    [
+        ("model.path=tiny/other", "Repository Not Found"),
+        ("model.path=tiny/policy@v2", "Revision Not Found"),
+        ("data.train=tiny/others:train", "tiny/others"),
+        ("data.train=tiny/sums:validation", "validation"),
+    ],
+)
+def test_what_the_hub_lacks_is_refused_in_one_line(
+    hub: FakeHub, config: Path, tmp_path: Path, setting: str, reason: str
+) -> None:
+    code, output = tlt(hub, tmp_path / "hf", "train", config, *IDS, setting)
+    line = output.splitlines()[-1]
+    key, _, value = setting.partition("=")
+    assert code == 2, output
+    assert line.startswith(f"pretrain_rl: {key}={value!r}: is no "), output
+    assert reason in line
+    assert "Traceback" not in output
+
+
+def test_without_a_network_the_line_says_how_to_get_the_folder(
+    hub: FakeHub, config: Path, tmp_path: Path
+) -> None:
+    code, output = tlt(hub, tmp_path / "hf", "train", config, *IDS, offline=True)
+    assert code == 2
+    assert "hf download tiny/policy --local-dir FOLDER" in output.splitlines()[-1]
+    assert not hub.requests
+
+
+def test_a_plan_fetches_the_config_alone(hub: FakeHub, config: Path, tmp_path: Path) -> None:
+    code, output = tlt(hub, tmp_path / "hf", "plan", config, "--ranks", 2, *IDS)
+    assert code == 0, output
+    assert hub.downloads() == ["config.json"]
+
+
+def test_init_reads_no_weights_and_pins_the_commit(
+    hub: FakeHub, config: Path, tmp_path: Path
+) -> None:
+    data, out = config.parent / "train.jsonl", tmp_path / "mine"
+    words = ("--model", "tiny/policy", "--data", data, "--gpus", 0, "--out", out)
+    code, output = tlt(hub, tmp_path / "hf", "init", *words)
+    assert code == 0, output
+    assert "model.safetensors" not in hub.downloads()
+    settings = yaml.safe_load((out / "config.yaml").read_text())
+    assert settings["model"]["path"] == f"tiny/policy@{COMMIT}"
+
+
+def test_a_conversion_takes_an_id(hub: FakeHub, tmp_path: Path) -> None:
+    target = tmp_path / "megatron"
+    code, output = tlt(hub, tmp_path / "hf", "convert", "--from", "tiny/policy", "--to", target)
+    assert code == 0, output
+    assert any(target.iterdir())
+
+
+def test_a_recipe_converts_a_data_set_by_its_id(hub: FakeHub, tmp_path: Path) -> None:
+    samples, folder, out = REPO / "examples/datasets/samples", tmp_path / "gsm8k", tmp_path / "rows"
+    folder.mkdir()
+    shutil.copy(samples / "gsm8k.jsonl", folder / "train.jsonl")
+    hub.datasets["openai/gsm8k"] = folder
+    program = "examples/datasets/convert.py"
+    for name in ("openai/gsm8k:train", str(samples / "gsm8k.jsonl")):
+        words = ("gsm8k", name, "--out", str(out / name.replace("/", "_")))
+        code, output = run(hub, tmp_path / "hf", program, *words)
+        assert code == 0, output
+    from_hub, from_file = (file.read_text() for file in out.iterdir())
+    assert from_hub == from_file

@@ -1,0 +1,114 @@
+"""A server on this machine that speaks the part of the Hugging Face Hub's protocol that downloads use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class FakeHub:
+    """Folders by their id, and what was asked for: the method and the path of every request."""
+
+    models: dict[str, Path] = field(default_factory=dict)
+    datasets: dict[str, Path] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    url: str = ""
+
+    def downloads(self) -> list[str]:
+        """Return the names of the files that were sent, in order."""
+        gets = [r.partition(" ")[2] for r in self.requests if r.startswith("GET ")]
+        return [path.rpartition("/")[2] for path in gets if "/resolve/" in path]
+
+
+@contextmanager
+def serve(hub: FakeHub) -> Iterator[FakeHub]:
+    """Serve `hub` on a free port of this machine until the block ends."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self._answer()
+
+        def do_HEAD(self) -> None:
+            self._answer()
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self._answer()
+
+        def _answer(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            hub.requests.append(f"{self.command} {path}")
+            words = path.strip("/").split("/")
+            is_data = "datasets" in words[:2]
+            folders = hub.datasets if is_data else hub.models
+            is_api = words[0] == "api"
+            words = words[is_api + (is_data or is_api) :]
+            folder, rest = folders.get("/".join(words[:2])), words[2:]
+            if folder is None:
+                self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+            elif not is_api and rest[:1] == ["resolve"]:
+                self._send_file(folder / "/".join(rest[2:]))
+            elif rest[:1] == ["revision"] and rest[1] not in ("main", COMMIT):
+                self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            elif rest[:1] == ["tree"]:
+                self._send_json([_entry(folder, file) for file in _files(folder)])
+            elif rest[:1] in ([], ["revision"]):
+                names = [{"rfilename": str(f.relative_to(folder))} for f in _files(folder)]
+                about = {"id": "/".join(words[:2]), "sha": COMMIT, "siblings": names}
+                self._send_json(about | {"private": False, "gated": False, "tags": []})
+            else:
+                self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+
+        def _send_file(self, file: Path) -> None:
+            if file.is_file():
+                content = file.read_bytes()
+                tag = hashlib.sha256(content).hexdigest()
+                self._send(200, content, {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT})
+            else:
+                self._send(404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+
+        def _send_json(self, content: object) -> None:
+            self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+        def _send(self, code: int, content: bytes, headers: dict[str, str]) -> None:
+            self.send_response(code)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def _entry(folder: Path, file: Path) -> dict[str, object]:
+    tag = hashlib.sha256(file.read_bytes()).hexdigest()
+    size = file.stat().st_size
+    return {"type": "file", "path": str(file.relative_to(folder)), "size": size, "oid": tag}

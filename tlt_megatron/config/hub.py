@@ -1,0 +1,137 @@
+"""Settings that name a model or a data set of the Hugging Face Hub instead of a folder or file of this machine.
+
+`Qwen/Qwen3-0.6B` is a model, `Qwen/Qwen3-0.6B@REVISION` one at a branch, tag or commit. `openai/gsm8k:train` is a split of
+a data set, `openai/gsm8k/main@REVISION:train` one of a named configuration. What exists on this machine is never asked for.
+The launcher fetches once per node before it starts ranks; `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` hold as everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from tlt_megatron.config.load import load_config
+from tlt_megatron.config.schema import RunConfig
+
+_NAME = r"[\w-][\w.-]*"
+_MODEL = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[\w./-]+))?")
+_DATA = re.compile(
+    rf"(?P<repo>{_NAME}/{_NAME})(?:/(?P<config>{_NAME}))?(?:@(?P<revision>[\w./-]+))?:(?P<split>[\w\[\]:%+-]+)"
+)
+CONFIG = ("config.json",)
+TOKENIZER = ("*.json", "*.model", "*.txt", "*.jinja")
+WHOLE = (*TOKENIZER, "*.safetensors")
+_LEFT_OUT = ("*/*", "consolidated*")  # other formats of the same weights
+
+
+def fetch_model(key: str, name: str, patterns: tuple[str, ...] = WHOLE) -> Path:
+    """Return the folder of a model: `name` itself if it is no id of the Hub, else what the Hub has under it.
+
+    `patterns` limits the files that are fetched. ValueError names the setting `key` if the Hub cannot be reached or has no such model.
+    """
+    match = _MODEL.fullmatch(name)
+    if match is None or Path(name).exists():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        folder = snapshot_download(
+            match["repo"],
+            revision=match["revision"],
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_LEFT_OUT),
+        )
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise _unreachable(key, name, "folder", f"hf download {match['repo']}", error) from error
+    return Path(folder)
+
+
+def name_version(name: str, folder: Path) -> str:
+    """Return the name of exactly what `fetch_model` found: an id with its commit, or an absolute path."""
+    match = _MODEL.fullmatch(name)
+    if match is None or Path(name).exists():
+        return str(folder.resolve())
+    return f"{match['repo']}@{folder.name}"
+
+
+def fetch_data(key: str, name: str) -> Path:
+    """Return the file of a data set: `name` itself if it is no id of the Hub, else the split as a .parquet file.
+
+    It is written once for each version of the data, beside what `datasets` keeps. ValueError as `fetch_model`.
+    """
+    match = _DATA.fullmatch(name)
+    if match is None or Path(name).exists():
+        return Path(name)
+    if find_spec("datasets") is None:
+        raise ValueError(
+            f"{key}={name!r}: the package datasets is not installed: pip install datasets"
+        )
+    import datasets
+    from datasets.config import HF_DATASETS_CACHE
+
+    repo, split = match["repo"], match["split"]
+    try:
+        rows = datasets.load_dataset(repo, match["config"], split=split, revision=match["revision"])
+    except (OSError, ValueError, RuntimeError) as error:
+        command = f"hf download --repo-type dataset {repo}"
+        raise _unreachable(key, name, ".jsonl or .parquet file", command, error) from error
+    assert isinstance(rows, datasets.Dataset)
+    kept = Path(HF_DATASETS_CACHE) / "tlt_megatron" / rows._fingerprint
+    # The stem names the data in metrics, as that of a user's own file does.
+    stem = re.sub(r"[^\w.-]+", "_", f"{repo.rpartition('/')[2]}-{split}")
+    file = kept / f"{stem}.parquet"
+    if not file.is_file():
+        kept.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}.part")
+        rows.to_parquet(part)
+        part.replace(file)
+    return file
+
+
+def load_fetched_config(
+    files: str | Path | Sequence[str | Path] | None,
+    overrides: Sequence[str],
+    patterns: tuple[str, ...] = WHOLE,
+) -> tuple[RunConfig, list[str]]:
+    """Return `load_config` with folders and files in place of ids of the Hub, and the overrides that put them there.
+
+    Data sets are fetched only with the whole model.
+    """
+    config = load_config(files, overrides)
+    fetched = [
+        f"{key}={json.dumps(found)}"
+        for key, name, found in _found(config, patterns)
+        if found != name
+    ]
+    return (load_config(files, [*overrides, *fetched]) if fetched else config), fetched
+
+
+def _found(config: RunConfig, patterns: tuple[str, ...]) -> Iterator[tuple[str, object, object]]:
+    """Yield each setting that may name something of the Hub: key, value, and value on this machine."""
+    models = {"model.path": config.model.path, "critic.path": config.critic.path}
+    if config.speculation.enabled:
+        models["speculation.drafter"] = config.speculation.drafter
+    for key, name in models.items():
+        yield key, name, str(fetch_model(key, name, patterns)) if name else name
+    if patterns == WHOLE:
+        yield "data.train", config.data.train, _file("data.train", config.data.train)
+        found = config.data.eval
+        files = [_file("data.eval", name) for name in found] if isinstance(found, list) else []
+        yield "data.eval", found, files or _file("data.eval", str(found or ""))
+
+
+def _file(key: str, name: str) -> str:
+    return str(fetch_data(key, name)) if name else name
+
+
+def _unreachable(key: str, name: str, kind: str, command: str, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())[:300]
+    return ValueError(
+        f"{key}={name!r}: is no {kind} of this machine, and the Hugging Face Hub does not give it: {reason}"
+        f" (on a machine with a network: {command} --local-dir FOLDER, then copy FOLDER here and set {key} to it)"
+    )
