@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
 
+from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.types import Prompt
 
@@ -151,16 +152,21 @@ def prompt(prompt_id: str = "p", **facts: object) -> Prompt:
     return Prompt(prompt_id=prompt_id, draw_index=0, token_ids=(1,), **facts)
 
 
-def score(pool: RewardPool, *responses: str) -> list[float]:
+def outcomes(pool: RewardPool, *responses: str) -> list[Outcome]:
     for index, response in enumerate(responses):
         pool.submit(index, prompt(f"p{index}"), response)
-    rewards = scores(pool)
-    return [rewards[index] for index in range(len(responses))]
+    found = pool.collect()
+    assert found is not None
+    return [found[index] for index in range(len(responses))]
+
+
+def score(pool: RewardPool, *responses: str) -> list[float]:
+    return [outcome.score for outcome in outcomes(pool, *responses)]
 
 
 def scores(pool: RewardPool) -> dict[Hashable, float]:
     """The reward of each response, as `collect` returns it."""
-    return {key: outcome.score for key, outcome in pool.collect().items()}
+    return {key: outcome.score for key, outcome in (pool.collect() or {}).items()}
 
 
 def is_running(pid: int) -> bool:

@@ -1,7 +1,7 @@
 """The built-in reward functions: `math` (equal as mathematics, by math-verify) and `exact` (equal
 as text).
 
-`reward.load_reward` loads them. If a response cannot be parsed or compared in time, it scores 0:
+Reward workers load them. If a response cannot be parsed or compared in time, it scores 0:
 the policy wrote it. If a ground truth cannot be parsed, it is an error in the data set.
 """
 

@@ -27,7 +27,6 @@ from tlt_megatron.types import (
 )
 
 _FILE = "carried_responses.pt"  # in a checkpoint
-_FIELDS = [field.name for field in dataclasses.fields(Rollout)]
 
 
 class ScoredResponse(NamedTuple):
@@ -160,18 +159,17 @@ def _merge(parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _join_kept(parts: Sequence[Rollout]) -> KeptTokens | None:
-    kept = [part.kept or _all_kept(part.token_ids.numel()) for part in parts]
-    if all(part.kept is None for part in parts):
+    """Return the kept sets of both parts. A part without any counts as the whole vocabulary."""
+    sets = [part.kept for part in parts if part.kept is not None]
+    if not sets:
         return None
+    counts = [
+        torch.zeros_like(part.token_ids).int() if part.kept is None else part.kept.counts
+        for part in parts
+    ]
     return KeptTokens(
-        token_ids=torch.cat([each.token_ids for each in kept]),
-        counts=torch.cat([each.counts for each in kept]),
+        token_ids=torch.cat([each.token_ids for each in sets]), counts=torch.cat(counts)
     )
-
-
-def _all_kept(num_tokens: int) -> KeptTokens:
-    none = torch.zeros(0, dtype=torch.int32)
-    return KeptTokens(token_ids=none, counts=none.new_zeros(num_tokens))
 
 
 def carried_metrics(
@@ -193,22 +191,14 @@ def carried_metrics(
 
 def save_carried(folder: Path, carried: Sequence[ScoredGroup]) -> None:
     """Write the groups that a step left over. Prompts are not written: draw_index names them."""
-    rows = [
-        [
-            {name: _plain(getattr(rollout, name)) for name in _FIELDS}
-            for rollout in group.group.rollouts
-        ]
-        for group in carried
-    ]
+    rows = [[_as_row(rollout) for rollout in group.group.rollouts] for group in carried]
     scores = [(group.rewards, [dict(each) for each in group.details]) for group in carried]
     torch.save({"rollouts": rows, "scores": scores}, folder / _FILE)
 
 
-def _plain(value: object) -> object:
-    """Return a value that torch.load takes from anyone."""
-    if isinstance(value, KeptTokens):
-        return {"token_ids": value.token_ids, "counts": value.counts}
-    return str(value) if isinstance(value, FinishReason) else value
+def _as_row(rollout: Rollout) -> Mapping[str, object]:
+    """Return a response as values that `torch.load` accepts with weights_only."""
+    return dataclasses.asdict(rollout) | {"finish_reason": str(rollout.finish_reason)}
 
 
 def load_carried(folder: Path, prompt_at: Callable[[int], Prompt]) -> tuple[ScoredGroup, ...]:
@@ -225,7 +215,7 @@ def load_carried(folder: Path, prompt_at: Callable[[int], Prompt]) -> tuple[Scor
         for row in rows:
             row["finish_reason"] = FinishReason(row["finish_reason"])
             row["kept"] = row["kept"] and KeptTokens(**row["kept"])
-        rollouts = tuple(Rollout(**{n: row[n] for n in _FIELDS if n in row}) for row in rows)
+        rollouts = tuple(Rollout(**row) for row in rows)
         group = RolloutGroup(prompt=prompt_at(rollouts[0].draw_index), rollouts=rollouts)
         groups.append(ScoredGroup(group=group, rewards=rewards, details=tuple(details)))
     return tuple(groups)

@@ -14,21 +14,11 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeGuard
+from collections.abc import Mapping, Sequence
 
 from tlt_megatron.config.extensions import load_extension
 
-RawScore = float | Mapping[str, object]
-AsyncRewardFunction = Callable[..., Awaitable[RawScore]]
-RewardFunction = Callable[..., RawScore] | AsyncRewardFunction
-
 MAX_ABS_REWARD = 1e6  # the variance of 1e200 overflows, which silently makes advantages 0
-
-
-def load_reward(spec: str) -> RewardFunction:
-    """Return the function that `reward.function` names. ValueError as in `load_extension`."""
-    return load_extension("reward.function", spec)
 
 
 def name_setting(weights: Mapping[str, float]) -> str:
@@ -37,7 +27,7 @@ def name_setting(weights: Mapping[str, float]) -> str:
     return f"reward.function={spec if not others and weight == 1 else dict(weights)!r}"
 
 
-def is_async(function: RewardFunction) -> TypeGuard[AsyncRewardFunction]:
+def is_async(function: object) -> bool:
     """Return whether a call of `function` gives an awaitable; also True for an object with `async
     def __call__`.
     """
@@ -96,7 +86,7 @@ class WeightedRewards:
         self.is_async = False
         self._parts = []
         for spec, weight in weights.items():
-            function = load_reward(spec)
+            function = load_extension("reward.function", spec)
             self.is_async |= is_async(function)
             self._parts.append((spec, weight, function))
 

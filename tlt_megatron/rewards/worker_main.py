@@ -96,9 +96,7 @@ class _Functions:
         self._environment = (
             load_extension("rollout.environment", environment) if environment else None
         )
-        self.is_async = self._rewards.is_async or (
-            self._environment is not None and is_async(self._environment)
-        )
+        self.is_async = self._rewards.is_async or is_async(self._environment)
 
     async def call(self, task: dict) -> dict[str, object]:
         """Return the result of a task, as fields of `worker_process.Outcome`.

@@ -10,6 +10,7 @@ the group is killed: all its programs except those that started a session of the
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -107,14 +108,15 @@ class WorkerProcess:
         if failure is not None:
             raise failure
 
-    async def call(self, function: str, arguments: bytes, timeout_s: float) -> Outcome:
-        """Call "reward" or "environment"; `arguments` is JSON. A worker that is late is ended and
-        takes no more.
-        """
+    async def call(
+        self, function: str, arguments: Mapping[str, object], timeout_s: float
+    ) -> Outcome:
+        """Call "reward" or "environment". A worker that is late is ended and takes no more."""
         self._num_tasks += 1
         answer = self._answers[self._num_tasks] = asyncio.get_running_loop().create_future()
-        head = json.dumps({"task": self._num_tasks, "function": function, "timeout_s": timeout_s})
-        self._writer.write(b'%b, "arguments": %b}\n' % (head[:-1].encode(), arguments))
+        task = {"task": self._num_tasks, "function": function, "timeout_s": timeout_s}
+        message = json.dumps({**task, "arguments": arguments}, default=_as_text)
+        self._writer.write(message.encode() + b"\n")
         # `wait` reports answers that came in time, even if this thread resumed after the deadline.
         await asyncio.wait([answer], timeout=timeout_s + _ASYNC_GRACE_S * self.is_async)
         if not answer.done():
@@ -197,6 +199,10 @@ class WorkerProcess:
         outcome = Outcome(failure=failure, detail=detail, is_shared=len(self._answers) > 1)
         for answer in pending:
             answer.set_result(outcome)
+
+
+def _as_text(value: object) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 async def _wait_exit(process: subprocess.Popen[bytes]) -> None:

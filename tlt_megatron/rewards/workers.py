@@ -9,17 +9,14 @@ its worker is lost and replaced. An event loop in a separate thread drives the w
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from tlt_megatron.rewards.reward import name_setting
 from tlt_megatron.rewards.worker_process import Outcome, WorkerProcess
@@ -35,21 +32,10 @@ _STOP_POLL_S = 0.2  # between two calls of `should_stop`
 _ASYNC_SLOTS = 64  # responses that one worker of an async function scores at once
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardStats:
-    """Counters of a pool since they were last read."""
-
-    num_scored: int = 0  # responses with a reward, failures that count as 0 included
-    num_errors: int = 0  # the function raised, or its worker died
-    num_timeouts: int = 0
-    score_seconds: float = 0.0  # spent in the reward function, summed over workers
-    wait_seconds: float = 0.0  # that `collect` waited: the time scoring adds to the RL step
-
-
 class RewardPool:
     """`num_workers` processes that load the functions in parallel, in the background.
 
-    `functions` is the setting of a function (see `reward.load_reward`), or the weight of each by
+    `functions` is the setting of a function (see `config.extensions`), or the weight of each by
     its setting. `on_error` handles a function that raises, exceeds `timeout_s` or kills its worker.
     "raise" makes `collect` raise RuntimeError. "zero" makes the reward 0.0, counts the failure and
     logs it once for each prompt. Output of the function and its programs goes to the logger
@@ -67,23 +53,12 @@ class RewardPool:
         on_error: str,
         environment: str = "",
     ) -> None:
-        if num_workers < 1 or timeout_s <= 0 or on_error not in ("raise", "zero"):
-            raise ValueError(
-                f"num_workers={num_workers} must be >= 1, timeout_s={timeout_s} > 0, "
-                f"on_error={on_error!r} one of raise, zero"
-            )
         weights = {functions: 1.0} if isinstance(functions, str) else dict(functions)
         self._batch: dict[Hashable, Future[Outcome]] = {}
         self._turns: list[Future[Outcome]] = []  # being answered
-        self._scored: list[Outcome] = []  # since `take_stats`
-        self._wait_seconds = 0.0
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
-        self._workers = _Workers(
-            _Functions(weights, environment),
-            timeout_s,
-            is_fatal=on_error == "raise",
-        )
+        self._workers = _Workers(weights, environment, timeout_s, is_fatal=on_error == "raise")
         self._thread = threading.Thread(target=self._run_loop, name="reward-workers", daemon=True)
         self._thread.start()
         self._loaded = self._call(self._workers.start(num_workers))
@@ -94,19 +69,16 @@ class RewardPool:
         ValueError if it cannot be loaded, RuntimeError if a worker died while loading it.
         """
         self._wait([self._loaded])
-        _raise_first_error([self._loaded])
 
     def submit(self, rollout_key: Hashable, prompt: Prompt, solution_str: str) -> None:
-        """Submit a response for scoring; never waits. ValueError if the batch already holds
-        `rollout_key`.
+        """Submit a response for scoring; never waits. No two of a batch have the same key.
 
         The function gets `extra_info` as JSON: keys are text, bytes are base64, other types unknown
         to JSON (dates, decimals) are their `str`.
         """
         if self._is_closed:
             raise RuntimeError("the reward pool is closed")
-        if rollout_key in self._batch:
-            raise ValueError(f"rollout_key={rollout_key!r}: submitted twice in one batch")
+        assert rollout_key not in self._batch
         arguments = _arguments(prompt, solution_str=solution_str)
         work = self._workers.run("reward", arguments, prompt.prompt_id, f"rollout {rollout_key!r}")
         self._batch[rollout_key] = self._call(work)
@@ -121,49 +93,28 @@ class RewardPool:
         on_error="raise".
         """
         where = f"turn {turn} of rollout {(prompt.draw_index, sample_index)!r}"
-        arguments = _arguments(prompt, messages=[dict(message) for message in messages])
+        arguments = _arguments(prompt, messages=list(messages))
         work = self._workers.run("environment", arguments, prompt.prompt_id, where)
         future = self._call(work)
         self._turns = [turn for turn in self._turns if not turn.done()]
         self._turns.append(future)
         return future
 
-    def wait_scored(self, should_stop: Callable[[], bool]) -> bool:
-        """Wait until `collect` would not wait. Returns False if `should_stop` returns True first.
-
-        `close` then drops what is not scored.
-        """
-        start = time.perf_counter()
-        is_scored = self._wait([self._loaded, *self._batch.values()], should_stop)
-        self._wait_seconds += time.perf_counter() - start
-        return is_scored
-
-    def collect(self) -> dict[Hashable, Outcome]:
+    def collect(
+        self, should_stop: Callable[[], bool] = lambda: False
+    ) -> dict[Hashable, Outcome] | None:
         """Wait for all responses submitted since the last `collect`. Return their outcomes by key.
 
-        With on_error="raise", RuntimeError as soon as one failure is known. It names the prompt.
-        The pool can then only be closed.
+        Return None if `should_stop` returns True first; `close` then drops what is not scored. With
+        on_error="raise", RuntimeError as soon as one failure is known. It names the prompt. The
+        pool can then only be closed.
         """
-        self.wait_scored(lambda: False)
-        _raise_first_error([self._loaded, *self._batch.values()])
+        if not self._wait([self._loaded, *self._batch.values()], should_stop):
+            return None
         outcomes = {key: future.result() for key, future in self._batch.items()}
         self._batch = {}
-        self._scored += outcomes.values()
         self._loop.call_soon_threadsafe(self._workers.end_output)
         return outcomes
-
-    def take_stats(self) -> RewardStats:
-        """Return the counters since the last call, and reset them."""
-        failures = [outcome.failure for outcome in self._scored]
-        stats = RewardStats(
-            num_scored=len(failures),
-            num_errors=failures.count("error"),
-            num_timeouts=failures.count("timeout"),
-            score_seconds=sum(outcome.seconds for outcome in self._scored),
-            wait_seconds=self._wait_seconds,
-        )
-        self._scored, self._wait_seconds = [], 0.0
-        return stats
 
     def close(self) -> None:
         """End the workers and every process they started. A second call does nothing."""
@@ -184,14 +135,17 @@ class RewardPool:
         self.close()
 
     def _wait(self, futures: list[Future], should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Return True when all are done or one has failed, False if `should_stop` returns True
-        first.
+        """Return True when all are done, False if `should_stop` returns True first. Raise the first
+        error.
         """
         if self._is_closed:
             raise RuntimeError("the reward pool is closed")
         while True:
             done, pending = wait(futures, timeout=_STOP_POLL_S, return_when=FIRST_EXCEPTION)
-            if not pending or any(future.exception() for future in done):
+            for error in filter(None, (future.exception() for future in done)):
+                # A new exception each time: raising the same object twice collects tracebacks.
+                raise type(error)(*error.args)
+            if not pending:
                 return True
             if should_stop():
                 return False
@@ -208,8 +162,14 @@ class RewardPool:
 class _Workers:
     """The workers of a pool. Only the thread of the pool's event loop calls it."""
 
-    def __init__(self, functions: _Functions, timeout_s: float, *, is_fatal: bool) -> None:
-        self._functions = functions
+    def __init__(
+        self, weights: Mapping[str, float], environment: str, timeout_s: float, *, is_fatal: bool
+    ) -> None:
+        self._functions = weights, environment
+        self._settings = {  # that name the functions, for messages
+            "reward": name_setting(weights),
+            "environment": f"rollout.environment={environment!r}",
+        }
         self._timeout_s = timeout_s  # of one call
         self._is_fatal = is_fatal  # a failure raises RuntimeError
         self._folder = os.getcwd()  # relative paths mean the same in a worker started later
@@ -238,7 +198,9 @@ class _Workers:
                 await seat.worker.load()
             return seat.worker
 
-    async def run(self, function: str, arguments: bytes, prompt_id: str, where: str) -> Outcome:
+    async def run(
+        self, function: str, arguments: Mapping[str, object], prompt_id: str, where: str
+    ) -> Outcome:
         """Return the outcome of one call."""
         call = function, arguments, self._timeout_s
         seat = await self._free.get()
@@ -250,10 +212,8 @@ class _Workers:
         finally:
             self._free.put_nowait(seat)
         if outcome.failure:
-            setting = self._functions.name(function)
-            text = (
-                f"{setting} failed on prompt_id={prompt_id!r} ({where}): {outcome.detail.rstrip()}"
-            )
+            what = f"{self._settings[function]} failed on prompt_id={prompt_id!r} ({where})"
+            text = f"{what}: {outcome.detail.rstrip()}"
             if self._is_fatal:
                 raise RuntimeError(text)
             if prompt_id not in self._logged_prompt_ids:
@@ -277,22 +237,10 @@ class _Workers:
         """Begin the output of the next batch."""
         num_cut, self._num_output_bytes = self._num_output_bytes - MAX_OUTPUT_BYTES, 0
         if num_cut > 0:
-            setting = self._functions.name("reward")
-            output_log.info("%s: %d more bytes of output of this step were cut", setting, num_cut)
-
-
-class _Functions(NamedTuple):
-    """The settings of what workers load: the weight of each reward function, and the environment."""
-
-    weights: Mapping[str, float]
-    environment: str
-
-    def name(self, function: str) -> str:
-        """Return the setting and its value, for messages."""
-        is_reward = function == "reward"
-        return (
-            name_setting(self.weights) if is_reward else f"rollout.environment={self.environment!r}"
-        )
+            output_log.info(
+                "%s: %d more bytes of output of this step were cut",
+                *(self._settings["reward"], num_cut),
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -303,22 +251,10 @@ class _Seat:
     worker: WorkerProcess | None = None
 
 
-def _raise_first_error(futures: list[Future]) -> None:
-    errors = [future.exception() for future in futures if future.done()]
-    if error := next(filter(None, errors), None):
-        # A new exception each time: raising the same object twice collects tracebacks.
-        raise type(error)(*error.args)
-
-
-def _arguments(prompt: Prompt, **further: object) -> bytes:
-    """Return the arguments of a function as JSON."""
-    row = {
+def _arguments(prompt: Prompt, **further: object) -> dict[str, object]:
+    return {
         "data_source": prompt.data_source,
         "ground_truth": prompt.ground_truth,
         "extra_info": dict(prompt.extra_info),
+        **further,
     }
-    return json.dumps({**row, **further}, default=_as_text).encode()
-
-
-def _as_text(value: object) -> str:
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
@@ -201,9 +201,9 @@ class RolloutWorker:
             for start_s, end_s in self.engine.stats().drafter_refreshes:
                 self.phases.timeline.add_span("REFRESH-DRAFTER", start_s, end_s)
         with self.phases("REWARD", "reward"):
-            if not self.rewards.wait_scored(self.should_stop):
-                raise GenerationStopped("responses were not scored yet")
-            outcomes = self.rewards.collect()
+            outcomes = self.rewards.collect(self.should_stop)
+        if outcomes is None:
+            raise GenerationStopped("responses were not scored yet")
         parts = []
         for part in (rollout for group in groups for rollout in group.rollouts):
             has_failed = part.transcript is not None and part.transcript.has_failed
@@ -215,20 +215,21 @@ class RolloutWorker:
             parts=parts,
             num_generated=self.engine.stats().num_generated_tokens,
             seconds=self.engine.stats().seconds,
-            counts=self._take_counts(),
+            counts=self._take_counts(outcomes.values()),
             passes=sum_passes(passes, step=step, rank=self.replicas.rank),
         )
 
-    def _take_counts(self) -> dict[str, float]:
+    def _take_counts(self, outcomes: Iterable[Outcome]) -> dict[str, float]:
         """Return the metrics of this round that are sums over ranks and rounds."""
-        engine, rewards = self.engine.stats(), self.rewards.take_stats()
+        engine = self.engine.stats()
+        failures = Counter(outcome.failure for outcome in outcomes)
         counts = {
             "rollout/preemptions": float(engine.num_preemptions),
             "rollout/unspeculated_passes": float(engine.num_unspeculated_passes),
             "rollout/graph_replays": float(engine.num_graph_replays),
             "rollout/eager_passes": float(engine.num_eager_passes),
-            "reward/num_errors": float(rewards.num_errors),
-            "reward/num_timeouts": float(rewards.num_timeouts),
+            "reward/num_errors": float(failures["error"]),
+            "reward/num_timeouts": float(failures["timeout"]),
         }
         return counts | (self.conversations.take_metrics() if self.conversations else {})
 

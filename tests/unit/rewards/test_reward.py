@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.load import load_config
-from tlt_megatron.rewards.reward import WeightedRewards, is_async, load_reward, read_result
+from tlt_megatron.rewards.reward import is_async, read_result
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.types import Prompt
 
@@ -24,28 +25,15 @@ def write_module(folder: Path, text: str, name: str = "rewards_of_mine.py") -> P
     return path
 
 
-@pytest.mark.parametrize(("spec", "response"), [("exact", "#### 7"), ("math", "$\\frac{14}{2}$")])
-def test_built_ins_load(spec: str, response: str) -> None:
-    row = {"data_source": "", "solution_str": response, "ground_truth": "7", "extra_info": None}
-    assert load_reward(spec)(**row)
-
-
 def test_function_of_a_file_may_hold_a_dataclass(tmp_path: Path) -> None:
     text = (
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
         "@dataclass(slots=True)\nclass Verdict:\n    score: float\n"
         f"def grade{SIGNATURE}:\n    return Verdict(0.25).score\n"
     )
-    function = load_reward(f"{write_module(tmp_path, text)}:grade")
+    function = load_extension("reward.function", f"{write_module(tmp_path, text)}:grade")
     assert function("", "", "", None) == 0.25
     assert not is_async(function)
-
-
-def test_function_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "my_package").mkdir()
-    write_module(tmp_path / "my_package", f"def grade{SIGNATURE}:\n    return 0.5\n", "grading.py")
-    assert load_reward("my_package.grading:grade")("", "", "") == 0.5
 
 
 def test_async_functions_and_objects_are_told_apart(tmp_path: Path) -> None:
@@ -58,9 +46,9 @@ def test_async_functions_and_objects_are_told_apart(tmp_path: Path) -> None:
         "def anything(**row):\n    return 3.0\n"
     )
     path = write_module(tmp_path, text)
-    assert is_async(load_reward(f"{path}:later"))
-    assert is_async(load_reward(f"{path}:judge"))
-    assert not is_async(load_reward(f"{path}:anything"))
+    assert is_async(load_extension("reward.function", f"{path}:later"))
+    assert is_async(load_extension("reward.function", f"{path}:judge"))
+    assert not is_async(load_extension("reward.function", f"{path}:anything"))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +66,7 @@ def test_async_functions_and_objects_are_told_apart(tmp_path: Path) -> None:
 def test_files_that_cannot_serve_are_refused(tmp_path: Path, text: str, message: str) -> None:
     spec = f"{write_module(tmp_path, text)}:grade"
     with pytest.raises(ValueError, match=message) as caught:
-        load_reward(spec)
+        load_extension("reward.function", spec)
     assert f"reward.function={spec!r}" in str(caught.value)
 
 
@@ -96,7 +84,7 @@ def test_files_that_cannot_serve_are_refused(tmp_path: Path, text: str, message:
 )
 def test_specs_that_name_nothing_are_refused(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        load_reward(spec)
+        load_extension("reward.function", spec)
     assert repr(spec) in str(caught.value)
 
 
@@ -128,8 +116,6 @@ def test_further_entries_that_are_no_numbers_are_refused_by_name(value: object) 
 SEVERAL = f"""
 def right{SIGNATURE}:
     return {{"score": 1.0, "digits": 3}}
-def short{SIGNATURE}:
-    return len(solution_str) < 4
 async def polite{SIGNATURE}:
     if solution_str == "boom":
         return {{"score": 0.5, "pleases": [1]}}
@@ -138,22 +124,13 @@ score = right
 """
 
 
-def test_several_rewards_are_summed_by_weight(tmp_path: Path) -> None:
-    path = write_module(tmp_path, SEVERAL)
-    rewards = WeightedRewards({f"{path}:right": 1.0, f"{path}:short": -0.5})
-    row = {"data_source": "", "solution_str": "123", "ground_truth": "", "extra_info": None}
-    assert not rewards.is_async
-    further = {"right": 1.0, "right/digits": 3.0, "short": 1.0}
-    assert asyncio.run(rewards.score(**row)) == (0.5, further)
-
-
 def test_the_one_of_several_that_fails_is_named(tmp_path: Path) -> None:
     path = write_module(tmp_path, SEVERAL)
     weights = {f"{path}:score": 1.0, f"{path}:polite": 0.5}
     row = Prompt(prompt_id="row 7", draw_index=0, token_ids=(1,))
     with RewardPool(weights, num_workers=1, timeout_s=120.0, on_error="raise") as pool:
         pool.submit("kept", row, "fine")
-        kept = pool.collect()["kept"]
+        [kept] = (pool.collect() or {}).values()
         assert kept.score == 1.25
         assert kept.details == {
             **{"score": 1.0, "score/digits": 3.0},
@@ -184,11 +161,6 @@ def test_weights_that_cannot_be_used_are_refused(functions: str, message: str) -
         load_config(None, [f"reward.function={functions}"])
 
 
-def test_functions_are_given_with_their_weights() -> None:
-    config = load_config(None, ["reward.function={math: 1, exact: 0.5}"])
-    assert config.reward.weights == {"math": 1, "exact": 0.5}
-
-
 @pytest.mark.parametrize("result", [1e200, -1e7, 10**400, {"score": 2e6}])
 def test_scores_too_large_to_compare_are_refused(result: object) -> None:
     """1e200 has a variance that overflows: advantages and gradients were 0 without a word."""
@@ -202,12 +174,12 @@ def test_scores_too_large_to_compare_are_refused(result: object) -> None:
     [("<answer>4</answer>", 1.0), ("it is 4", 0.9), ("<answer>5</answer>", 0.0), ("no", 0.0)],
 )
 def test_example_of_a_custom_reward(response: str, reward: float) -> None:
-    result = load_reward(f"{EXAMPLE}:compute_score")("sums", response, "4")
+    result = load_extension("reward.function", f"{EXAMPLE}:compute_score")("sums", response, "4")
     assert read_result(result)[0] == reward
 
 
 def test_async_example_of_a_custom_reward() -> None:
-    function = load_reward(f"{EXAMPLE}:compute_score_async")
+    function = load_extension("reward.function", f"{EXAMPLE}:compute_score_async")
     assert asyncio.run(function("sums", "it is 4", "4")) == 1.0
     assert asyncio.run(function("sums", "it is 5", "4")) == 0.0
 
@@ -215,7 +187,7 @@ def test_async_example_of_a_custom_reward() -> None:
 def test_workers_and_pool_import_no_torch() -> None:
     program = (
         "import sys, tlt_megatron.rewards.worker_main, tlt_megatron.rewards.workers\n"
-        "from tlt_megatron.rewards.reward import load_reward\nload_reward('math')\n"
+        "import tlt_megatron.rewards.builtin\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY).returncode == 0

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.reward_puppet import SHORT_S, PoolMaker, is_running, prompt, score, scores, wait_gone
+from tests.reward_puppet import (
+    SHORT_S,
+    PoolMaker,
+    is_running,
+    outcomes,
+    prompt,
+    score,
+    scores,
+    wait_gone,
+)
 from tlt_megatron.rewards.workers import MAX_OUTPUT_BYTES, RewardPool
 
 
@@ -89,19 +98,20 @@ def test_what_breaks_a_worker_costs_one_response(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, verb: str, named: str
 ) -> None:
     pool = make_pool()
-    assert score(pool, "score 1", verb, "score 1", "score 1") == [1.0, 0.0, 1.0, 1.0]
+    found = outcomes(pool, "score 1", verb, "score 1", "score 1")
+    assert [outcome.score for outcome in found] == [1.0, 0.0, 1.0, 1.0]
+    assert [outcome.failure for outcome in found] == ["", "error", "", ""]
     (message,) = failures(caplog)
     assert "prompt_id='p1'" in message
     assert re.search(named, message)
     assert len(message) < 20_000
-    assert pool.take_stats().num_errors == 1
 
 
 @pytest.mark.parametrize("verb", ["ignore_sigterm", "stop"])
 def test_what_does_not_end_is_ended_at_the_timeout(make_pool: PoolMaker, verb: str) -> None:
-    pool = make_pool(timeout_s=SHORT_S)
-    assert score(pool, "score 1", verb, "score 1") == [1.0, 0.0, 1.0]
-    assert pool.take_stats().num_timeouts == 1
+    found = outcomes(make_pool(timeout_s=SHORT_S), "score 1", verb, "score 1")
+    assert [outcome.score for outcome in found] == [1.0, 0.0, 1.0]
+    assert found[1].failure == "timeout"
 
 
 @pytest.mark.parametrize("last", ["die", "hang"])

@@ -13,20 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.reward_puppet import score
+from tests.reward_puppet import outcomes
 from tlt_megatron.rewards.workers import RewardPool
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "reward_model_http.py"
 Serve = Callable[[list[int]], list[dict[str, str]]]
 
 
-def ask(response: str, *, timeout_s: float = 120.0) -> tuple[list[float], int, int]:
-    """The reward, and how many calls failed and were too slow."""
+def ask(response: str, *, timeout_s: float = 120.0) -> tuple[float, str]:
+    """The reward, and how the call failed."""
     spec = f"{EXAMPLE}:compute_score"
     with RewardPool(spec, num_workers=1, timeout_s=timeout_s, on_error="zero") as pool:
-        rewards = score(pool, response)
-        stats = pool.take_stats()
-        return rewards, stats.num_errors, stats.num_timeouts
+        [outcome] = outcomes(pool, response)
+        return outcome.score, outcome.failure
 
 
 @pytest.fixture
@@ -65,14 +64,14 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 
 def test_a_model_that_fails_three_times_is_asked_a_fourth_time(serve: Serve) -> None:
     asked = serve([503, 429, -200, 200])
-    assert ask("an answer") == ([0.75], 0, 0)
+    assert ask("an answer") == (0.75, "")
     assert len(asked) == 4
     assert {request["response"] for request in asked} == {"an answer"}
 
 
 def test_a_request_that_the_model_refuses_is_not_repeated(serve: Serve) -> None:
     asked = serve([404])
-    assert ask("an answer") == ([0.0], 1, 0)
+    assert ask("an answer") == (0.0, "error")
     assert len(asked) == 1
 
 
@@ -81,7 +80,7 @@ def test_a_model_that_never_answers_is_given_up_after_the_timeout_of_the_reward(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         monkeypatch.setenv("REWARD_MODEL_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/")
-        assert ask("an answer", timeout_s=1.0) == ([0.0], 0, 1)
+        assert ask("an answer", timeout_s=1.0) == (0.0, "timeout")
 
 
 def test_a_url_that_is_not_set_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.rewards.worker_process import Outcome
-from tlt_megatron.rewards.workers import RewardStats
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import group_of
 from tlt_megatron.runtime.progress import Progress
@@ -42,14 +41,8 @@ class Engine:
 class Rewards:
     """Each response is worth 1."""
 
-    def wait_scored(self, should_stop: object) -> bool:
-        return True
-
-    def collect(self) -> dict[tuple[int, int], Outcome]:
+    def collect(self, should_stop: object) -> dict[tuple[int, int], Outcome]:
         return {(draw, 0): Outcome(score=1.0) for draw in range(3)}
-
-    def take_stats(self) -> RewardStats:
-        return RewardStats()
 
 
 class Drafter:

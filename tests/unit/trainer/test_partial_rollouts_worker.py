@@ -20,7 +20,6 @@ from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.rewards.open_responses import load_carried, save_carried
 from tlt_megatron.rewards.worker_process import Outcome
-from tlt_megatron.rewards.workers import RewardStats
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.progress import Progress
@@ -49,15 +48,9 @@ class Rewards:
         self.keys.append(key)
         self._outcomes[key] = Outcome(score=float(text), details={"own": 1.0})
 
-    def wait_scored(self, should_stop: object) -> bool:
-        return True
-
-    def collect(self) -> dict[Hashable, Outcome]:
+    def collect(self, should_stop: object) -> dict[Hashable, Outcome]:
         outcomes, self._outcomes = self._outcomes, {}
         return outcomes
-
-    def take_stats(self) -> RewardStats:
-        return RewardStats()
 
 
 @pytest.fixture(scope="module")
