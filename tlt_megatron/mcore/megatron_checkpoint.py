@@ -10,12 +10,11 @@ is saved, as Megatron does. It is not loaded, because it is a pickle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 from tlt_megatron.mcore.checkpoint_reader import loading_strategies, read_common, read_metadata
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 def save_checkpoint(
     path: Path, model: GPTModel, optimizer: PolicyOptimizer, groups: ProcessGroups
 ) -> None:
-    """Write weights, optimizer, schedule and random states to `path`, a new or empty folder that all ranks see.
+    """Write weights, optimizer and schedule to `path`, a new or empty folder that all ranks see.
 
     A collective of all ranks. When it returns on any rank, all files are on disk (fsynced). ValueError if the folder is not
     empty, RuntimeError if a weight is not finite, OSError if a rank cannot write.
@@ -49,8 +48,7 @@ def save_checkpoint(
         is_used = any(path.iterdir())
     if broadcast_object(is_used, groups.world):
         raise ValueError(f"checkpoint path={str(path)!r}: must be an empty folder")
-    state = _sharded_state(model, optimizer, groups, is_loading=False)
-    state["rng"] = _sharded_rng_states(groups)
+    state = _sharded_state(model, optimizer, is_loading=False)
     try:
         dist_checkpointing.save(state, str(path), sharded_strategy=_synchronous_strategy())
     except CheckpointException as error:
@@ -61,14 +59,11 @@ def save_checkpoint(
     barrier(groups.world)
 
 
-def load_checkpoint(
-    path: Path, model: GPTModel, optimizer: PolicyOptimizer, groups: ProcessGroups
-) -> None:
+def load_checkpoint(path: Path, model: GPTModel, optimizer: PolicyOptimizer) -> None:
     """Restore what `save_checkpoint` wrote, at this or another tensor x pipeline x data layout. All ranks must call it.
 
-    Settings (learning rate, weight decay, ...) stay those of this run; the position in the schedule is restored. Random states
-    are restored if the layout is the same, and kept otherwise. ValueError if `path` holds no checkpoint, or more than plain
-    values and tensors. ValueError also if the model's dtype, its shapes or the kind of optimizer differ.
+    Settings (learning rate, weight decay, ...) stay those of this run; the position in the schedule is restored. ValueError if
+    `path` holds no checkpoint, or more than plain values and tensors. ValueError also if the model's dtype or its shapes differ.
     """
     from megatron.core import dist_checkpointing
 
@@ -76,18 +71,15 @@ def load_checkpoint(
         raise ValueError(f"checkpoint path={str(path)!r}: holds no complete torch_dist checkpoint")
     common = read_common(path)
     read_metadata(path)  # refused here in one line; torch's loader would log a traceback of its own
-    for name, value in _identity(model, optimizer).items():
+    state = _sharded_state(model, optimizer, is_loading=True)
+    for name, value in state["identity"].items():
         if common["identity"][name] != value:
             raise ValueError(
                 f"checkpoint {path} was written with {name}={common['identity'][name]!r}: "
                 f"must equal this run's {value!r}"
             )
-    state = _sharded_state(model, optimizer, groups, is_loading=True)
     extra = {name: value for name, value in model.state_dict().items() if name.endswith(_EXTRA)}
     state["model"] = {n: v for n, v in state["model"].items() if not n.endswith(_EXTRA)}
-    is_same_layout = common["layout"] == state["layout"]
-    if is_same_layout:
-        state["rng"] = _sharded_rng_states(groups)
     sharded, plain = loading_strategies()
     try:
         loaded = dist_checkpointing.load(
@@ -101,14 +93,12 @@ def load_checkpoint(
     optimizer.scheduler.num_steps = 0  # its load adds the saved position to the current one
     optimizer.scheduler.load_state_dict(loaded["lr_schedule"])
     optimizer.zero_grad()
-    if is_same_layout:
-        _restore_rng_states(loaded["rng"])
 
 
 def _sharded_state(
-    model: GPTModel, optimizer: PolicyOptimizer, groups: ProcessGroups, *, is_loading: bool
+    model: GPTModel, optimizer: PolicyOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
-    """Return everything except the random states as Megatron sharded tensors: data to save, or a template to load into."""
+    """Return everything as Megatron sharded tensors: data to save, or a template to load into."""
     from megatron.core import parallel_state
 
     metadata = {
@@ -122,13 +112,8 @@ def _sharded_state(
             optimizer.megatron, model_state, metadata, is_loading=is_loading
         ),
         "lr_schedule": optimizer.scheduler.state_dict(),
-        "identity": _identity(model, optimizer),
-        "layout": {
-            "tensor": groups.tp.size,
-            "pipeline": groups.pp.size,
-            "data": groups.dp.size,
-            "device": next(model.parameters()).device.type,
-        },
+        # what must be equal when the checkpoint is loaded
+        "identity": {"model.dtype": str(next(model.parameters()).dtype).removeprefix("torch.")},
     }
 
 
@@ -149,16 +134,6 @@ def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items())
     lines = str(cause).splitlines()
     return f"rank {rank}: {lines[0] if lines else type(cause).__name__}"
-
-
-def _identity(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, str | bool]:
-    """Return the settings that must be equal when a checkpoint is loaded."""
-    config = optimizer.megatron.config
-    assert config is not None
-    return {
-        "model.dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "mcore.use_distributed_optimizer": config.use_distributed_optimizer,
-    }
 
 
 def _synchronous_strategy() -> SaveShardedStrategy:
@@ -195,38 +170,3 @@ def _synchronous_strategy() -> SaveShardedStrategy:
             )
 
     return SynchronousStrategy("torch_dist", 1)
-
-
-def _sharded_rng_states(groups: ProcessGroups) -> dict[str, Any]:
-    """Return every random state of this rank as row `rank` of a [world, bytes] tensor."""
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    row = (0, groups.world.rank, groups.world.size)
-    return {
-        name: ShardedTensor.from_rank_offsets(f"rng.{name}", state[None].clone(), row)
-        for name, state in _rng_states()
-    }
-
-
-def _rng_states() -> Iterator[tuple[str, Tensor]]:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    yield "cpu", torch.get_rng_state()
-    if torch.cuda.is_available():
-        yield "cuda", torch.cuda.get_rng_state()
-    tracker = get_cuda_rng_tracker()
-    assert tracker is not None
-    for name, state in tracker.get_states().items():
-        yield f"tracker.{name}", state
-
-
-def _restore_rng_states(loaded: dict[str, Tensor]) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    states = {name: row[0] for name, row in loaded.items()}
-    torch.set_rng_state(states.pop("cpu"))
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states.pop("cuda"))
-    tracker = get_cuda_rng_tracker()
-    assert tracker is not None
-    tracker.set_states({name.removeprefix("tracker."): state for name, state in states.items()})

@@ -104,7 +104,7 @@ class TrainedModel:
 
     def load(self, path: Path) -> None:
         """See PolicyModel. A reference policy keeps the initial weights."""
-        load_checkpoint(path, self._stage, self._optimizer, self._groups)
+        load_checkpoint(path, self._stage, self._optimizer)
         self._count = None
 
     def _forward_backward(
