@@ -27,7 +27,9 @@ from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-LENGTHS = [17, 40, 5, 34]  # uneven, summing to an even number for sequence parallelism
+# Uneven, summing to an even number for sequence parallelism; the longest tells scaled from plain
+# rotary frequencies.
+LENGTHS = [17, 300, 5, 34]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,27 +37,21 @@ class Reference:
     """A model on disk, inputs, and what transformers makes of them."""
 
     path: Path
-    plain_ids_BT: Tensor
-    plain_logits_BTV: Tensor
-    packed_ids_P: Tensor
-    packed_logits_PV: Tensor
+    ids_P: Tensor
+    logits_PV: Tensor
 
 
 def _make_reference(path: Path, kind: str, config: dict[str, Any]) -> Reference:
     make_tiny_hf(path, kind, **config)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
-    generator = torch.Generator().manual_seed(3)
-    # Long enough to tell scaled from plain rotary frequencies.
-    plain_ids_BT = torch.randint(0, 512, (2, 300), generator=generator)
-    sequences = [torch.randint(0, 512, (length,), generator=generator) for length in LENGTHS]
+    ids_P = torch.randint(0, 512, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        return Reference(
-            path=path,
-            plain_ids_BT=plain_ids_BT,
-            plain_logits_BTV=model(plain_ids_BT).logits,
-            packed_ids_P=torch.cat(sequences),
-            packed_logits_PV=torch.cat([model(ids[None]).logits[0] for ids in sequences]),
-        )
+        return Reference(path=path, ids_P=ids_P, logits_PV=_logits(model, ids_P))
+
+
+def _logits(model: Any, ids_P: Tensor) -> Tensor:
+    """The logits [P, V] of transformers, one sequence at a time."""
+    return torch.cat([model(ids[None]).logits[0] for ids in ids_P.split(LENGTHS)])
 
 
 @pytest.fixture(scope="module")
@@ -64,26 +60,24 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
     return {name: _make_reference(folder / name, *case) for name, case in MODELS.items()}
 
 
-def _packing(lengths: list[int]) -> PackedSeqParams:
+def _packing() -> PackedSeqParams:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        max_seqlen_q=max(LENGTHS),
+        max_seqlen_kv=max(LENGTHS),
     )
 
 
-def _run_schedule(
-    model: Any, ids_BT: Tensor, packing: PackedSeqParams | None, loss: Callable | None = None
-) -> Tensor | None:
-    """This rank's shard of the logits [B, T, V / tp] on the last stage; with a `loss`, also its gradients."""
+def _run_schedule(model: Any, ids_P: Tensor, loss: Callable | None = None) -> Tensor | None:
+    """This rank's shard of the logits [1, P, V / tp] on the last stage; with a `loss`, also its gradients."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    positions = torch.arange(ids_BT.size(1)).expand_as(ids_BT)
+    positions_P = torch.cat([torch.arange(length) for length in LENGTHS])
     kept: list[Tensor] = []
 
     def finish(logits: Tensor, non_loss_data: bool = False) -> Any:
@@ -94,14 +88,14 @@ def _run_schedule(
 
     get_forward_backward_func()(
         forward_step_func=lambda _, m: (
-            m(ids_BT, positions, None, packed_seq_params=packing),
+            m(ids_P[None], positions_P[None], None, packed_seq_params=_packing()),
             finish,
         ),
         data_iterator=None,
         model=[model],
         num_microbatches=1,
-        seq_length=ids_BT.size(1),
-        micro_batch_size=ids_BT.size(0),
+        seq_length=ids_P.numel(),
+        micro_batch_size=1,
         forward_only=loss is None,
         collect_non_loss_data=loss is None,
     )
@@ -130,13 +124,11 @@ def outcomes(references: dict[str, Reference]) -> dict[str, list[dict[str, Any]]
                 model, config = build_on_rank(reference.path, parallel, groups)
                 model.eval()
                 with torch.no_grad():
-                    plain = _run_schedule(model, reference.plain_ids_BT, None)
-                    packed = _run_schedule(model, reference.packed_ids_P[None], _packing(LENGTHS))
+                    logits = _run_schedule(model, reference.ids_P)
                 results[name] = {
                     "is_last": groups.pp.is_last,
-                    "has_logits": plain is not None,
-                    "plain": _difference(plain, reference.plain_logits_BTV, groups),
-                    "packed": _difference(packed, reference.packed_logits_PV[None], groups),
+                    "has_logits": logits is not None,
+                    "difference": _difference(logits, reference.logits_PV[None], groups),
                     "round_trip": is_export_the_source(model, config, reference.path, groups),
                 }
             return results
@@ -152,8 +144,7 @@ def test_logits_equal_transformers(
 ) -> None:
     for rank in outcomes[layout]:
         assert rank[name]["has_logits"] == rank[name]["is_last"]
-        assert rank[name]["plain"] <= 1e-4
-        assert rank[name]["packed"] <= 1e-4
+        assert rank[name]["difference"] <= 1e-4
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -171,8 +162,8 @@ def test_rope_scaling_changes_the_logits(references: dict[str, Reference], name:
     config = transformers.AutoConfig.from_pretrained(scaled.path, rope_parameters=rope)
     model = transformers.AutoModelForCausalLM.from_pretrained(scaled.path, config=config)
     with torch.no_grad():
-        logits = model(scaled.plain_ids_BT).logits
-    assert (logits - scaled.plain_logits_BTV).abs().max() > 1e-2  # parity above is no accident
+        logits_PV = _logits(model, scaled.ids_P)
+    assert (logits_PV - scaled.logits_PV).abs().max() > 1e-2  # parity above is no accident
 
 
 def _loss(ids_P: Tensor, groups: ProcessGroups) -> Callable[[Tensor], Tensor]:
@@ -193,8 +184,7 @@ def _gradients(
     calls: list[Any] = []
     for layer in model.decoder.layers:
         layer.self_attention.core_attention.register_forward_hook(lambda *_: calls.append(None))
-    ids_P = reference.packed_ids_P
-    _run_schedule(model, ids_P[None], _packing(LENGTHS), loss=_loss(ids_P, groups))
+    _run_schedule(model, reference.ids_P, loss=_loss(reference.ids_P, groups))
     for parameter in model.parameters():
         if getattr(parameter, "sequence_parallel", False):  # a rank has the part of its tokens
             dist.all_reduce(parameter.grad, group=groups.tp.of_torch)
@@ -208,10 +198,8 @@ def _dense_gradients(reference: Reference) -> dict[str, Tensor]:
 
     def rank() -> dict[str, list[float]]:
         model = transformers.AutoModelForCausalLM.from_pretrained(reference.path)
-        ids_P = reference.packed_ids_P
-        parts = [model(ids[None]).logits for ids in ids_P.split(LENGTHS)]
-        groups = ProcessGroups(world=SINGLE)
-        _loss(ids_P, groups)(torch.cat(parts, dim=1)).backward()
+        ids_P = reference.ids_P
+        _loss(ids_P, ProcessGroups(world=SINGLE))(_logits(model, ids_P)[None]).backward()
         return {name: p.grad.flatten().tolist() for name, p in model.named_parameters()}
 
     return {name: torch.tensor(values) for name, values in run_ranks(1, rank)[0].items()}

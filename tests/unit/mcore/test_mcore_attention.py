@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,20 +11,7 @@ from torch import Tensor
 from tlt_megatron.mcore.attention import SdpaCoreAttention
 from tlt_megatron.mcore.model import RMSNorm
 
-CONFIG = {
-    "context_parallel_size": 1,
-    "window_size": None,
-    "softmax_type": "vanilla",
-    "apply_query_key_layer_scaling": False,
-    "attention_dropout": 0.0,
-}
 T, N, K, H = 12, 4, 2, 8
-
-
-def _attention(mask: str = "causal", kind: str = "self", **changes: Any) -> SdpaCoreAttention:
-    return SdpaCoreAttention(
-        SimpleNamespace(**(CONFIG | changes)), 1, SimpleNamespace(name=mask), kind
-    )
 
 
 def _dense(query_TNH: Tensor, key_TKH: Tensor, value_TKH: Tensor) -> Tensor:
@@ -40,50 +26,13 @@ def _inputs(tokens: int) -> list[Tensor]:
     return [torch.randn(tokens, heads, H, generator=generator) for heads in (N, K, K)]
 
 
-def test_plain_attention_is_causal_attention() -> None:
-    inputs = _inputs(T)
-    batch = [torch.stack([x, x.flip(0)], dim=1) for x in inputs]
-    out = _attention()(*batch)
-    torch.testing.assert_close(out[:, 0], _dense(*inputs))
-    torch.testing.assert_close(out[:, 1], _dense(*(x.flip(0) for x in inputs)))
-
-
 def test_packed_sequences_do_not_see_each_other() -> None:
     lengths = [5, 1, 9]
     inputs = _inputs(sum(lengths))
     bounds = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
-    out = _attention()(*inputs, packed_seq_params=SimpleNamespace(cu_seqlens_q=bounds))
+    out = SdpaCoreAttention()(*inputs, packed_seq_params=SimpleNamespace(cu_seqlens_q=bounds))
     parts = zip(*(x.split(lengths) for x in inputs), strict=True)
     torch.testing.assert_close(out, torch.cat([_dense(*part) for part in parts]))
-
-
-def test_bounds_that_leave_tokens_out_are_refused() -> None:
-    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5], dtype=torch.int32))
-    with pytest.raises(ValueError, match="ends at 5: must cover all P=12"):
-        _attention()(*_inputs(T), packed_seq_params=packed)
-
-
-def test_a_mask_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match="attention_mask and attention_bias must be None"):
-        _attention()(*_inputs(T), attention_mask=torch.ones(1))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"mask": "padding"}, "attention mask='padding'"),
-        ({"kind": "cross"}, "attention_type='cross'"),
-        ({"window_size": (64, 0)}, "window_size"),
-        ({"context_parallel_size": 2}, "context_parallel_size=2"),
-        ({"softmax_type": "learnable"}, "softmax_type"),
-        ({"apply_query_key_layer_scaling": True}, "apply_query_key_layer_scaling"),
-    ],
-)
-def test_attention_that_is_not_plain_causal_is_refused(
-    arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        _attention(**arguments)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -102,7 +51,7 @@ def test_packed_bfloat16_differentiates_as_exactly_as_its_inputs_allow() -> None
 
     def run(dtype: torch.dtype) -> list[Tensor]:
         inputs = [x.to(dtype).requires_grad_() for x in rounded]
-        out = _attention()(*inputs, packed_seq_params=bounds)
+        out = SdpaCoreAttention()(*inputs, packed_seq_params=bounds)
         weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
         return [out, *torch.autograd.grad(out, inputs, weights.bfloat16().to(dtype))]
 
@@ -115,6 +64,6 @@ def test_packed_bfloat16_differentiates_as_exactly_as_its_inputs_allow() -> None
 def test_packed_bfloat16_is_the_same_with_and_without_gradients() -> None:
     inputs = [x.bfloat16().requires_grad_() for x in _inputs(T)]
     bounds = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 4, T], dtype=torch.int32))
-    with_gradients = _attention()(*inputs, packed_seq_params=bounds)
+    with_gradients = SdpaCoreAttention()(*inputs, packed_seq_params=bounds)
     with torch.no_grad():
-        assert torch.equal(with_gradients, _attention()(*inputs, packed_seq_params=bounds))
+        assert torch.equal(with_gradients, SdpaCoreAttention()(*inputs, packed_seq_params=bounds))
