@@ -228,7 +228,7 @@ class TokenLogprobs:
 
     logprobs: Tensor  # [P] float32, of the sampled distribution
     entropy: Tensor  # [P] float32, nats, of the sampled distribution
-    policy_logprobs: Tensor  # [P] float32, of the raw policy: temperature 1, no cut
+    policy_logprobs: Tensor  # [P] float32, of the raw policy: temperature 1, no cut; no gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

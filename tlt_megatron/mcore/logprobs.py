@@ -29,7 +29,7 @@ def vocab_parallel_logprobs(
 ) -> TokenLogprobs:
     """Return log-probs and entropy of `labels_P`, given this rank's shard of the vocabulary dim of the logits.
 
-    Every member of `tp` must call it. All get the same result, differentiable in the logits. Labels are ids of the whole
+    Every member of `tp` must call it. All get the same result, differentiable in the logits except for the log-probs of the raw policy. Labels are ids of the whole
     vocabulary. If a label is unused (the end of a sequence), any valid id will do. With `kept`, log-probs and entropy are
     of the distribution over the kept tokens, to which a label must belong.
     """
@@ -38,12 +38,7 @@ def vocab_parallel_logprobs(
     logprobs_P, entropy_P, policy_logprobs_P = _VocabParallelLogprobs.apply(
         logits_PV, labels_P, temperature, tp, kept
     )
-    is_raw = temperature == 1 and kept is None
-    return TokenLogprobs(
-        logprobs=logprobs_P,
-        entropy=entropy_P,
-        policy_logprobs=logprobs_P if is_raw else policy_logprobs_P,
-    )
+    return TokenLogprobs(logprobs=logprobs_P, entropy=entropy_P, policy_logprobs=policy_logprobs_P)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -61,7 +56,6 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         tp: Group,
         kept: KeptTokens | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
         shard_size = logits_PV.size(-1)
         first_id = tp.rank * shard_size
         local_P = labels_P - first_id
@@ -90,45 +84,37 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
         label_P, sum_P, weighted_P, policy_sum_P = sums_4P
         sum_P.clamp_(min=torch.finfo(torch.float32).tiny)  # the kept tokens may lack the maximum
-        log_sum_P, policy_log_sum_P = sum_P.log(), policy_sum_P.log()
+        log_sum_P = sum_P.log()
         entropy_P = log_sum_P - weighted_P / sum_P
+        policy_P = label_P - policy_sum_P.log()
         ctx.temperature, ctx.kept, ctx.first_id = temperature, kept, first_id
-        ctx.save_for_backward(
-            logits_PV, local_P, is_mine_P, max_P, log_sum_P, policy_log_sum_P, entropy_P
-        )
-        return label_P / temperature - log_sum_P, entropy_P, label_P - policy_log_sum_P
+        ctx.save_for_backward(logits_PV, local_P, is_mine_P, max_P, log_sum_P, entropy_P)
+        ctx.mark_non_differentiable(policy_P)
+        return label_P / temperature - log_sum_P, entropy_P, policy_P
 
     @staticmethod
     def backward(
         ctx: Any,
-        grad_logprobs_P: Tensor | None,
-        grad_entropy_P: Tensor | None,
-        grad_policy_P: Tensor | None,
-    ) -> tuple[Tensor | None, None, None, None, None]:
-        logits_PV, local_P, is_mine_P, max_P, log_sum_P, policy_log_sum_P, entropy_P = (
-            ctx.saved_tensors
-        )
+        grad_logprobs_P: Tensor,
+        grad_entropy_P: Tensor,
+        _grad_policy_P: Tensor,
+    ) -> tuple[Tensor, None, None, None, None]:
+        logits_PV, local_P, is_mine_P, max_P, log_sum_P, entropy_P = ctx.saved_tensors
         temperature = ctx.temperature
-        zero_P = torch.zeros_like(max_P)
-        by_label_P = zero_P if grad_logprobs_P is None else grad_logprobs_P.float() / temperature
-        by_entropy_P = zero_P if grad_entropy_P is None else grad_entropy_P.float() / temperature
-        by_policy_P = zero_P if grad_policy_P is None else grad_policy_P.float()
-        at_label_P = (by_label_P + by_policy_P) * is_mine_P
+        by_label_P = grad_logprobs_P / temperature
+        by_entropy_P = grad_entropy_P / temperature
 
         grad_PV = torch.empty_like(logits_PV)
         for rows in _row_blocks(logits_PV):
             z_PV = logits_PV[rows].float() - max_P[rows, None]
-            block_PV = torch.zeros_like(z_PV)
-            if grad_policy_P is not None:
-                block_PV -= (z_PV - policy_log_sum_P[rows, None]).exp_() * by_policy_P[rows, None]
             log_p_PV = z_PV.div_(temperature).sub_(log_sum_P[rows, None])
             if ctx.kept is not None:
                 _cut(log_p_PV, rows, ctx.kept, ctx.first_id)
             factor_PV = by_label_P[rows, None] + by_entropy_P[rows, None] * (
                 log_p_PV + entropy_P[rows, None]
             )
-            block_PV -= log_p_PV.exp_().mul_(factor_PV)
-            block_PV.scatter_add_(1, local_P[rows, None], at_label_P[rows, None])
+            block_PV = log_p_PV.exp_().mul_(factor_PV).neg_()
+            block_PV.scatter_add_(1, local_P[rows, None], (by_label_P * is_mine_P)[rows, None])
             grad_PV[rows] = block_PV
         return grad_PV, None, None, None, None
 

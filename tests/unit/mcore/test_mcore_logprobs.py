@@ -14,15 +14,16 @@ from tlt_megatron.types import KeptTokens
 
 P, V = 29, 64
 NAMES = ("logprobs", "entropy", "policy_logprobs")
+GRADED = NAMES[:2]
 
 
 def _case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [P, V], labels [P] that touch both ends of every shard, and a weight [3, P] for each output."""
+    """Logits [P, V], labels [P] that touch both ends of every shard, and a weight [2, P] for each output with a gradient."""
     generator = torch.Generator().manual_seed(1)
     logits_PV = (torch.randn(P, V, generator=generator) * 4 + 30).to(dtype)
     labels_P = torch.randint(0, V, (P,), generator=generator)
     labels_P[:4] = torch.tensor([0, V // 2 - 1, V // 2, V - 1])
-    return logits_PV, labels_P, torch.randn(3, P, generator=generator)
+    return logits_PV, labels_P, torch.randn(2, P, generator=generator)
 
 
 def _kept_sets(labels_P: Tensor) -> tuple[KeptTokens, Tensor]:
@@ -42,7 +43,7 @@ def _dense(
     logits_PV: Tensor,
     labels_P: Tensor,
     temperature: float,
-    weights_3P: Tensor,
+    weights_2P: Tensor,
     is_kept_PV: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The three outputs, and the gradient of their weighted sum, in float64."""
@@ -54,7 +55,7 @@ def _dense(
         "entropy": -(log_p.exp() * log_p).sum(-1),
         "policy_logprobs": logits.log_softmax(-1).gather(-1, labels_P[:, None])[:, 0],
     }
-    sum((outputs[n] * w).sum() for n, w in zip(NAMES, weights_3P, strict=True)).backward()
+    sum((outputs[n] * w).sum() for n, w in zip(GRADED, weights_2P, strict=True)).backward()
     return {name: value.detach() for name, value in outputs.items()}, logits.grad
 
 
@@ -63,24 +64,24 @@ def _ours(
     logits_PV: Tensor,
     labels_P: Tensor,
     temperature: float,
-    weights_3P: Tensor,
+    weights_2P: Tensor,
     kept: KeptTokens | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     shard = logits_PV.chunk(tp.size, dim=-1)[tp.rank].clone().requires_grad_(True)
     result = vocab_parallel_logprobs(shard, labels_P, temperature, tp, kept)
     values = {name: getattr(result, name) for name in NAMES}
-    sum((values[n] * w).sum() for n, w in zip(NAMES, weights_3P, strict=True)).backward()
+    sum((values[n] * w).sum() for n, w in zip(GRADED, weights_2P, strict=True)).backward()
     return {name: value.detach() for name, value in values.items()}, shard.grad
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
-@pytest.mark.parametrize("which", [*NAMES, "all"])
+@pytest.mark.parametrize("which", [*GRADED, "all"])
 def test_values_and_gradient_equal_a_dense_softmax(temperature: float, which: str) -> None:
-    logits_PV, labels_P, weights_3P = _case()
+    logits_PV, labels_P, weights_2P = _case()
     if which != "all":
-        weights_3P = weights_3P * torch.tensor([[n == which] for n in NAMES])
-    expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_3P)
-    values, grad = _ours(SINGLE, logits_PV, labels_P, temperature, weights_3P)
+        weights_2P = weights_2P * torch.tensor([[n == which] for n in GRADED])
+    expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_2P)
+    values, grad = _ours(SINGLE, logits_PV, labels_P, temperature, weights_2P)
     for name in NAMES:
         assert values[name].dtype == torch.float32
         torch.testing.assert_close(values[name].double(), expected[name], rtol=0, atol=2e-5)
@@ -88,15 +89,15 @@ def test_values_and_gradient_equal_a_dense_softmax(temperature: float, which: st
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("which", [*NAMES, "all"])
+@pytest.mark.parametrize("which", [*GRADED, "all"])
 def test_kept_tokens_give_the_softmax_over_them(temperature: float, which: str) -> None:
     """The log-probs of the raw policy stay those of the whole vocabulary."""
-    logits_PV, labels_P, weights_3P = _case()
+    logits_PV, labels_P, weights_2P = _case()
     if which != "all":
-        weights_3P = weights_3P * torch.tensor([[n == which] for n in NAMES])
+        weights_2P = weights_2P * torch.tensor([[n == which] for n in GRADED])
     kept, is_kept_PV = _kept_sets(labels_P)
-    expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_3P, is_kept_PV)
-    values, grad = _ours(SINGLE, logits_PV, labels_P, temperature, weights_3P, kept)
+    expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_2P, is_kept_PV)
+    values, grad = _ours(SINGLE, logits_PV, labels_P, temperature, weights_2P, kept)
     for name in NAMES:
         torch.testing.assert_close(values[name].double(), expected[name], rtol=0, atol=2e-5)
     torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=2e-5)
@@ -104,18 +105,18 @@ def test_kept_tokens_give_the_softmax_over_them(temperature: float, which: str) 
 
 
 def test_two_ranks_equal_a_dense_softmax() -> None:
-    logits_PV, labels_P, weights_3P = _case()
+    logits_PV, labels_P, weights_2P = _case()
     kept, is_kept_PV = _kept_sets(labels_P)
     cases = [(0.7, None, None), (1.0, None, None), (0.7, kept, is_kept_PV), (1.0, kept, is_kept_PV)]
 
     def rank() -> list[tuple[dict[str, list[float]], list[list[float]]]]:
         tp = group_of(dist.group.WORLD)
-        results = [_ours(tp, logits_PV, labels_P, t, weights_3P, sets) for t, sets, _ in cases]
+        results = [_ours(tp, logits_PV, labels_P, t, weights_2P, sets) for t, sets, _ in cases]
         return [({k: v.tolist() for k, v in out.items()}, grad.tolist()) for out, grad in results]
 
     ranks = run_ranks(2, rank)
     for number, (temperature, _, mask) in enumerate(cases):
-        expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_3P, mask)
+        expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_2P, mask)
         outputs = [rank[number][0] for rank in ranks]
         assert outputs[0] == outputs[1]
         for name in NAMES:
@@ -126,9 +127,9 @@ def test_two_ranks_equal_a_dense_softmax() -> None:
 
 
 def test_bfloat16_logits_are_computed_with_in_float32() -> None:
-    logits_PV, labels_P, weights_3P = _case(torch.bfloat16)
-    expected, expected_grad = _dense(logits_PV, labels_P, 0.7, weights_3P)
-    values, grad = _ours(SINGLE, logits_PV, labels_P, 0.7, weights_3P)
+    logits_PV, labels_P, weights_2P = _case(torch.bfloat16)
+    expected, expected_grad = _dense(logits_PV, labels_P, 0.7, weights_2P)
+    values, grad = _ours(SINGLE, logits_PV, labels_P, 0.7, weights_2P)
     torch.testing.assert_close(values["logprobs"].double(), expected["logprobs"], rtol=0, atol=2e-5)
     assert grad.dtype == torch.bfloat16
     torch.testing.assert_close(grad.double(), expected_grad, rtol=1 / 128, atol=1e-5)
@@ -138,16 +139,16 @@ def test_blocks_of_rows_equal_one_block() -> None:
     generator = torch.Generator().manual_seed(2)
     logits_PV = torch.randn(70, 1 << 18, generator=generator)  # 64 rows fill a block
     labels_P = torch.randint(0, 1 << 18, (70,), generator=generator)
-    weights_3P = torch.ones(3, 70)
+    weights_2P = torch.ones(2, 70)
     pairs_P2 = torch.stack([labels_P, (labels_P + 9) % (1 << 18)], 1).int()
     kept, tail_kept = (
         KeptTokens(token_ids=pairs.flatten(), counts=torch.full((len(pairs),), 2))
         for pairs in (pairs_P2, pairs_P2[60:])
     )
     for sets, tail_sets in ((None, None), (kept, tail_kept)):
-        whole, whole_grad = _ours(SINGLE, logits_PV, labels_P, 0.7, weights_3P, sets)
+        whole, whole_grad = _ours(SINGLE, logits_PV, labels_P, 0.7, weights_2P, sets)
         tail, tail_grad = _ours(
-            SINGLE, logits_PV[60:], labels_P[60:], 0.7, weights_3P[:, 60:], tail_sets
+            SINGLE, logits_PV[60:], labels_P[60:], 0.7, weights_2P[:, 60:], tail_sets
         )
         for name in NAMES:
             assert torch.equal(whole[name][60:], tail[name])
@@ -167,12 +168,6 @@ def test_only_the_logits_themselves_are_kept_for_the_backward_pass() -> None:
         vocab_parallel_logprobs(logits_PV, labels_P, 0.7, SINGLE)
     assert kept.pop(logits_PV.untyped_storage().data_ptr()) == logits_PV.nbytes
     assert max(kept.values()) <= 8 * P
-
-
-def test_policy_logprobs_are_the_logprobs_at_temperature_one() -> None:
-    logits_PV, labels_P, _ = _case()
-    result = vocab_parallel_logprobs(logits_PV, labels_P, 1.0, SINGLE)
-    assert result.policy_logprobs is result.logprobs
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
