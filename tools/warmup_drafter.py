@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.hub import fetch_data, fetch_model
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import DrafterSection, RunConfig
@@ -38,7 +39,7 @@ from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import load_drafter, load_trainer_state, save_drafter
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_sequences
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_model import DraftModel, default_aux_layer_ids
+from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.types import Prompt, SamplingParams
 from tools.load_engine import DATA, LoadedPolicy, accept_length

@@ -57,3 +57,14 @@ def read_draft_settings(path: str | Path, *, needs_whole_head: bool = True) -> d
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     return hf
+
+
+def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """Return SGLang's layers 1, L/2 - 1 and L - 4; in a small model 0, (L - 2)/2 and L - 2."""
+    if num_layers < 4:
+        raise ValueError(
+            f"drafter.algorithm='eagle3': must be eagle or hass for a policy of {num_layers} layers"
+            " (eagle3 reads three of at least 4)"
+        )
+    ids = (1, num_layers // 2 - 1, num_layers - 4)
+    return ids if ids[0] < ids[1] < ids[2] else (0, (num_layers - 2) // 2, num_layers - 2)

@@ -19,14 +19,6 @@ MEGATRON_LLAMA3_ROPE = {  # fixed inside Megatron's RotaryEmbedding
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_SIZES = (
-    "num_attention_heads",
-    "num_hidden_layers",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-)
 _DEFAULT_THETA = 10000.0
 _DEFAULT_EPS = 1e-6
 
@@ -118,9 +110,6 @@ def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
         allowed = ", ".join(FAMILIES)
         raise ValueError(f"model_type={kind!r} is not supported; must be one of {allowed}")
     family = FAMILIES[kind]
-    missing = [name for name in _SIZES if hf.get(name) is None]
-    if missing:
-        raise ValueError(f"lacks {', '.join(missing)}")
     _check_options(hf)
     heads = _size(hf, "num_attention_heads")
     kv_heads = _size(hf, "num_key_value_heads", family.num_kv_heads or heads, heads)
@@ -172,9 +161,13 @@ def _check_options(hf: Mapping[str, Any]) -> None:
             raise ValueError(f"layer_types with {other} is not supported; only full_attention")
 
 
-def _size(hf: Mapping[str, Any], name: str, absent: int = 0, null: int = 0) -> int:
+def _size(
+    hf: Mapping[str, Any], name: str, absent: int | None = None, null: int | None = None
+) -> int:
     value = hf.get(name, absent)
     value = null if value is None else value
+    if value is None:
+        raise ValueError(f"lacks {name}")
     if type(value) is not int or value < 1:
         raise ValueError(f"{name}={value!r}: must be an integer >= 1")
     return value

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from tlt_megatron.config.draft_folder import read_draft_settings
+from tlt_megatron.config.draft_folder import default_aux_layer_ids, read_draft_settings
 from tlt_megatron.config.extensions import REGISTRY, check_extension_file
 from tlt_megatron.config.model_shape import (
     ModelConfig,
@@ -41,7 +41,7 @@ def check_files(config: RunConfig) -> None:
         if config.speculation.drafter:
             _check_drafter(config, policy)
         elif config.drafter.algorithm == "eagle3":
-            _check_taps(policy.num_layers)
+            default_aux_layer_ids(policy.num_layers)
     for key in REGISTRY:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
@@ -59,9 +59,8 @@ def _check_trackers(names: Sequence[str]) -> None:
     """Raise ValueError for a built-in tracker, named like its package, that is not installed."""
     for name in names:
         if name in REGISTRY["logging.trackers"].built_in and find_spec(name) is None:
-            switch = " or set logging.tensorboard=false" if name == "tensorboard" else ""
             raise ValueError(
-                f"logging.trackers={name}: the package {name} is not installed: pip install {name}{switch}"
+                f"logging.trackers={name}: the package {name} is not installed: install it, or set other trackers"
             )
 
 
@@ -129,15 +128,6 @@ def _check_drafter(config: RunConfig, policy: ModelConfig) -> None:
                 raise ValueError(f"{name}={settings[name]} must be the policy's, {size}")
     except ValueError as error:
         raise _refusal(f"speculation.drafter={str(folder)!r}", folder, error) from error
-
-
-def _check_taps(num_layers: int) -> None:
-    """Check that a policy of `num_layers` has the layers that a new EAGLE-3 drafter reads."""
-    if num_layers < 4:
-        raise ValueError(
-            f"drafter.algorithm='eagle3': must be eagle or hass for a policy of {num_layers} layers"
-            " (eagle3 reads three of at least 4)"
-        )
 
 
 def _check_prompts(key: str, path: str) -> None:

@@ -7,20 +7,12 @@ from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 
-from tlt_megatron.config.extensions import REGISTRY
 from tlt_megatron.config.schema import RunConfig
 
 
 def risky_settings(config: RunConfig) -> list[str]:
     """Return a warning for each setting that is allowed but harms learning or messages."""
     rollout, run, found = config.rollout, config.run, []
-    is_cut = rollout.top_p < 1 or rollout.top_k > 0
-    if is_cut and rollout.engine not in REGISTRY["rollout.engine"].built_in:
-        found.append(
-            f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k} cut the distribution that responses are drawn"
-            f" from. Unless rollout.engine={rollout.engine!r} returns the kept tokens (Rollout.kept), log-probs of the update"
-            " are of the whole vocabulary, and the policy gradient is biased"
-        )
     algorithm = config.algorithm
     if algorithm.has_kl_reward and algorithm.used_kl_estimator != "k1":
         found.append(

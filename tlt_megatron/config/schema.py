@@ -261,8 +261,11 @@ class RunConfig:
             "num_samples",
             f"> 1 where algorithm.advantage={advantage!r} (it compares siblings)",
         )
-        if self.algorithm.dynamic_sampling:
-            _check_dynamic_sampling(self.algorithm, rollout, self.reward)
+        self.algorithm.require(
+            rollout.num_samples > 1 or not self.algorithm.dynamic_sampling,
+            "dynamic_sampling",
+            "false where rollout.num_samples=1 (it compares siblings)",
+        )
         self.reward.require(
             self.reward.overlong_tokens < rollout.max_new_tokens,
             "overlong_tokens",
@@ -301,24 +304,6 @@ class RunConfig:
             "enabled",
             "false where speculation is off, or none of its strategies uses a learned drafter",
         )
-
-
-def _check_dynamic_sampling(
-    algorithm: AlgorithmSection, rollout: RolloutSection, reward: RewardSection
-) -> None:
-    """Raise ValueError without siblings to compare, or for a metric that no result can have."""
-    algorithm.require(
-        rollout.num_samples > 1,
-        "dynamic_sampling",
-        "false where rollout.num_samples=1 (it compares siblings)",
-    )
-    metric = algorithm.dynamic_sampling_metric
-    known = ("score", "reward", *["acc"] * reward.is_built_in)
-    algorithm.require(
-        metric in known or reward.may_return(metric),
-        "dynamic_sampling_metric",
-        f"one of {', '.join(known)}, or a further number of {', '.join(reward.weights)}",
-    )
 
 
 def _check_partial_rollouts(rollout: RolloutSection, algorithm: AlgorithmSection) -> None:

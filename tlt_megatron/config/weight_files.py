@@ -24,10 +24,6 @@ _DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
 }
 _PLAIN_DTYPES = ("F16", "BF16", "F32", "F64")
-_SCALE_ENDINGS = (
-    *("_scale", "_scale_inv", "_scales", ".scales", "_zero_point", ".qweight", ".qzeros", ".g_idx"),
-    *(".weight_packed", ".absmax", ".SCB", "_global_scale"),
-)
 _MAX_NAMED = 3  # names listed in a message
 
 
@@ -53,7 +49,7 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
         return _by_index(index)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder}: must hold .safetensors files{_other_weights(folder)}")
+        raise ValueError(f"{folder}: must hold .safetensors files (others must be converted)")
     found: dict[str, StoredTensor] = {}
     for file in files:
         for name, tensor in read_header(file).items():
@@ -114,13 +110,6 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _other_weights(folder: Path) -> str:
-    other = sorted(
-        file.name for kind in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(kind)
-    )
-    return f" ({name_some(other)} must be converted to safetensors)" if other else ""
-
-
 def check_not_quantized(settings: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
     """Raise ValueError for quantized weights: training needs them without scales."""
     for key in ("quantization_config", "compression_config"):
@@ -132,7 +121,7 @@ def check_not_quantized(settings: Mapping[str, Any], tensors: Mapping[str, Store
                 "use the checkpoint in float32, float16 or bfloat16"
             )
     for name, tensor in tensors.items():
-        if tensor.dtype not in _PLAIN_DTYPES or name.endswith(_SCALE_ENDINGS):
+        if tensor.dtype not in _PLAIN_DTYPES:
             raise ValueError(
                 f"{tensor.file.name} holds quantized weights: {name} in {tensor.dtype}; "
                 f"use the checkpoint in one of {', '.join(_PLAIN_DTYPES)}"

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.models.layers import RotaryTable
@@ -106,17 +107,6 @@ def make_draft_config(
         aux_layer_ids=aux_layer_ids,
         target=fingerprint_target(embedding_VD),
     )
-
-
-def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """Return SGLang's layers 1, L/2 - 1 and L - 4; in a small model 0, (L - 2)/2 and L - 2."""
-    if num_layers < 4:
-        raise ValueError(
-            f"drafter.algorithm='eagle3': must be eagle or hass for a policy of {num_layers} layers"
-            " (eagle3 reads three of at least 4)"
-        )
-    ids = (1, num_layers // 2 - 1, num_layers - 4)
-    return ids if ids[0] < ids[1] < ids[2] else (0, (num_layers - 2) // 2, num_layers - 2)
 
 
 def sample_embedding(embedding_VD: Tensor) -> Tensor:

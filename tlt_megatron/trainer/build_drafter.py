@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import load_draft_config, load_drafter, load_trainer_state
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.models.config import ModelConfig, load_model_config
-from tlt_megatron.models.draft_model import DraftModel, default_aux_layer_ids, make_draft_config
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks

@@ -126,11 +126,11 @@ CASES = [
     Case("config is nested too deeply", r"model/config\.json: cannot be read as JSON: .*recursion", text("model/config.json", "[" * 200_000)),
     Case("GGUF folder", MODEL + r"must be a folder with config\.json and safetensors \(GGUF cannot be trained\)", gguf("config.json", "model.safetensors")),
     Case("GGUF file", r"model\.path='[^']*/model/q4\.gguf': must be a folder with config\.json and safetensors \(GGUF cannot", gguf(), ("model.path={0}/model/q4.gguf",)),
-    Case("GGUF beside config.json", MODEL + r"must hold \.safetensors files \(q4\.gguf must be converted", gguf("model.safetensors")),
+    Case("GGUF beside config.json", MODEL + r"must hold \.safetensors files \(others must be converted", gguf("model.safetensors")),
     Case("config is a list", r"config\.json: must hold a JSON object, not a list", text("model/config.json", "[]")),
     Case("model type", MODEL + r"config\.json model_type='mixtral' is not supported; must be one of llama, qwen2, qwen3", model(model_type="mixtral")),
     Case("no model type", r"model_type=None is not supported", model(model_type=None)),
-    Case("sizes", MODEL + r"config\.json lacks num_hidden_layers, vocab_size" , text("model/config.json", '{"model_type": "llama", "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}')),
+    Case("sizes", MODEL + r"config\.json lacks vocab_size" , text("model/config.json", '{"model_type": "llama", "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}')),
     Case("size of another type", r"hidden_size='16': must be an integer >= 1", model(hidden_size="16")),
     Case("heads", r"num_attention_heads=4 must be a multiple of num_key_value_heads=3", model(num_key_value_heads=3)),
     Case("activation", r"hidden_act='gelu' is not supported; only 'silu'", model(hidden_act="gelu")),
@@ -151,7 +151,7 @@ CASES = [
     Case("generation config", r"generation_config\.json: eos_token_id=\[2, 99\] must be < vocab_size=32", text("model/generation_config.json", '{"eos_token_id": [2, 99]}')),
     # safetensors
     Case("no safetensors", MODEL + r"must hold \.safetensors files", remove("model/model.safetensors")),
-    Case("another format", r"must hold \.safetensors files \(pytorch_model\.bin must be converted", lambda f: (f / "model/model.safetensors").rename(f / "model/pytorch_model.bin")),
+    Case("another format", r"must hold \.safetensors files \(others must be converted", lambda f: (f / "model/model.safetensors").rename(f / "model/pytorch_model.bin")),
     Case("truncated data", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*not fully covered", cut("model/model.safetensors", -1)),
     Case("truncated header", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*header", cut("model/model.safetensors", 100)),
     Case("empty file", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*header too small", text("model/model.safetensors", "")),
@@ -164,7 +164,6 @@ CASES = [
     Case("bias without a place", MODEL + r"its files hold tensors that a llama of this config\.json does not have: model\.layers\.0\.self_attn\.q_proj\.bias", weights(model__layers__0__self_attn__q_proj__bias=(16,))),
     Case("more layers", r"does not have: model\.layers\.2\.input_layernorm\.weight", weights(model__layers__2__input_layernorm__weight=(16,))),
     Case("fp8", MODEL + r"model\.safetensors holds quantized weights: model\.layers\.0\.mlp\.up_proj\.weight in F8_E4M3; use the checkpoint in one of F16, BF16, F32, F64", weights(model__layers__0__mlp__up_proj__weight=zeros((24, 16), "F8_E4M3"))),
-    Case("scales", r"holds quantized weights: model\.layers\.0\.mlp\.up_proj\.weight_scale_inv in F32", weights(model__layers__0__mlp__up_proj__weight_scale_inv=(1,))),
     Case("int8", r"holds quantized weights: .*down_proj\.weight in I8", weights(model__layers__0__mlp__down_proj__weight=zeros((16, 24), "I8"))),
     Case("index names a missing file", MODEL + r"model\.safetensors\.index\.json: names files that are not there: model-00002-of-00002\.safetensors", index(model__norm__weight="model-00002-of-00002.safetensors")),
     Case("index names a missing tensor", r"index\.json: names tensors that their files do not hold: other\.weight \(model\.safetensors\)", index(other__weight="model.safetensors")),
@@ -192,7 +191,6 @@ CASES = [
     Case("an eval twice", r"data\.eval=.*: must be files with different names, or in folders", overrides=("data.eval=[{0}/train.jsonl, {0}/train.jsonl]",)),
     Case("eval of another type", r"data\.eval\[1\]=3: must be str, not int: put it in quotes", overrides=("data.eval=[a.jsonl, 3]",)),
     Case("prompts of another kind", r"config\.json': must be an existing \.jsonl or \.parquet file", overrides=("data.train={0}/model/config.json",)),
-    Case("a reward that is no Python", r"reward\.function='[^']*/train\.jsonl:f': \S*train\.jsonl fails to load: SyntaxError", text("train.jsonl", "def f(:"), ("reward.function={0}/train.jsonl:f",)),
     # settings
     Case("settings nested too deeply", r"config='[^']*/run\.yaml': is not YAML: .*recursion", text("run.yaml", "[" * 20_000)),
     Case("duplicate key", r"key 'lr' stands in line 6 and again in line 7: must stand once", lambda f: (f / "run.yaml").open("a").write("optimizer:\n  lr: 1.0\n  lr: 2.0\n")),
@@ -211,7 +209,6 @@ CASES = [
             ("optimizer.clip_grad", ".inf", "inf"),
             ("drafter.feature_weight", ".nan", "nan"),
             ("run.group_timeout_s", ".inf", "inf"),
-            ("sglang.engine_args.mem_fraction_static", ".nan", "nan"),
         )
     ),
     *(

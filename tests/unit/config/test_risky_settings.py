@@ -12,18 +12,6 @@ from tlt_megatron.config.risky_settings import risky_settings
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
-def test_truncated_sampling_by_an_engine_that_may_not_record_it_is_named(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def engine(config, device, run_dir, world): ...\n")
-    own = f"rollout.engine={tmp_path}/own.py:engine"
-    for engine in ("rollout.engine=embedded", "rollout.engine=sglang"):
-        assert not risky_settings(load_config(None, [engine, "rollout.top_p=0.9"]))
-    assert not risky_settings(load_config(None, [own]))
-    for cut in ("rollout.top_p=0.9", "rollout.top_k=40"):
-        (line,) = risky_settings(load_config(None, [own, cut]))
-        assert cut in line
-        assert "own.py:engine' returns the kept tokens" in line
-
-
 def test_partial_rollouts_are_named_as_not_lossless() -> None:
     settings = ["rollout.partial_rollout_tokens=64", "algorithm.rollout_rs=token"]
     (line,) = risky_settings(load_config(None, settings))
@@ -77,7 +65,7 @@ def test_settings_without_effect_are_listed_once_with_what_they_need() -> None:
         "reward.overlong_penalty=0.5": "reward.overlong_tokens",
         "speculation.draft_vocab_size=512": "speculation.enabled",
         "optimizer.min_lr=1e-7": "optimizer.decay!=constant",
-        "sglang.start_timeout_s=5": "rollout.engine!=embedded",
+        "sglang.request_timeout_s=5": "rollout.engine!=embedded",
     }
     defaults = ["algorithm.gamma=1.0", "spot.keep_steps=1"]
     (line,) = risky_settings(load_config(None, [*ignored, *defaults]))

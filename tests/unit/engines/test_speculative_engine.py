@@ -17,12 +17,13 @@ import transformers
 from tests.graph_passes import recording_device
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import MakeEngine, checksum, engine_over
+from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, default_aux_layer_ids, make_draft_config
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
 from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams

@@ -16,12 +16,12 @@ from tests.slow_draft import (
     slow_draft,
 )
 from tests.tiny_models import tiny_config
+from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.models.attention.kernels import attend_with_lse
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import (
     DraftModel,
     check_target,
-    default_aux_layer_ids,
     fingerprint_target,
     make_draft_config,
 )
