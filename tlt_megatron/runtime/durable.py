@@ -71,7 +71,7 @@ def replace_text(path: Path, text: str) -> None:
 def read_json_lines(path: Path, key: str) -> list[dict[str, Any]]:
     """Return the rows of a file: objects with the integer `key`.
 
-    Other lines are counted and logged; a killed run tears one.
+    Other lines that are not empty are counted and logged; a killed run tears one.
     """
     rows, num_others = [], 0
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -82,7 +82,7 @@ def read_json_lines(path: Path, key: str) -> list[dict[str, Any]]:
                 row = None
             if isinstance(row, dict) and isinstance(row.get(key), int):
                 rows.append(row)
-            else:
+            elif line.strip():
                 num_others += 1
     if num_others:
         log.warning(

@@ -1,35 +1,27 @@
 """Records spans of one rank's phases as it runs, and merges all ranks into one trace for
 ui.perfetto.dev.
 
-A time is the wall time, read once, plus the monotonic clock since then. So ranks of one machine
-share a clock, and time never runs backwards. `align_clocks` shifts the ranks of other machines to
-the clock of the first machine. The project's phases: ROLLOUT DECODE VERIFY REFRESH-DRAFTER IDLE
+A time is the wall time, read once, plus the monotonic clock since then. So time never runs backwards,
+and ranks agree on it as far as the clocks of their machines do. The project's phases: ROLLOUT DECODE VERIFY REFRESH-DRAFTER IDLE
 DRAFT-TRAIN PREEMPT SYNC VALUES LOGPROB CRITIC UPDATE REWARD CHECKPOINT EVAL WAIT.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import socket
-import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.durable import read_json_lines
-from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.status import RankStatus
 
 _MAX_BUFFERED = 8192  # events; at this count a span flushes, so a long step cannot fill the memory
-_NUM_CLOCK_MARKS = 5  # barriers; one late rank does not change their median
 
 
 class Timeline:
@@ -45,20 +37,32 @@ class Timeline:
         self.path = path
         self.rank = rank
         self.status = status or RankStatus(rank=rank, num_ranks=1)
-        self._events: deque[tuple[str, str, int, int, dict[str, object]]] = deque()
+        self._events: deque[dict[str, object]] = deque()
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         self._flush_lock = threading.Lock()
         self._is_closed = path is None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _end_torn_line(path)
+            if path.exists():  # of a killed run, which may have torn its last line
+                with path.open("a", encoding="utf-8") as file:
+                    file.write("\n")
 
-    def span(self, name: str, /, *, lane: str = "", **args: object) -> AbstractContextManager[None]:
+    @contextmanager
+    def span(self, name: str, /, *, lane: str = "", **args: object) -> Iterator[None]:
         """Record the time that the body takes.
 
-        An exception from the body is recorded and re-raised.
+        An exception from the body is recorded and re-raised. The status keeps the phase that failed.
         """
-        return _Span(self, name, lane, args)
+        outer = self.status.enter(name)
+        start_ns = time.perf_counter_ns()
+        try:
+            yield
+            self.status.leave(outer)
+        except BaseException as error:
+            args["error"] = type(error).__name__
+            raise
+        finally:
+            self._add(name, lane, start_ns, time.perf_counter_ns() - start_ns, args)
 
     def add_span(
         self, name: str, start_s: float, end_s: float, /, *, lane: str = "", **args: object
@@ -71,24 +75,8 @@ class Timeline:
         self._add(name, lane, start_ns, round(end_s * 1e9) - start_ns, args)
 
     def now_s(self) -> float:
-        """Return the time in seconds, on the clock that all ranks share after `align_clocks`."""
+        """Return the time in seconds, on the clock that the ranks share."""
         return (time.perf_counter_ns() + self._offset_ns) * 1e-9
-
-    def align_clocks(self, world: Group) -> None:
-        """Shift this rank's times to the clock of rank 0's machine. A collective of `world`, before
-        the first event.
-
-        Ranks leave a barrier within a fraction of a millisecond, so their times then show the
-        difference of the clocks.
-        """
-        marks: list[list[int]] = []
-        for _ in range(_NUM_CLOCK_MARKS if world.size > 1 else 0):
-            barrier(world)
-            mark_ns = time.perf_counter_ns() + self._offset_ns
-            marks.append(gather_objects(mark_ns, world))
-        if marks:
-            hosts = gather_objects(socket.gethostname(), world)
-            self._offset_ns += clock_shift_ns(hosts, marks, world.rank)
 
     def flush(self) -> None:
         """Append the recorded events to the file. The trainer calls it once per RL step."""
@@ -97,10 +85,7 @@ class Timeline:
         with self._flush_lock:
             lines = []
             while self._events:  # other threads may append: taken now or by the next flush
-                name, lane, start_ns, dur_ns, args = self._events.popleft()
-                event = {"ph": "X", "name": name, "lane": lane, "dur_ns": dur_ns, "args": args}
-                event["start_ns"] = start_ns + self._offset_ns
-                lines.append(json.dumps(event, default=str) + "\n")
+                lines.append(json.dumps(self._events.popleft(), default=str) + "\n")
             if lines:
                 with self.path.open("a", encoding="utf-8") as file:
                     file.write("".join(lines))
@@ -115,55 +100,18 @@ class Timeline:
     ) -> None:
         if self._is_closed:
             return
-        lane = lane or threading.current_thread().name
-        self._events.append((name, lane, start_ns, dur_ns, args))
+        self._events.append(
+            {
+                "ph": "X",
+                "name": name,
+                "lane": lane or threading.current_thread().name,
+                "start_ns": start_ns + self._offset_ns,
+                "dur_ns": dur_ns,
+                "args": args,
+            }
+        )
         if len(self._events) >= _MAX_BUFFERED:
             self.flush()
-
-
-class _Span:
-    """The context manager of one span.
-
-    It is a class, because a generator costs several times as much.
-    """
-
-    __slots__ = ("args", "lane", "name", "outer", "start_ns", "timeline")
-
-    def __init__(self, timeline: Timeline, name: str, lane: str, args: dict[str, object]) -> None:
-        self.timeline = timeline
-        self.name = name
-        self.lane = lane
-        self.args = args
-
-    def __enter__(self) -> None:
-        self.outer = self.timeline.status.enter(self.name)
-        self.start_ns = time.perf_counter_ns()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        dur_ns = time.perf_counter_ns() - self.start_ns
-        if kind is None:
-            self.timeline.status.leave(self.outer)
-        else:  # it stays open: it failed
-            self.args["error"] = kind.__name__
-        self.timeline._add(self.name, self.lane, self.start_ns, dur_ns, self.args)
-
-
-def clock_shift_ns(hosts: Sequence[str], marks: Sequence[Sequence[int]], rank: int) -> int:
-    """Return what to add to the times of `rank`: the median over marks and rank pairs of (rank 0's
-    host - its own host).
-
-    `marks[m][r]` is the clock of rank r, on `hosts[r]`, at moment m, in nanoseconds.
-    """
-    if hosts[rank] == hosts[0]:
-        return 0
-    first = [r for r, host in enumerate(hosts) if host == hosts[0]]
-    own = [r for r, host in enumerate(hosts) if host == hosts[rank]]
-    return round(statistics.median(mark[a] - mark[b] for mark in marks for a in first for b in own))
 
 
 def merge_timelines(run_dir: Path) -> Path:
@@ -178,11 +126,8 @@ def merge_timelines(run_dir: Path) -> Path:
     ranks = {
         int(file.stem.removeprefix("rank_")): read_json_lines(file, "start_ns") for file in files
     }
-    starts = [event["start_ns"] for events in ranks.values() for event in events]
-    origin_ns = min(starts, default=0)
-    trace: list[dict[str, Any]] = []
-    for rank, events in ranks.items():
-        trace += _rank_trace(rank, events, origin_ns)
+    origin_ns = min((event["start_ns"] for events in ranks.values() for event in events), default=0)
+    trace = [row for rank, events in ranks.items() for row in _rank_trace(rank, events, origin_ns)]
     path = run_dir / "trace.json"
     temporary = path.with_suffix(".json.tmp")
     with temporary.open("w", encoding="utf-8") as file:
@@ -200,11 +145,8 @@ def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list
     lanes: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
     # If two spans have the same start and length, the outer one ended last, so it was written last.
-    order = sorted(
-        range(len(events)), key=lambda i: (events[i]["start_ns"], -events[i]["dur_ns"], -i)
-    )
-    for index in order:
-        event = events[index]
+    events.reverse()
+    for event in sorted(events, key=lambda e: (e["start_ns"], -e["dur_ns"])):
         start_ns = event["start_ns"] - origin_ns
         row = {
             "ph": "X",
@@ -227,21 +169,18 @@ def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list
 
 def _counters(rank: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return counter events of the decode passes. A rollout ends with zeros."""
-    names = ["running requests", "tokens/s"]
-    if any("kv_tokens" in row["args"] for row in rows):
-        names.append("KV tokens")
     counters = []
     for row in rows:
         ts, args = row["ts"], row["args"]
-        if row["dur"] and "batch_size" in args and "committed" in args:
+        if row["name"] == "ROLLOUT":
+            ts, values = ts + row["dur"], (0, 0, 0)
+        elif row["dur"] and "committed" in args:
             speed = round(1e6 * args["committed"] / row["dur"])
             values = (args["batch_size"], speed, args.get("kv_tokens", 0))
-        elif row["name"] == "ROLLOUT":
-            ts, values = ts + row["dur"], (0, 0, 0)
         else:
             continue
-        for name, value in zip(names, values, strict=False):
-            counters.append({"ph": "C", "name": name, "pid": rank, "ts": ts, "args": {name: value}})
+        counted = dict(zip(("running requests", "tokens/s", "KV tokens"), values, strict=True))
+        counters.append({"ph": "C", "name": "engine", "pid": rank, "ts": ts, "args": counted})
     return counters
 
 
@@ -259,15 +198,3 @@ def _step_markers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _metadata(name: str, rank: int, tid: int, /, **args: object) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args}
-
-
-def _end_torn_line(path: Path) -> None:
-    """End the last line of a killed rank with a newline, so that a resumed rank does not append its
-    first event to it.
-    """
-    if not path.is_file() or path.stat().st_size == 0:
-        return
-    with path.open("rb+") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")

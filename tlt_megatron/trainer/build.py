@@ -180,7 +180,6 @@ def _build_worker(
     stack.callback(StatusWriter(site.run_dir, status).close)
     timeline = Timeline(path if config.logging.trace else None, world.rank, status)
     stack.callback(timeline.close)
-    timeline.align_clocks(world)
     progress = Progress(
         config.logging.progress,
         config.run.num_steps,

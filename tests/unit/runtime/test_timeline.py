@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from tests.ranks import run_ranks
-from tlt_megatron.runtime.process_groups import group_of
-from tlt_megatron.runtime.timeline import Timeline, clock_shift_ns, merge_timelines
+from tlt_megatron.runtime.timeline import Timeline, merge_timelines
 
 
 def open_timeline(run_dir: Path, rank: int = 0) -> Timeline:
@@ -235,56 +232,21 @@ def test_spans_added_afterwards_nest_in_the_span_that_encloses_them(tmp_path: Pa
 
 
 def test_the_trace_counts_running_requests_and_marks_the_steps(tmp_path: Path) -> None:
-    for rank in (0, 1):  # the engine of rank 1 does not know its KV memory
-        timeline = open_timeline(tmp_path, rank)
-        kv = [{"kv_tokens": 640}, {"kv_tokens": 128}] if rank == 0 else [{}, {}]
-        timeline.add_span("SYNC", 0.0, 1.0, version=4)
-        timeline.add_span("DECODE", 2.0, 2.5, batch_size=8, committed=16, **kv[0])
-        timeline.add_span("VERIFY(4_1_4)", 2.5, 3.0, batch_size=2, committed=5, **kv[1])
-        timeline.add_span("ROLLOUT", 1.5, 3.5)
-        timeline.add_span("SYNC", 4.0, 5.0, version=5)
-        timeline.close()
+    timeline = open_timeline(tmp_path)
+    timeline.add_span("SYNC", 0.0, 1.0, version=4)
+    timeline.add_span("DECODE", 2.0, 2.5, batch_size=8, committed=16, kv_tokens=640)
+    timeline.add_span("VERIFY(4_1_4)", 2.5, 3.0, batch_size=2, committed=5)
+    timeline.add_span("ROLLOUT", 1.5, 3.5)
+    timeline.add_span("SYNC", 4.0, 5.0, version=5)
+    timeline.close()
     events = merged(tmp_path)
-    for rank in (0, 1):
-        counted: dict[str, list[tuple[int, int]]] = {}
-        for event in (e for e in events if e["ph"] == "C" and e["pid"] == rank):
-            (value,) = event["args"].values()
-            counted.setdefault(event["name"], []).append((event["ts"], value))
-        assert {name: sorted(points) for name, points in counted.items()} == {
-            "running requests": [(2_000_000, 8), (2_500_000, 2), (3_500_000, 0)],
-            "tokens/s": [(2_000_000, 32), (2_500_000, 10), (3_500_000, 0)],
-        } | (
-            {"KV tokens": [(2_000_000, 640), (2_500_000, 128), (3_500_000, 0)]} if rank == 0 else {}
-        )
+    counted = {e["ts"]: list(e["args"].values()) for e in events if e["ph"] == "C"}
+    assert counted == {2_000_000: [8, 32, 640], 2_500_000: [2, 10, 0], 3_500_000: [0, 0, 0]}
     (marker,) = [e for e in events if e["ph"] == "i"]
     assert (marker["name"], marker["ts"], marker["s"]) == ("step 5", 1_000_000, "g")
     assert {e["cat"] for e in spans(events)} == {"SYNC", "ROLLOUT", "DECODE", "VERIFY"}
     lanes = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
-    assert lanes == ["rank 0", "rank 1"]  # of the main thread
-
-
-def test_ranks_of_another_machine_are_shifted_by_the_difference_of_the_clocks() -> None:
-    hosts = ["a", "a", "b", "b"]
-    # Host b is 1000 ahead; ranks leave a barrier up to 3 late, and once one of them 500 late.
-    marks = [[10, 12, 1011, 1013], [20, 23, 1521, 1020], [30, 30, 1030, 1030]]
-    assert [clock_shift_ns(hosts, marks, rank) for rank in (0, 1)] == [0, 0]
-    shifts = [clock_shift_ns(hosts, marks, rank) for rank in (2, 3)]
-    assert shifts[0] == shifts[1]
-    assert -1003 <= shifts[0] <= -997
-
-
-def test_ranks_of_one_machine_keep_their_common_clock(tmp_path: Path) -> None:
-    def record() -> None:
-        rank = dist.get_rank()
-        timeline = open_timeline(tmp_path, rank)
-        timeline.align_clocks(group_of(dist.group.WORLD))
-        timeline.add_span("DECODE", 5.0, 6.0)
-        timeline.close()
-
-    run_ranks(3, record)
-    events = merged(tmp_path)
-    starts = [spans(events, rank)[0]["ts"] for rank in range(3)]
-    assert max(starts) - min(starts) < 100_000  # read apart from each other, on one clock
+    assert lanes == ["rank 0"]  # of the main thread
 
 
 def test_merging_a_run_without_a_timeline_is_refused(tmp_path: Path) -> None:
