@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.spot_phases import world_group
-from tlt_megatron.runtime.job_store import bind_first, open_job_store
+from tlt_megatron.runtime.job_store import listen_at, open_job_store
 
 pytestmark = pytest.mark.waits
 
@@ -58,13 +58,13 @@ def test_keys_of_two_jobs_never_meet_and_parts_of_one_do_not_either() -> None:
     assert run_ranks(2, body) == [(b"one", b"other", False, False)] * 2
 
 
-def test_the_first_address_of_this_machine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """192.0.2.1 is reserved for documentation: no machine has it."""
-    with bind_first(["192.0.2.1", "127.0.0.1"]) as listening:
-        assert listening.getsockname()[0] == "127.0.0.1"
-        socket.create_connection(listening.getsockname(), timeout=60).close()
-    monkeypatch.setenv("MASTER_ADDR", "node7")
-    with pytest.raises(
-        RuntimeError, match=r"MASTER_ADDR=node7 is \['192\.0\.2\.1'\] for the other"
-    ):
-        bind_first(["192.0.2.1"])
+@pytest.mark.parametrize("host, address", [("127.0.0.1", "127.0.0.1"), ("node7", "0.0.0.0")])
+def test_a_job_listens_where_others_reach_it(
+    host: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Debian, a machine's own name is 127.0.1.1 to itself."""
+    found = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))
+    if host == "node7":
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [found])
+    with listen_at(host, 0) as listening:
+        assert listening.getsockname()[0] == address

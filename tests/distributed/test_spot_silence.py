@@ -100,7 +100,9 @@ def test_a_clock_that_jumps_an_hour_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_idle_ranks_name_a_rank_that_froze_while_it_generated(victim: int, tmp_path: Path) -> None:
+def test_idle_ranks_name_a_rank_that_froze_while_it_generated(
+    victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 is idle and trains, rank 0, which hosts the store, trains with it or is frozen; so is rank 2. A call to a
     frozen store does not return: then the heartbeat ends the process."""
     markers = Markers(tmp_path)
@@ -127,11 +129,11 @@ def test_idle_ranks_name_a_rank_that_froze_while_it_generated(victim: int, tmp_p
             with running_heartbeat(
                 job_store, world, TIMEOUT_S, 60.0, StopRequest(world.rank)
             ) as heartbeat:
-                heartbeat._end._end_process = leave
+                monkeypatch.setattr("tlt_megatron.runtime.heartbeat.end_process", leave)
                 store = job_store.part("spot")
                 spot = make_spot(before=before, store=store, check_ranks=heartbeat.check)
                 begin_phase(heartbeat, "ROLLOUT")
-                while world.rank and heartbeat.beats.last_phases[0] != "ROLLOUT":
+                while world.rank and heartbeat.beats.first_phase != "ROLLOUT":
                     time.sleep(0.01)
                 barrier(world)
                 if world.rank == victim:

@@ -176,12 +176,11 @@ class RunSection(Section):
     seed: Seed = 0  # of sampling noise, the order of prompts and the weights of a new drafter
     device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"  # auto: cuda if there is one
     group_timeout_s: Positive = 1800.0  # a collective that waits longer fails and names the ranks
-    heartbeat_timeout_s: float = 60.0  # a rank silent for this long ends the run; 0: off, else >= 1
+    heartbeat_timeout_s: float = 60.0  # a rank silent for this long ends the run; >= 1
 
     def check(self) -> None:
-        silence_s = self.heartbeat_timeout_s
-        is_allowed = silence_s == 0 or 1 <= silence_s < math.inf
-        self.require(is_allowed, "heartbeat_timeout_s", "0 (off), or >= 1 and finite")
+        is_allowed = 1 <= self.heartbeat_timeout_s < math.inf
+        self.require(is_allowed, "heartbeat_timeout_s", ">= 1 and finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

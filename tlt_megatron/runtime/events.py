@@ -65,42 +65,43 @@ class EventLog:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """What a rank writes several times per heartbeat timeout."""
+
+    count: int  # beats so far
+    num_phases: int  # of the loop, begun
+    phase: str
+
+
 class Beats:
     """The beats and events of all ranks in the job's store. Every call may raise dist.DistError."""
 
     def __init__(self, store: JobStore, status: RankStatus) -> None:
         """`status` is of this rank."""
+        self.first_phase = status.phase  # of rank 0, as last read
         self._status = status
-        self.last_phases = {0: status.phase}  # as last read, by rank
-        self.num_answers = 0  # of the store
         self._store = store.connect("heartbeat")  # the heartbeat thread's own connection
         self._main_store = store.part("heartbeat")
         self.events = EventLog(self._store)
-        self._key = f"beat/{status.rank}"
         self._num_beats = 0
 
     def write(self, *, from_main_thread: bool = False) -> None:
         """Write a beat of this rank, with its phase."""
         self._num_beats += 1
-        store = self._main_store if from_main_thread else self._store
-        store.set(self._key, f"{self._num_beats} {self._status.num_phases} {self._status.phase}")
+        store, now = self._main_store if from_main_thread else self._store, self._status
+        store.set(f"beat/{now.rank}", f"{self._num_beats} {now.num_phases} {now.phase}")
 
     def say_farewell(self) -> None:
         """Write the last beat: this rank ends as it should."""
-        self._store.set(self._key, _FAREWELL)
+        self._store.set(f"beat/{self._status.rank}", _FAREWELL)
 
-    def read(self, rank: int) -> tuple[int, int, str] | None:
-        """Return the count, the number of phases and the phase of a rank; None after its farewell."""
+    def read(self, rank: int) -> Beat | None:
+        """Return the newest beat of a rank; None after its farewell."""
         text = self._store.get(f"beat/{rank}").decode()
-        self.num_answers += 1
         if text == _FAREWELL:
             return None
         count, num_phases, phase = text.split(" ", 2)
-        self.last_phases[rank] = phase
-        return int(count), int(num_phases), phase
-
-    def read_events(self) -> dict[EventKind, Event]:
-        """Return the first event of each kind."""
-        events = self.events.firsts()
-        self.num_answers += 1
-        return events
+        if rank == 0:
+            self.first_phase = phase
+        return Beat(count=int(count), num_phases=int(num_phases), phase=phase)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -34,14 +34,14 @@ from tlt_megatron.runtime.events import Beats, Event, EventKind, EventLog
 from tlt_megatron.runtime.job_store import JobStore
 from tlt_megatron.runtime.log import FILE_ONLY
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.runtime.rank_process import RankProcess, state_of
+from tlt_megatron.runtime.rank_process import ProcessState, RankProcess, state_of
 from tlt_megatron.runtime.status import RankStatus
 from tlt_megatron.runtime.stop import StopRequest, end_process
 
 log = logging.getLogger(__name__)
 
 _BEATS_PER_TIMEOUT = 8
-_INTERVAL_RANGE_S = (0.1, 0.5)  # a request to stop reaches all ranks within one interval
+_LONGEST_INTERVAL_S = 0.5  # a request to stop reaches all ranks within one interval
 _INTERVAL_S_PER_RANK = 0.003  # rank 0's store answers some ten thousand times per second
 _GRACE_S = 5.0  # for the main thread to end by itself after a rank is lost
 _UNWINDING_S = 60.0  # added once the main thread is ending, to close the engines
@@ -66,7 +66,6 @@ class _Watched:
     """A rank that this one watches."""
 
     process: RankProcess
-    is_local: bool  # on this machine, so its process can be inspected
     count: int = -1  # as last read
     cpu_s: float = 0.0
     num_silent: int = 0  # own beats since `count` or `cpu_s` changed
@@ -75,13 +74,12 @@ class _Watched:
 class _End:
     """The end of this rank after a rank is lost."""
 
-    def __init__(self, end_process: Callable[..., None], status: RankStatus) -> None:
+    def __init__(self, status: RankStatus) -> None:
         self.loss: RanksLost | None = None
         self.has_begun = threading.Event()
-        self._is_unwinding = False  # the main thread is ending
         self.is_closed = threading.Event()  # the heartbeat is closed
+        self._is_unwinding = False  # the main thread is ending
         self._is_reporter = False  # this rank was the first to report the loss
-        self._end_process = end_process
         self._status = status
 
     def begin(self, loss: RanksLost, *, is_first: bool) -> None:
@@ -111,15 +109,12 @@ class _End:
                 # The main threads of other ranks may hang too, so only the reporting rank writes to
                 # its console.
                 text = f"the run ends: {self.loss} (this rank: still in phase {self._status.phase})"
-                self._end_process(self.loss.code, text, is_shown=self._is_reporter)
+                end_process(self.loss.code, text, is_shown=self._is_reporter)
                 return
 
 
 class Heartbeat:
-    """The heartbeat of this rank.
-
-    `running_heartbeat` creates it on all ranks together. With `timeout_s` 0, no rank watches.
-    """
+    """The heartbeat of this rank. `running_heartbeat` creates it on all ranks together."""
 
     def __init__(
         self,
@@ -127,34 +122,23 @@ class Heartbeat:
         ranks: Sequence[RankProcess],
         rank: int,
         stop: StopRequest,
-        *,
         timeout_s: float,
-        store_timeout_s: float,
-        end_process: Callable[..., None] = end_process,
     ) -> None:
-        """`ranks` are all processes, by rank. `end_process` ends this one if its main thread does
-        not end by itself.
-
-        Rank 0 is lost if its store has not answered for `store_timeout_s`.
-        """
+        """`ranks` are all processes, by rank."""
         self.ranks = ranks
         self.rank = rank
         self.timeout_s = timeout_s
-        self._store_timeout_s = store_timeout_s
-        shortest_s, longest_s = _INTERVAL_RANGE_S
-        per_timeout_s = timeout_s / _BEATS_PER_TIMEOUT if timeout_s else longest_s
         self.interval_s = max(
-            min(max(per_timeout_s, shortest_s), longest_s), _INTERVAL_S_PER_RANK * len(ranks)
+            min(timeout_s / _BEATS_PER_TIMEOUT, _LONGEST_INTERVAL_S),
+            _INTERVAL_S_PER_RANK * len(ranks),
         )
         self.status = RankStatus(rank=rank, num_ranks=len(ranks))
         self.beats = Beats(store, self.status)
         self._stop_request = stop
-        self._end = _End(end_process, self.status)
-        machines = [process.machine for process in ranks]
-        self._watched = [
-            _Watched(process=ranks[other], is_local=machines[other] == machines[rank])
-            for other in (watched_by(rank, machines) if timeout_s else ())
-        ]
+        self._end = _End(self.status)
+        watched = watched_by(rank, [process.machine for process in ranks])
+        self._watched = [_Watched(process=ranks[other]) for other in watched]
+        self._num_rounds = 0  # of the heartbeat thread
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._store_watch = threading.Thread(target=self._watch_store, daemon=True)
         self.beats.write()
@@ -202,7 +186,7 @@ class Heartbeat:
         """
         self._end.is_closed.set()
         if self._thread.is_alive() and not self._stop_request.has_lost_store:
-            self._thread.join(max(self.timeout_s, 1.0))
+            self._thread.join(self.timeout_s)
         if self._thread.is_alive():
             return  # the store does not answer
         try:
@@ -225,6 +209,7 @@ class Heartbeat:
                     self.beats.read(0)  # its phase, to report if its store stops answering
                 for watched in self._watched:
                     self._watch(watched)
+                self._num_rounds += 1
             except dist.DistError as error:
                 self._lose_store(error)
             if self.loss is not None:
@@ -233,11 +218,11 @@ class Heartbeat:
 
     def _watch_store(self) -> None:
         """Watch the other thread: a call to the store of a frozen rank 0 does not return."""
-        count = num_silent = 0  # silent: beats of this thread since `count` changed
+        seen = num_silent = 0  # silent: beats of this thread since `seen` changed
         while self.loss is None and not self._end.is_closed.wait(self.interval_s):
-            num_silent = num_silent + 1 if self.beats.num_answers == count else 0
-            count = self.beats.num_answers
-            if num_silent * self.interval_s >= self._store_timeout_s:
+            num_silent = num_silent + 1 if self._num_rounds == seen else 0
+            seen = self._num_rounds
+            if num_silent * self.interval_s >= self.timeout_s:
                 self._lose_store(dist.DistError("Timeout"))
                 if self.loss is not None:
                     self._end.wait()
@@ -249,7 +234,7 @@ class Heartbeat:
             self._end.begin(loss, is_first=self._stop_request.speaks_alone)
 
     def _read_events(self) -> None:
-        for event in self.beats.read_events().values():
+        for event in self.beats.events.firsts().values():
             self._stop_request.hear(event)
             if event.kind == EventKind.END:
                 loss = RanksLost(event.text, event.code)
@@ -259,25 +244,29 @@ class Heartbeat:
         """Report a rank that has ended or is silent."""
         process = watched.process
         # Read the process first: a process that ends normally has said farewell before.
-        state = state_of(process) if watched.is_local else None
+        state = self._state_of(process)
         beat = self.beats.read(process.rank)
         if self.loss is not None or beat is None:
             return
-        count, _, phase = beat
-        if state is not None and state.is_gone:
-            self._report(f"{process} is gone: its process ended in phase {phase}")
-            return
-        cpu_s = state.cpu_s if state is not None else 0.0
-        if count != watched.count or cpu_s > watched.cpu_s:
-            watched.count, watched.cpu_s, watched.num_silent = count, cpu_s, 0
-            return
-        watched.num_silent += 1
-        if watched.num_silent * self.interval_s >= self.timeout_s:
-            how = "its process is stopped" if state and state.is_stopped else "it does not answer"
-            self._report(f"{process} has been {self._silence()} in phase {phase}: {how}")
+        if beat.count != watched.count or state.cpu_s > watched.cpu_s:
+            watched.count, watched.cpu_s, watched.num_silent = beat.count, state.cpu_s, 0
+        else:
+            watched.num_silent += 1
+        if state.is_gone or watched.num_silent * self.interval_s >= self.timeout_s:
+            self._report(self._describe(process, state, beat.phase, "it does not answer"))
 
-    def _silence(self) -> str:
-        return f"silent for run.heartbeat_timeout_s={self.timeout_s:g} s"
+    def _state_of(self, process: RankProcess) -> ProcessState:
+        """Return what this machine knows of a process: nothing if it runs on another one."""
+        is_local = process.machine == self.ranks[self.rank].machine
+        return state_of(process) if is_local else ProcessState(is_gone=False)
+
+    def _describe(self, process: RankProcess, state: ProcessState, phase: str, silence: str) -> str:
+        """Return why a rank is lost. `silence` says it of one whose process may be alive."""
+        if state.is_gone:
+            return f"{process} is gone: its process ended in phase {phase}"
+        why = "its process is stopped" if state.is_stopped else silence
+        limit = f"run.heartbeat_timeout_s={self.timeout_s:g} s"
+        return f"{process} has been silent for {limit} in phase {phase}: {why}"
 
     def _report(self, text: str) -> None:
         self.beats.events.append(Event(kind=EventKind.END, rank=self.rank, code=1, text=text))
@@ -285,20 +274,11 @@ class Heartbeat:
 
     def _describe_lost_store(self, error: dist.DistError) -> str:
         """Return why rank 0's store does not answer, as far as this rank can tell."""
-        process = self.ranks[0]
-        phase = self.beats.last_phases.get(0)
-        where = f" in phase {phase}" if phase else ""
-        is_local = process.machine == self.ranks[self.rank].machine
-        state = state_of(process) if is_local else None
-        if state is not None and state.is_gone:
-            what = f"is gone{where}: its process has ended"
-        elif state is not None and state.is_stopped:
-            what = f"has been {self._silence()}{where}: its process is stopped"
-        elif "Timeout" in str(error) or "timeout" in str(error):
-            what = f"has been {self._silence()}{where}: its store does not answer"
-        else:
-            what = f"is gone{where}: its store is closed"
-        return f"{process} {what}"
+        process, phase = self.ranks[0], self.beats.first_phase
+        state = self._state_of(process)
+        if state.is_gone or state.is_stopped or "timeout" in str(error).lower():
+            return self._describe(process, state, phase, "its store does not answer")
+        return f"{process} is gone: its store was closed in phase {phase}"
 
     def _explain(self, error: RuntimeError, group_timeout_s: float) -> RanksLost:
         text, is_timeout = describe_collective_error(error, group_timeout_s)
@@ -319,8 +299,8 @@ class Heartbeat:
         try:
             for process in self.ranks:
                 beat = self.beats.read(process.rank)
-                if beat is not None and beat[1] < self.status.num_phases:
-                    found.append(f"{process} in phase {beat[2]}")
+                if beat is not None and beat.num_phases < self.status.num_phases:
+                    found.append(f"{process} in phase {beat.phase}")
         except dist.DistError as error:
             found.append(self._describe_lost_store(error))
         return ", ".join(found)
@@ -348,14 +328,7 @@ def running_heartbeat(
     `stop` hears of the requests of other ranks, and tells them of its own.
     """
     ranks = gather_objects(RankProcess.own(world.rank), world)
-    heartbeat = Heartbeat(
-        store,
-        ranks,
-        world.rank,
-        stop,
-        timeout_s=timeout_s,
-        store_timeout_s=timeout_s or group_timeout_s,
-    )
+    heartbeat = Heartbeat(store, ranks, world.rank, stop, timeout_s)
     if world.size > 1:
         stop.share(EventLog(store.connect("heartbeat")))
         barrier(world)

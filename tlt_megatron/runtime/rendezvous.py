@@ -9,9 +9,6 @@ and numbers alone. launch/torchrun.py selects it.
 from __future__ import annotations
 
 import argparse
-import ipaddress
-import os
-import socket
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -24,8 +21,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_min_max_nnodes
 
-_BACKLOG = 2048  # connections that may wait to be accepted: all ranks connect at once
-_LOOPBACK = "127.0.0.1"
+from tlt_megatron.runtime.job_store import LOOPBACK, listen_at
+
 _NAME = "one address"  # of this rendezvous among torchrun's
 _STATIC_PORT = 29500  # torchrun's default for several nodes
 
@@ -38,7 +35,7 @@ def with_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
     """
     _, num_nodes = parse_min_max_nnodes(options.nnodes)
     if num_nodes == 1:
-        host, rank = options.local_addr or _LOOPBACK, 0
+        host, rank = options.local_addr or LOOPBACK, 0
         port = 0 if options.standalone else options.master_port or 0
     elif options.rdzv_backend == "static":
         endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or ''}"
@@ -87,7 +84,7 @@ class JobRendezvous(StaticTCPRendezvous):
 
     def _open(self, port: int) -> dist.TCPStore:
         """Open a store on node 0; connect to it on the others."""
-        listening = _listen(self.master_addr, port) if self.rank == 0 else None
+        listening = listen_at(self.master_addr, port) if self.rank == 0 else None
         return dist.TCPStore(
             self.master_addr,
             listening.getsockname()[1] if listening else port,
@@ -96,20 +93,3 @@ class JobRendezvous(StaticTCPRendezvous):
             wait_for_workers=False,
             master_listen_fd=listening.detach() if listening else None,
         )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at `port` of the address that `host` has here.
-
-    It listens on all addresses where the machine's name is its loopback, as Debian's 127.0.1.1:
-    others reach another one.
-    """
-    family, *_, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    if ipaddress.ip_address(address).is_loopback and host not in ("localhost", address):
-        address = ""
-    try:
-        return socket.create_server((address, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise OSError(
-            f"cannot listen at port {port} of {host}: {os.strerror(error.errno or 0)}"
-        ) from None

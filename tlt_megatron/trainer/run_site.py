@@ -40,6 +40,6 @@ def open_site(
 ) -> Site:
     """Open the job's store and start the heartbeat. A collective of all ranks."""
     limits_s = config.run.heartbeat_timeout_s, config.run.group_timeout_s
-    store = open_job_store(world, limits_s[0] or limits_s[1])
+    store = open_job_store(world, config.run.heartbeat_timeout_s)
     heartbeat = stack.enter_context(running_heartbeat(store, world, *limits_s, stop))
     return Site(config, run_dir, world, device, store, heartbeat, stop, stack, ledger)

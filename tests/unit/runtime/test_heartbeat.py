@@ -34,9 +34,7 @@ class Neighbours:
         self.beats = store.part("heartbeat")
         self.other_beat(1)
         self.stop = StopRequest()
-        self.heartbeat = Heartbeat(
-            store, [own, other], 0, self.stop, timeout_s=8.0, store_timeout_s=8.0
-        )
+        self.heartbeat = Heartbeat(store, [own, other], 0, self.stop, timeout_s=8.0)
 
     def other_beat(self, count: int) -> None:
         self.beats.set("beat/1", f"{count} 4 ROLLOUT")
