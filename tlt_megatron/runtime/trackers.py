@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,8 +58,7 @@ class Trackers:
 
     def close(self, *, failed: bool = False) -> None:
         """Close all trackers."""
-        arguments = {"failed": True} if failed else {}
-        self._call("the end of the run", lambda tracker: tracker.close(**arguments))
+        self._call("the end of the run", lambda tracker: tracker.close(failed=failed))
 
     def _call(self, when: str, function: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -74,20 +71,6 @@ class Trackers:
                     " metrics",
                     *(name, when, error),
                 )
-
-
-@contextmanager
-def signals_kept() -> Iterator[None]:
-    """Restore the signal handlers that the body replaces: a package must not take Ctrl-C from the
-    run.
-    """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
 
 
 class TensorBoard:

@@ -37,7 +37,7 @@ from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.status import StatusWriter
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.runtime.trackers import Trackers, signals_kept
+from tlt_megatron.runtime.trackers import Trackers
 from tlt_megatron.trainer.build_drafter import build_drafter
 from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.trainer.evaluation import Evaluator
@@ -234,13 +234,12 @@ def _make_trackers(config: RunConfig, run_dir: Path, resume_step: int | None) ->
     trackers = {}
     for spec in config.logging.trackers:
         try:
-            with signals_kept():
-                trackers[spec] = load_extension("logging.trackers", spec)(
-                    run_dir=run_dir,
-                    project=config.logging.project,
-                    config=dataclasses.asdict(config),
-                    resume_step=resume_step,
-                )
+            trackers[spec] = load_extension("logging.trackers", spec)(
+                run_dir=run_dir,
+                project=config.logging.project,
+                config=dataclasses.asdict(config),
+                resume_step=resume_step,
+            )
         except Exception as error:
             raise ValueError(f"logging.trackers={spec}: cannot start: {error!r}") from error
     return Trackers(trackers)
