@@ -47,16 +47,12 @@ def spot_claims(
     buffered = step_tokens * (1 + spot.keep_steps) * num_states * sizes.hidden * item_bytes
     tapped = step_tokens * num_states * sizes.hidden * (item_bytes if is_cuda else _STATE_BYTES)
     batch_tokens = f"drafter.batch_tokens={drafter.batch_tokens}"
-    spot_only, update = frozenset({Phase.SPOT}), frozenset({Phase.UPDATE})
-    claims = [
+    tapped = min(spot.data_bytes, tapped) if taps_in_update else 0
+    taps_in_host = is_cuda and not has_pipeline
+    return [
         MemoryClaim("drafter in training", own * _TRAINED_BYTES),
         MemoryClaim("drafter data", min(spot.data_bytes, buffered), in_host=is_cuda, lower=data),
-        MemoryClaim("drafter batch", batch, phases=spot_only, lower=batch_tokens),
-        MemoryClaim("drafter on the move", own * _MOVED_BYTES, phases=spot_only),
+        MemoryClaim("drafter batch", batch, {Phase.SPOT}, lower=batch_tokens, is_estimate=True),
+        MemoryClaim("drafter on the move", own * _MOVED_BYTES, {Phase.SPOT}),
+        MemoryClaim("tapped states", tapped, {Phase.UPDATE}, in_host=taps_in_host, lower=data),
     ]
-    if taps_in_update:
-        held, in_host = min(spot.data_bytes, tapped), is_cuda and not has_pipeline
-        claims.append(
-            MemoryClaim("tapped states", held, phases=update, in_host=in_host, lower=data)
-        )
-    return claims

@@ -7,7 +7,7 @@ with a GPU also claims host memory, which is added up and checked apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
 
@@ -30,18 +30,18 @@ ALL_PHASES = frozenset(Phase)
 
 @dataclass(frozen=True, slots=True)
 class MemoryClaim:
-    """The memory that one component takes on a rank, and in which phases.
+    """A row of the ledger: the memory that one component takes on a rank, and in which phases.
 
-    Example: `MemoryClaim("kv", 5 << 30, phases=frozenset({Phase.ROLLOUT}),
-    lower="rollout.max_batch_size=64")`.
+    Example: `MemoryClaim("kv", 5 << 30, {Phase.ROLLOUT}, lower="rollout.max_batch_size=64")`.
     """
 
     name: str
     num_bytes: int
+    phases: Set[Phase] = ALL_PHASES  # in which it is held
     _: KW_ONLY
-    phases: frozenset[Phase] = ALL_PHASES  # in which it is held
     in_host: bool = False  # of a rank with a GPU; on a CPU, host memory is the device's
     lower: str = ""  # settings that make it smaller, with their current values
+    is_estimate: bool = False  # not computed from sizes alone: what it takes was measured
 
 
 class MemoryLedger:
@@ -74,26 +74,23 @@ class MemoryLedger:
 
         Host memory is below.
         """
-        rows = [("MiB of a rank", tuple(str(phase) for phase in Phase))]
-        rows += self._rows()
+        rows = [("MiB of a rank; ~ estimate", *map(str, Phase)), *self._rows()]
         if any(claim.in_host for claim in self.claims):
-            rows.append(("in host memory", ("",) * len(Phase)))
-            rows += self.of_host()._rows()
-        names, table = zip(*rows, strict=True)
-        columns = [[f"{name:<{max(map(len, names))}}" for name in names]]
-        for cells in zip(*table, strict=True):
-            columns.append([f"{cell:>{max(map(len, cells)) + 2}}" for cell in cells])
-        return ["".join(line).rstrip() for line in zip(*columns, strict=True)]
+            rows += [("in host memory",), *self.of_host()._rows()]
+        widths = [max(len(phase), 7) + 2 for phase in Phase]
+        return [
+            f"{name:<28}"
+            + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
+            for name, *cells in rows
+        ]
 
-    def _rows(self) -> list[tuple[str, tuple[str, ...]]]:
-        rows = []
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = []
         for claim in sorted(self.claims, key=lambda claim: -claim.num_bytes):
             if not claim.in_host:
-                shown = f"{claim.num_bytes / _MIB:,.0f}"
-                cells = tuple(shown if phase in claim.phases else "-" for phase in Phase)
-                rows.append((claim.name, cells))
-        sums = tuple(f"{self.bytes_in(phase) / _MIB:,.0f}" for phase in Phase)
-        return [*rows, ("sum", sums)]
+                shown = f"{'~' * claim.is_estimate}{claim.num_bytes / _MIB:,.0f}"
+                rows.append((claim.name, *(shown if p in claim.phases else "-" for p in Phase)))
+        return [*rows, ("sum", *(f"{self.bytes_in(phase) / _MIB:,.0f}" for phase in Phase))]
 
     def headline(self, free_bytes: int) -> str:
         """Return the largest sum in a line."""

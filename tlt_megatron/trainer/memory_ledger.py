@@ -13,7 +13,7 @@ import torch
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.drafter.drafter_memory import drafter_parameters, spot_claims
 from tlt_megatron.engines.embedded.memory_plan import plan_memory
-from tlt_megatron.mcore.megatron_memory import checkpoint_bytes, policy_claims
+from tlt_megatron.mcore.megatron_memory import Sharding, policy_claims
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.sizes import ModelSizes
@@ -37,28 +37,27 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
     """Return the ledger of the rank with the highest use. Allocates nothing."""
     model = load_model_config(config.model.path)
     sizes = ModelSizes(model)
-    num_replicas = world_size // (config.parallel.tensor * config.parallel.pipeline)
+    sharding = _sharding(config, world_size, is_cuda=device.is_cuda)
     longest = config.longest_context + config.rollout.max_new_tokens
     sequences = config.rollout.num_prompts * config.rollout.num_samples
     per_update = -(-sequences // config.algorithm.num_minibatches)
-    library_bytes = _LIBRARY_BYTES[device.torch_device.type]
+    library_bytes = _LIBRARY_BYTES[device.torch_device.type] + device.process_bytes()
     claims = [
-        MemoryClaim(name="libraries", num_bytes=library_bytes + device.process_bytes()),
+        MemoryClaim("libraries", library_bytes, is_estimate=True),
         *policy_claims(
             sizes,
-            model=config.model,
-            parallel=config.parallel,
-            mcore=config.mcore,
-            num_data_parallel=num_replicas,
+            _critic_sizes(config),
+            sharding,
             has_reference=config.algorithm.kl_coef > 0,
-            batch_tokens=-(-per_update // num_replicas) * longest,
+            batch_tokens=-(-per_update // sharding.num_data_parallel) * longest,
             longest=longest,
             resumes=config.checkpoint.resume != "never",
-            is_cuda=device.is_cuda,
-            critic=_critic_sizes(config),
         ),
-        *_engine_claims(config, model, sizes, device),
     ]
+    if config.rollout.engine == "sglang":
+        claims += _sglang_claims(config, sizes, device)
+    else:
+        claims += _engine_claims(config, model, sizes, device)
     if config.spot.enabled:
         # The responses of a data-parallel rank are distributed over its tensor-parallel ranks.
         sharers = world_size // config.parallel.pipeline
@@ -80,20 +79,23 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
 
 def describe_checkpoint(config: RunConfig, world_size: int) -> str:
     """Return two lines about the bytes of a checkpoint and the seconds for which it blocks the run."""
-    total = fullest = 0
-    for sizes in (ModelSizes(load_model_config(config.model.path)), _critic_sizes(config)):
-        if sizes is not None:
-            part = checkpoint_bytes(
-                sizes,
-                model=config.model,
-                parallel=config.parallel,
-                mcore=config.mcore,
-                num_data_parallel=world_size // (config.parallel.tensor * config.parallel.pipeline),
-            )
-            total, fullest = total + part[0], fullest + part[1]
+    sharding = _sharding(config, world_size, is_cuda=False)
+    models = (ModelSizes(load_model_config(config.model.path)), _critic_sizes(config))
+    parts = [sharding.checkpoint_bytes(sizes) for sizes in models if sizes is not None]
+    total, fullest = map(sum, zip(*parts, strict=True))
     return (
         f"A checkpoint has {total / 1e9:,.1f} GB.\nThe fullest rank writes {fullest / 1e9:,.1f} GB:"
         f" {fullest / _WRITE_BYTES_PER_S:,.0f} s at {_WRITE_BYTES_PER_S / 1e9:g} GB/s of a rank."
+    )
+
+
+def _sharding(config: RunConfig, world_size: int, *, is_cuda: bool) -> Sharding:
+    return Sharding(
+        model=config.model,
+        parallel=config.parallel,
+        mcore=config.mcore,
+        num_data_parallel=world_size // (config.parallel.tensor * config.parallel.pipeline),
+        is_cuda=is_cuda,
     )
 
 
@@ -121,8 +123,6 @@ def check_memory(ledger: MemoryLedger, free_bytes: int, host_free_bytes: int, wo
 def _engine_claims(
     config: RunConfig, model: ModelConfig, sizes: ModelSizes, device: Device
 ) -> list[MemoryClaim]:
-    if config.rollout.engine == "sglang":
-        return _sglang_claims(config, sizes, device)
     rollout = config.rollout
     strategies = config.speculation.parsed_strategies if config.speculation.enabled else []
     has_graphs = rollout.cuda_graphs and device.is_cuda
@@ -140,34 +140,28 @@ def _engine_claims(
     kv_in = {Phase.ROLLOUT} if config.spot.enabled else {Phase.ROLLOUT, Phase.SPOT}
     if rollout.keep_graphs and has_graphs:
         weights_in = kv_in = ALL_PHASES
-    claims = [
-        MemoryClaim(name="engine weights", num_bytes=plan.weights_bytes, phases=weights_in),
-        MemoryClaim(
-            name=f"engine KV ({plan.kv_tokens} tokens)",
-            num_bytes=plan.kv_bytes,
-            phases=frozenset(kv_in),
-            lower=f"rollout.max_batch_size={rollout.max_batch_size} or rollout.kv_cache_tokens={rollout.kv_cache_tokens}",
-        ),
-        MemoryClaim(
-            name="decode and verify passes",
-            num_bytes=plan.activations_bytes,
-            phases=frozenset({Phase.ROLLOUT}),
-            lower=f"rollout.max_batch_size={rollout.max_batch_size} or speculation.strategies",
-        ),
-        MemoryClaim(
-            name="engine graphs",
-            num_bytes=plan.graphs.bytes_pool() if has_graphs else 0,
-            phases=frozenset(kv_in),
-            lower="speculation.strategies",
-        ),
-    ]
+    graphs = plan.graphs.bytes_pool() if has_graphs else 0
+    drafter = 0
     if config.speculation.enabled and config.speculation.is_learned:
         is_packed = packs(getattr(torch, rollout.dtype), device.torch_device)
-        own = drafter_parameters(sizes)
-        own += config.speculation.num_draft_ids(sizes.vocab) * sizes.hidden
-        num_bytes = own * _item_bytes(config) * (2 if is_packed else 1)
-        claims.append(MemoryClaim(name="engine drafter", num_bytes=num_bytes, phases=weights_in))
-    return claims
+        drafter = drafter_parameters(sizes)
+        drafter += config.speculation.num_draft_ids(sizes.vocab) * sizes.hidden
+        drafter *= _item_bytes(config) * (2 if is_packed else 1)
+    batch, kv = _engine_settings(config)
+    passes, strategy = f"{batch} or speculation.strategies", "speculation.strategies"
+    return [
+        MemoryClaim("engine weights", plan.weights_bytes, weights_in),
+        MemoryClaim(f"engine KV ({plan.kv_tokens} tokens)", plan.kv_bytes, kv_in, lower=kv),
+        MemoryClaim(
+            "decode and verify passes",
+            plan.activations_bytes,
+            {Phase.ROLLOUT},
+            lower=passes,
+            is_estimate=True,
+        ),
+        MemoryClaim("engine graphs", graphs, kv_in, lower=strategy, is_estimate=True),
+        MemoryClaim("engine drafter", drafter, weights_in),
+    ]
 
 
 def _sglang_claims(config: RunConfig, sizes: ModelSizes, device: Device) -> list[MemoryClaim]:
@@ -179,34 +173,35 @@ def _sglang_claims(config: RunConfig, sizes: ModelSizes, device: Device) -> list
     kv_tokens = rollout.kv_cache_tokens or rollout.max_batch_size * (
         config.longest_context + rollout.max_new_tokens
     )
-    kv_layers = sizes.num_layers
-    weights = sizes.total
+    kv_layers, weights = sizes.num_layers, sizes.total
     if config.speculation.enabled and config.speculation.is_learned:
         kv_layers += 1
         weights += drafter_parameters(sizes)
-    tp = f"sglang.engine_args.tp_size={ranks}"
     num_states = 1  # an adaptive engine captures its graphs for each strategy
     if config.speculation.enabled:
         num_states = max(1, sum(not s.is_off for s in config.speculation.parsed_strategies))
-    workspace_mib = 512 + 1.5 * max(rollout.prefill_chunk_tokens, 2048) + 1024 * ranks / 8
-    graphs_mib = 2 * rollout.max_batch_size * num_states
+    graphs_mib = 512 + 1.5 * max(rollout.prefill_chunk_tokens, 2048) + 1024 * ranks / 8
+    graphs_mib += 2 * rollout.max_batch_size * num_states
+    graphs = int(graphs_mib * 2**20) if device.is_cuda else 0
+    batch, kv = _engine_settings(config)
+    tp = f"sglang.engine_args.tp_size={ranks}"
+    chunk = f"{batch} or rollout.prefill_chunk_tokens={rollout.prefill_chunk_tokens}"
     return [
+        MemoryClaim("engine weights", weights * item // ranks, _AWAKE, lower=tp),
         MemoryClaim(
-            name="engine weights", num_bytes=weights * item // ranks, phases=_AWAKE, lower=tp
+            f"engine KV ({kv_tokens} tokens)",
+            kv_tokens * sizes.kv * kv_layers * item // ranks,
+            _AWAKE - {Phase.WEIGHT_SYNC},
+            lower=f"{kv} or {tp}",
         ),
-        MemoryClaim(
-            name=f"engine KV ({kv_tokens} tokens)",
-            num_bytes=kv_tokens * sizes.kv * kv_layers * item // ranks,
-            phases=_AWAKE - {Phase.WEIGHT_SYNC},
-            lower=f"rollout.max_batch_size={rollout.max_batch_size} or rollout.kv_cache_tokens={rollout.kv_cache_tokens} or {tp}",
-        ),
-        MemoryClaim(
-            name="engine graphs and workspaces",
-            num_bytes=int((workspace_mib + graphs_mib) * 2**20) if device.is_cuda else 0,
-            phases=_AWAKE,
-            lower=f"rollout.max_batch_size={rollout.max_batch_size} or rollout.prefill_chunk_tokens={rollout.prefill_chunk_tokens}",
-        ),
+        MemoryClaim("engine graphs and workspaces", graphs, _AWAKE, lower=chunk, is_estimate=True),
     ]
+
+
+def _engine_settings(config: RunConfig) -> tuple[str, str]:
+    """Return the settings that make passes and KV of an engine smaller, as a message names them."""
+    batch = f"rollout.max_batch_size={config.rollout.max_batch_size}"
+    return batch, f"{batch} or rollout.kv_cache_tokens={config.rollout.kv_cache_tokens}"
 
 
 def _item_bytes(config: RunConfig) -> int:
