@@ -265,8 +265,8 @@ class Heartbeat:
         if state.is_gone:
             return f"{process} is gone: its process ended in phase {phase}"
         why = "its process is stopped" if state.is_stopped else silence
-        limit = f"run.heartbeat_timeout_s={self.timeout_s:g} s"
-        return f"{process} has been silent for {limit} in phase {phase}: {why}"
+        for_long = f"silent for run.heartbeat_timeout_s={self.timeout_s:g} s"
+        return f"{process} has been {for_long} in phase {phase}: {why}"
 
     def _report(self, text: str) -> None:
         self.beats.events.append(Event(kind=EventKind.END, rank=self.rank, code=1, text=text))
