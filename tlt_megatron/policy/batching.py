@@ -5,12 +5,13 @@ ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.types import FinishReason, KeptTokens, MicroBatch, Rollout
 
@@ -48,10 +49,8 @@ def plan_share(
     rollouts: Sequence[Rollout],
     skipped: Collection[RolloutKey],
     dp: Group,
-    *,
+    section: AlgorithmSection,
     max_tokens: int,
-    aggregation: str,
-    mask_truncated: bool,
 ) -> Minibatch:
     """Return this rank's share of a mini-batch. Those computed and those skipped are balanced."""
     last = {i for i, rollout in enumerate(rollouts) if key_of(rollout) in skipped}
@@ -59,7 +58,7 @@ def plan_share(
     return Minibatch(
         packs=pack_share([rollouts[i] for i in mine if i not in last], max_tokens),
         skipped=tuple(rollouts[i] for i in mine if i in last),
-        skipped_count=count_loss([rollouts[i] for i in last], aggregation, mask_truncated),
+        skipped_count=count_loss([rollouts[i] for i in last], section),
     )
 
 
@@ -124,7 +123,7 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> MicroBatch:
         loss_mask=_on_labels(rollouts, [_loss_mask(r) for r in rollouts]),
         loss_weights=zeros_P,
         advantages=zeros_P,
-        old_logprobs=zeros_P,
+        old_logprobs=None,
         rollout_logprobs=_on_labels(rollouts, [r.logprobs for r in rollouts]),
         kept=_join_kept(rollouts),
     )
@@ -143,62 +142,48 @@ def _join_kept(rollouts: Sequence[Rollout]) -> KeptTokens | None:
     )
 
 
-def attach_targets(  # noqa: PLR0913
-    batch: MicroBatch,
-    rollouts: Sequence[Rollout],
-    *,
-    advantages: Sequence[Tensor],
-    old_logprobs: Sequence[Tensor] | None,
-    ref_logprobs: Sequence[Tensor] | None,
-    old_values: Sequence[Tensor] | None = None,
-    returns: Sequence[Tensor] | None = None,
-    aggregation: str,
+def attach_targets(
+    pack: Pack,
+    targets: Mapping[str, Mapping[RolloutKey, Tensor] | None],
+    section: AlgorithmSection,
     max_new_tokens: int,
-    mask_truncated: bool = False,
 ) -> MicroBatch:
-    """Fill the loss fields of a micro-batch packed from `rollouts`, from values [T] of each
-    response.
+    """Return the micro-batch of `pack` with its loss fields, from values [T] of each response.
 
-    Weight of a token: token_mean 1, counted in tokens (DAPO, Yu et al. 2025, eq. 8); sequence_mean
-    1/T, counted in sequences (GRPO, Shao et al. 2024, eq. 3); sequence_sum 1/max_new_tokens,
-    counted in sequences (Dr. GRPO). T counts the policy's tokens; observations have weight 0. With
-    `mask_truncated` so have responses that were cut, and they are not counted.
+    `targets` has the values by name of the field. Weight of a token: token_mean 1, counted in
+    tokens (DAPO, Yu et al. 2025, eq. 8); sequence_mean 1/T, counted in sequences (GRPO, Shao et al.
+    2024, eq. 3); sequence_sum 1/max_new_tokens, counted in sequences (Dr. GRPO). T counts the
+    policy's tokens; observations have weight 0. So have masked responses, which are not counted.
     """
-    lengths = [rollout.num_generated for rollout in rollouts]
-    weights = {
-        "token_mean": [1.0 for _ in lengths],
-        "sequence_mean": [1.0 / length for length in lengths],
-        "sequence_sum": [1.0 / max_new_tokens for _ in lengths],
-    }[aggregation]
-
-    def packed(values: Sequence[Tensor] | None) -> Tensor | None:
-        return None if values is None else _on_labels(rollouts, values)
-
-    weights_T = [
-        weight * _loss_mask(r) * (not is_masked(r, mask_truncated))
-        for r, weight in zip(rollouts, weights, strict=True)
+    divisors = {"token_mean": 1, "sequence_sum": max_new_tokens}
+    weights = [
+        _loss_mask(rollout)
+        / divisors.get(section.aggregation, rollout.num_generated)
+        * (not is_masked(rollout, section))
+        for rollout in pack.rollouts
     ]
+    fields = {
+        name: _on_labels(pack.rollouts, [values[key] for key in pack.keys])
+        for name, values in targets.items()
+        if values is not None
+    }
     return dataclasses.replace(
-        batch,
-        loss_weights=_on_labels(rollouts, weights_T),
-        advantages=_on_labels(rollouts, advantages),
-        old_logprobs=packed(old_logprobs),
-        ref_logprobs=packed(ref_logprobs),
-        old_values=packed(old_values),
-        returns=packed(returns),
-        loss_count=count_loss(rollouts, aggregation, mask_truncated),
+        pack.batch,
+        loss_weights=_on_labels(pack.rollouts, weights),
+        loss_count=count_loss(pack.rollouts, section),
+        **fields,
     )
 
 
-def is_masked(rollout: Rollout, mask_truncated: bool) -> bool:
+def is_masked(rollout: Rollout, section: AlgorithmSection) -> bool:
     """Return whether a response has no part in the loss (`algorithm.mask_truncated`)."""
-    return mask_truncated and rollout.finish_reason is FinishReason.LENGTH
+    return section.mask_truncated and rollout.finish_reason is FinishReason.LENGTH
 
 
-def count_loss(rollouts: Sequence[Rollout], aggregation: str, mask_truncated: bool = False) -> int:
+def count_loss(rollouts: Sequence[Rollout], section: AlgorithmSection) -> int:
     """Return the share of `rollouts` in the loss divisor: tokens for token_mean, else responses."""
-    rollouts = [rollout for rollout in rollouts if not is_masked(rollout, mask_truncated)]
-    if aggregation == "token_mean":
+    rollouts = [rollout for rollout in rollouts if not is_masked(rollout, section)]
+    if section.aggregation == "token_mean":
         return sum(rollout.num_generated for rollout in rollouts)
     return len(rollouts)
 

@@ -5,7 +5,8 @@ Every rank gets the whole batch and computes its share from lengths, so ranks on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,9 @@ from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.advantages import advantage_metrics, compute_advantages
 from tlt_megatron.policy.batching import (
     Minibatch,
+    Pack,
     RolloutKey,
+    attach_targets,
     by_key,
     is_masked,
     key_of,
@@ -27,13 +30,15 @@ from tlt_megatron.policy.batching import (
 from tlt_megatron.policy.critic import CriticTrainer, value_metrics
 from tlt_megatron.policy.health import EngineDifference, TrainingHealth, warn_of_skipped
 from tlt_megatron.policy.interfaces import PolicyModel
-from tlt_megatron.policy.passes import PolicyPasses, Targets, compare_engines
-from tlt_megatron.policy.policy_loss import kl_estimate
+from tlt_megatron.policy.policy_loss import kl_estimate, policy_loss
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects, sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import (
+    LossResult,
+    MicroBatch,
     OptimizerStats,
     ScoredGroup,
+    TokenLogprobs,
 )
 
 if TYPE_CHECKING:
@@ -41,12 +46,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inference(Targets):
-    """Results of the passes before the update."""
+class Inference:
+    """Results of the passes before the update; those of responses are [T] by response."""
 
+    version: int  # of the policy before the update: RL steps done
     scored: tuple[ScoredGroup, ...]
     minibatches: tuple[Minibatch, ...]
     skipped: frozenset[RolloutKey]  # on all ranks
+    advantages: Mapping[RolloutKey, Tensor]
+    old_logprobs: Mapping[RolloutKey, Tensor] | None  # float32; None: from the update's own pass
+    ref_logprobs: Mapping[RolloutKey, Tensor] | None
+    values: Mapping[RolloutKey, Tensor] | None  # float32; with a critic
+    returns: Mapping[RolloutKey, Tensor] | None
     tap: HiddenStateTap | None  # to pass to the update
     metrics: dict[str, float]
 
@@ -160,10 +171,7 @@ class PolicyTrainer:
         assert inference.values is not None
         assert inference.returns is not None
         metrics = value_metrics(inference.scored, inference.values, inference.returns)
-        minibatches = [
-            [inference.attach(pack, self.section, self.max_new_tokens) for pack in minibatch.packs]
-            for minibatch in inference.minibatches
-        ]
+        minibatches = [self._attach(inference, each.packs) for each in inference.minibatches]
         step = inference.version + 1
         return metrics | self.critic.update(step, minibatches * self.section.num_epochs)
 
@@ -174,23 +182,19 @@ class PolicyTrainer:
         UnhealthyTrainingError on all ranks if a check of `health` fails. The engines are compared
         before the first update.
         """
-        passes = PolicyPasses(
-            self.model,
-            self.section,
-            self.groups,
-            temperature=self.temperature,
-            max_new_tokens=self.max_new_tokens,
-        )
+        sums: dict[str, float] = defaultdict(float)
         engines: dict[str, float] = {}
         stats: list[OptimizerStats] = []
         for minibatch in inference.minibatches * self.section.num_epochs:
-            passes.run(minibatch.packs, inference, inference.tap)
+            found, known = self._run_passes(inference, minibatch.packs)
             if inference.old_logprobs is None:  # then there is one update
-                engines = self._compare_engines(passes.differences, inference.version)
+                engines = self._compare_engines(known, inference.version)
             skipped_count = minibatch.skipped_count if self.groups.dp.is_first else 0
-            passes.sums["loss_count"] += skipped_count
+            found["loss_count"] += skipped_count
+            for name, value in found.items():
+                sums[name] += value
             stats.append(self.model.optimizer_step(skipped_count))
-        means = self._means(passes.sums)
+        means = self._means(sums)
         self._check_updates(inference.version + 1, stats, means["actor/pg_loss"])
         return {
             **means,
@@ -201,6 +205,41 @@ class PolicyTrainer:
             "actor/num_skipped_updates": float(sum(each.is_skipped for each in stats)),
             "actor/skipped_response_share": len(inference.skipped) / len(inference.advantages),
         }
+
+    def _attach(self, inference: Inference, packs: Sequence[Pack]) -> list[MicroBatch]:
+        """Return the micro-batches of `packs` with what the losses need."""
+        targets = {
+            "advantages": inference.advantages,
+            "old_logprobs": inference.old_logprobs,
+            "ref_logprobs": inference.ref_logprobs,
+            "old_values": inference.values,
+            "returns": inference.returns,
+        }
+        return [attach_targets(pack, targets, self.section, self.max_new_tokens) for pack in packs]
+
+    def _run_passes(
+        self, inference: Inference, packs: Sequence[Pack]
+    ) -> tuple[dict[str, float], dict[RolloutKey, EngineDifference]]:
+        """Accumulate the gradients of `packs`; return metric sums and what the engines differ by.
+
+        Without old log-probs, these are the policy's first passes: they compare the engines.
+        """
+        recorded: list[Tensor] = []  # policy log-probs [P] of each micro-batch, on the last stage
+
+        def loss_fn(predicted: TokenLogprobs, batch: MicroBatch) -> LossResult:
+            recorded.append(predicted.policy_logprobs)
+            return policy_loss(predicted, batch, self.section)
+
+        batches = self._attach(inference, packs)
+        sums = self.model.forward_backward(batches, self.temperature, loss_fn, tap=inference.tap)
+        sums["loss_count"] = float(sum(batch.loss_count for batch in batches))
+        sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))
+        if inference.old_logprobs is not None:
+            return sums, {}
+        pp, mine = self.groups.pp, {}
+        if pp.is_last:
+            mine = compare_engines(packs, [each.cpu() for each in recorded], inference.version)
+        return sums, broadcast_object(mine, pp, source=pp.size - 1)
 
     def _indices(self, scored: Sequence[ScoredGroup]) -> list[range]:
         """Return the indices of the prompts of each mini-batch."""
@@ -219,7 +258,7 @@ class PolicyTrainer:
             return frozenset()
         zeros = {key for key, advantage_T in advantages.items() if not advantage_T.any()}
         rollouts = [rollout for each in scored for rollout in each.group.rollouts]
-        zeros |= {key_of(r) for r in rollouts if is_masked(r, self.section.mask_truncated)}
+        zeros |= {key_of(r) for r in rollouts if is_masked(r, self.section)}
         for indices in self._indices(scored):
             groups = [scored[i].group.rollouts for i in indices]
             if zeros.issuperset(key_of(rollout) for group in groups for rollout in group):
@@ -237,9 +276,8 @@ class PolicyTrainer:
                 [r for i in indices for r in scored[i].group.rollouts],
                 skipped,
                 self.groups.dp,
-                max_tokens=self.micro_batch_tokens,
-                aggregation=self.section.aggregation,
-                mask_truncated=self.section.mask_truncated,
+                self.section,
+                self.micro_batch_tokens,
             )
             for indices in self._indices(scored)
         )
@@ -301,3 +339,19 @@ class PolicyTrainer:
         if self.health is not None:
             self.health.check_engines(version + 1, whole)
         return whole.metrics()
+
+
+def compare_engines(
+    packs: Sequence[Pack], policy_logprobs: Sequence[Tensor], version: int
+) -> dict[RolloutKey, EngineDifference]:
+    """Compare `policy_logprobs`, [P] of each pack, with those of the rollouts.
+
+    Only of tokens that the policy of `version` drew.
+    """
+    training = by_key(packs, policy_logprobs)
+    return {
+        key: EngineDifference.of_newest(training[key], rollout)
+        for pack in packs
+        for key, rollout in zip(pack.keys, pack.rollouts, strict=True)
+        if rollout.policy_version == version
+    }

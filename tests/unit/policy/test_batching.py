@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy import batching
 from tlt_megatron.policy.batching import (
     attach_targets,
     balance_by_size,
+    key_of,
     pack_by_tokens,
     pack_rollouts,
+    pack_share,
     response_slices,
     split_evenly,
 )
@@ -35,7 +38,7 @@ def rollout(prompt: tuple[int, ...], response: list[int], sample_index: int = 0)
     )
 
 
-ROLLOUTS = [rollout((1, 2), [3, 4]), rollout((5,), [6, 7, 8]), rollout((9, 10, 11), [12])]
+ROLLOUTS = [rollout((1, 2), [3, 4]), rollout((5,), [6, 7, 8], 1), rollout((9, 10, 11), [12], 2)]
 
 
 def test_packed_labels_and_masks_follow_the_definition() -> None:
@@ -64,15 +67,13 @@ def test_response_slices_pick_the_predictions_of_each_response() -> None:
     ],
 )
 def test_aggregation_weights_by_hand(aggregation: str, weights: list[float], count: int) -> None:
-    batch = attach_targets(
-        pack_rollouts(ROLLOUTS),
-        ROLLOUTS,
-        advantages=[torch.full((r.token_ids.numel(),), float(i)) for i, r in enumerate(ROLLOUTS)],
-        old_logprobs=[r.logprobs * 2 for r in ROLLOUTS],
-        ref_logprobs=None,
-        aggregation=aggregation,
-        max_new_tokens=8,
-    )
+    (pack,) = pack_share(ROLLOUTS, 1000)
+    targets = {
+        "advantages": {key_of(r): torch.full_like(r.logprobs, r.sample_index) for r in ROLLOUTS},
+        "old_logprobs": {key_of(r): r.logprobs * 2 for r in ROLLOUTS},
+        "ref_logprobs": None,
+    }
+    batch = attach_targets(pack, targets, AlgorithmSection(aggregation=aggregation), 8)
     is_response = batch.loss_mask.bool()
     assert batch.loss_weights[is_response].tolist() == pytest.approx(weights)
     assert batch.loss_weights[~is_response].abs().sum() == 0

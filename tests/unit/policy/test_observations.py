@@ -10,7 +10,7 @@ import torch
 from tests.unit.policy.test_policy_trainer import SECTIONS, FakeModel, scored_batch
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.advantages import compute_advantages, generated_tokens
-from tlt_megatron.policy.batching import attach_targets, count_loss, pack_rollouts
+from tlt_megatron.policy.batching import attach_targets, count_loss, pack_share
 from tlt_megatron.policy.policy_loss import policy_loss
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
@@ -84,21 +84,17 @@ def test_a_masked_loss_and_its_gradient_by_hand(
         policy_version=0,
         loss_mask=torch.tensor([True, True, False, False, True]),
     )
-    batch = attach_targets(
-        pack_rollouts([rollout]),
-        [rollout],
-        advantages=[torch.tensor([2.0, 2.0, 9.0, 9.0, 2.0])],
-        old_logprobs=[torch.tensor([-1.0, -2.0, 50.0, -50.0, -3.0])],
-        ref_logprobs=None,
-        aggregation=aggregation,
-        max_new_tokens=8,
-    )
+    section = AlgorithmSection(entropy_coef=0.5, aggregation=aggregation)
+    targets = {
+        "advantages": {(0, 0): torch.tensor([2.0, 2.0, 9.0, 9.0, 2.0])},
+        "old_logprobs": {(0, 0): torch.tensor([-1.0, -2.0, 50.0, -50.0, -3.0])},
+    }
+    batch = attach_targets(pack_share([rollout], 9)[0], targets, section, 8)
     assert batch.loss_mask.tolist() == [1, 1, 0, 0, 1, 0]
-    assert batch.loss_count == count_loss([rollout], aggregation) == count
+    assert batch.loss_count == count_loss([rollout], section) == count
     logprobs = torch.tensor([-1.0, -2.0, -7.0, -8.0, -3.0, -9.0], requires_grad=True)
     entropy = torch.tensor([1.0, 2.0, 100.0, 100.0, 3.0, 100.0])
     predicted = TokenLogprobs(logprobs=logprobs, entropy=entropy, policy_logprobs=logprobs)
-    section = AlgorithmSection(entropy_coef=0.5, aggregation=aggregation)
     result = policy_loss(predicted, batch, section)
     result.loss_sum.backward()
     assert logprobs.grad is not None

@@ -10,7 +10,7 @@ import torch
 from tests.unit.policy.test_policy_trainer import FakeModel
 from tlt_megatron.config.schema import AlgorithmSection, CriticSection
 from tlt_megatron.policy.advantages import advantage_metrics
-from tlt_megatron.policy.batching import attach_targets, pack_rollouts
+from tlt_megatron.policy.batching import attach_targets, pack_share
 from tlt_megatron.policy.critic import CriticTrainer, value_loss, value_metrics
 from tlt_megatron.policy.health import UnhealthyTrainingError
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
@@ -46,18 +46,12 @@ def make_rollouts() -> list[Rollout]:
 
 
 def make_batch(aggregation: str) -> MicroBatch:
-    rollouts = make_rollouts()
-    return attach_targets(
-        pack_rollouts(rollouts),
-        rollouts,
-        advantages=[torch.zeros(2), torch.zeros(1)],
-        old_logprobs=None,
-        ref_logprobs=None,
-        old_values=[torch.tensor([0.0, 1.0]), torch.tensor([0.5])],
-        returns=[torch.tensor([1.0, 1.0]), torch.tensor([0.0])],
-        aggregation=aggregation,
-        max_new_tokens=8,
-    )
+    targets = {
+        "old_values": {(0, 0): torch.tensor([0.0, 1.0]), (0, 1): torch.tensor([0.5])},
+        "returns": {(0, 0): torch.tensor([1.0, 1.0]), (0, 1): torch.tensor([0.0])},
+    }
+    (pack,) = pack_share(make_rollouts(), 1000)
+    return attach_targets(pack, targets, AlgorithmSection(aggregation=aggregation), 8)
 
 
 @pytest.mark.parametrize(
