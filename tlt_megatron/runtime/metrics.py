@@ -29,7 +29,6 @@ class MetricsWriter:
     def __init__(self, run_dir: Path, trackers: Trackers, *, resume_step: int | None) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "metrics.jsonl"
-        self.num_nonfinite = 0  # values written as null so far
         self.trackers = trackers
         self.num_rows = keep_rows(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
@@ -45,28 +44,14 @@ class MetricsWriter:
         self._file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         self._file.flush()
         self.num_rows += 1
-        self._note_nonfinite(step, [name for name, value in row.items() if value is None])
+        if nonfinite := [name for name, value in row.items() if value is None]:
+            log.warning("step %d: %s not finite, written as null", step, ", ".join(nonfinite))
         self.trackers.log(step, values)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close all outputs, of a run that `failed` as such. A second call does nothing."""
-        if self._file.closed:
-            return
+        """Close all outputs, of a run that `failed` as such."""
         self._file.close()
-        if self.num_nonfinite:
-            log.warning(
-                "%s: %d non-finite values were written as null", self.path, self.num_nonfinite
-            )
         self.trackers.close(failed=failed)
-
-    def _note_nonfinite(self, step: int, names: list[str]) -> None:
-        if names and self.num_nonfinite == 0:
-            log.warning(
-                "step %d: %s not finite, written as null; further ones are only counted",
-                step,
-                ", ".join(names),
-            )
-        self.num_nonfinite += len(names)
 
 
 def _to_number(name: str, value: object) -> float | int:
@@ -91,8 +76,8 @@ def keep_rows(path: Path, resume_step: int | None) -> int:
     rows = read_json_lines(path, "step")
     if len(rows) < path.read_bytes().count(b"\n"):  # the line of a killed run has no end
         log.warning("%s is a copy of the damaged file", shutil.copyfile(path, _free_name(path)))
-    kept = [row for row in rows if row["step"] < resume_step]
-    replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+    kept = [json.dumps(row) + "\n" for row in rows if row["step"] < resume_step]
+    replace_text(path, "".join(kept))
     return len(kept)
 
 

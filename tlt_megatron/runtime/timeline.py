@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,36 +163,7 @@ def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list
     for lane, tid in lanes.items():
         name = f"rank {rank}" if lane == threading.main_thread().name else lane
         names.append(_metadata("thread_name", rank, tid, name=name))
-    return names + rows + _counters(rank, rows) + (_step_markers(rows) if rank == 0 else [])
-
-
-def _counters(rank: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return counter events of the decode passes. A rollout ends with zeros."""
-    counters = []
-    for row in rows:
-        ts, args = row["ts"], row["args"]
-        if row["name"] == "ROLLOUT":
-            ts, values = ts + row["dur"], (0, 0, 0)
-        elif row["dur"] and "committed" in args:
-            speed = round(1e6 * args["committed"] / row["dur"])
-            values = (args["batch_size"], speed, args.get("kv_tokens", 0))
-        else:
-            continue
-        counted = dict(zip(("running requests", "tokens/s", "KV tokens"), values, strict=True))
-        counters.append({"ph": "C", "name": "engine", "pid": rank, "ts": ts, "args": counted})
-    return counters
-
-
-def _step_markers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a marker where each RL step starts: the SYNC of the policy before it ends there, and
-    its own SYNC follows.
-    """
-    syncs = [row for row in rows if row["name"] == "SYNC" and "version" in row["args"]]
-    return [
-        {"ph": "i", "s": "g", "cat": "step", "pid": 0, "tid": before["tid"], "args": {}}
-        | {"name": f"step {own['args']['version']}", "ts": before["ts"] + before["dur"]}
-        for before, own in pairwise(syncs)
-    ]
+    return names + rows
 
 
 def _metadata(name: str, rank: int, tid: int, /, **args: object) -> dict[str, Any]:

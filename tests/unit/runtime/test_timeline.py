@@ -231,24 +231,6 @@ def test_spans_added_afterwards_nest_in_the_span_that_encloses_them(tmp_path: Pa
     assert not any(event["name"] == "EVAL" for event in events)
 
 
-def test_the_trace_counts_running_requests_and_marks_the_steps(tmp_path: Path) -> None:
-    timeline = open_timeline(tmp_path)
-    timeline.add_span("SYNC", 0.0, 1.0, version=4)
-    timeline.add_span("DECODE", 2.0, 2.5, batch_size=8, committed=16, kv_tokens=640)
-    timeline.add_span("VERIFY(4_1_4)", 2.5, 3.0, batch_size=2, committed=5)
-    timeline.add_span("ROLLOUT", 1.5, 3.5)
-    timeline.add_span("SYNC", 4.0, 5.0, version=5)
-    timeline.close()
-    events = merged(tmp_path)
-    counted = {e["ts"]: list(e["args"].values()) for e in events if e["ph"] == "C"}
-    assert counted == {2_000_000: [8, 32, 640], 2_500_000: [2, 10, 0], 3_500_000: [0, 0, 0]}
-    (marker,) = [e for e in events if e["ph"] == "i"]
-    assert (marker["name"], marker["ts"], marker["s"]) == ("step 5", 1_000_000, "g")
-    assert {e["cat"] for e in spans(events)} == {"SYNC", "ROLLOUT", "DECODE", "VERIFY"}
-    lanes = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
-    assert lanes == ["rank 0"]  # of the main thread
-
-
 def test_merging_a_run_without_a_timeline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"timeline: must hold rank_\*\.jsonl"):
         merge_timelines(tmp_path)
