@@ -88,13 +88,7 @@ COMMANDS = {
         "tools.export_drafter",
     ),
 }
-# options of torchrun that take no value
-_FLAGS = {
-    "--standalone",
-    "-m",
-    *(f"--{name}" for name in ("module", "no-python", "no_python", "run-path", "run_path")),
-    *(f"--virtual{dash}local{dash}rank" for dash in "-_"),
-}
+_FLAGS = ("--standalone",)  # options of torchrun that take no value
 _TRAIN_HELP = """
 usage: tlt train CONFIG.yaml ... [section.key=value ...] [--resume auto|never|FOLDER] [--print-config] [options of torchrun]
 

@@ -38,10 +38,10 @@ def examine() -> list[Finding]:
     has_torch = importlib.util.find_spec("torch") is not None
     findings.append(_megatron(has_torch))
     if has_torch:
-        findings += [_memory(), _gpus(), _collectives()]
+        findings += [_memory(), _gpus()]
     how = f"only for rollout.engine=sglang: pip install sglang=={PINS['sglang']} (make setup-sglang on a CPU)"
     sglang = _package("sglang", how, name="SGLang", is_needed=False)
-    findings += [_transformer_engine(has_torch), _apex(), sglang]
+    findings += [_transformer_engine(has_torch), sglang]
     return findings
 
 
@@ -117,16 +117,6 @@ def _gpus() -> Finding:
     return Finding(name="GPUs", found="; ".join(names) or "torch sees none", advice=advice)
 
 
-def _collectives() -> Finding:
-    import torch.distributed as dist
-
-    backends = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
-    advice = "" if "gloo" in backends else "install a build of torch with gloo"
-    return Finding(
-        name="collectives", found=", ".join(backends) or "none", advice=advice, is_needed=True
-    )
-
-
 def _transformer_engine(has_torch: bool) -> Finding:
     how = "GPUs only: pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]>=2.9,<2.12'"
     version = _version("transformer-engine")
@@ -135,16 +125,6 @@ def _transformer_engine(has_torch: bool) -> Finding:
     from tlt_megatron.mcore import transformer_engine
 
     return Finding(name="Transformer Engine", found=version, advice=transformer_engine.problem())
-
-
-def _apex() -> Finding:
-    """The registry's package of this name is another one; NVIDIA's has fused kernels."""
-    found, advice = "installed", ""
-    if importlib.util.find_spec("apex") is None:
-        found, advice = "not installed", "optional: github.com/NVIDIA/apex"
-    elif importlib.util.find_spec("amp_C") is None:
-        advice = "this is the registry's package of that name, not NVIDIA's: pip uninstall apex"
-    return Finding(name="NVIDIA apex", found=found, advice=advice)
 
 
 if __name__ == "__main__":

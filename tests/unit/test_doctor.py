@@ -39,7 +39,7 @@ def run_doctor(*folders: Path) -> subprocess.CompletedProcess[str]:
 def test_doctor_says_what_runs_here() -> None:
     done = run_doctor()
     assert done.returncode == 0, done.stderr
-    for name in ("Python", "torch", "megatron-core", "GPUs", "collectives", "SGLang"):
+    for name in ("Python", "torch", "megatron-core", "GPUs", "SGLang"):
         assert f" {name} " in done.stdout
     assert done.stdout.splitlines()[-1].startswith("This machine runs: policy: Megatron")
     assert done.stderr == ""
@@ -104,8 +104,3 @@ def test_broken_transformer_engine_is_said(
         has_transformer_engine(torch.bfloat16)
     assert not has_transformer_engine(torch.float32)
     sys.modules.pop("transformer_engine", None)  # later tests of this process import Megatron
-
-
-def test_the_registrys_apex_is_not_nvidias(tmp_path: Path) -> None:
-    install(tmp_path, "apex", "0.9.10", "")
-    assert "not NVIDIA's" in run_doctor(tmp_path).stdout
