@@ -8,7 +8,6 @@ operations.
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 import socket
@@ -34,7 +33,7 @@ class Moment:
     phase: str  # start | setup | rollout | spot | update | checkpoint | evaluation | finish
     step: int = 1  # RL step; of an evaluation, a checkpoint and the finish: steps done
     resumed_step: int = 0  # the run is resumed from this one
-    action: str = "wait"  # wait | kill | full_disk | clock | nan | silence
+    action: str = "wait"  # wait | kill | full_disk | clock | silence
     amount: float = 0.0  # clock: seconds
     operation: int = 0  # > 0: at so many file operations below `watched`, after the moment
     watched: str = ""  # folder
@@ -166,8 +165,6 @@ class _Probe:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.moment.watched)
             case "clock":
                 _shift_clock(self.moment.amount)
-            case "nan":
-                _poison_policy()
             case "silence":
                 assert self.proxy is not None
                 self.proxy.is_silent = True
@@ -185,22 +182,6 @@ def _shift_clock(seconds: float) -> None:
     now, now_ns = time.time, time.time_ns
     time.time = lambda: now() + seconds
     time.time_ns = lambda: now_ns() + int(seconds * 1e9)
-
-
-def _poison_policy() -> None:
-    """One weight of every parameter of the policy, and of the optimizer's copy of it, becomes NaN."""
-    import torch
-
-    from tlt_megatron.mcore.optimizer import PolicyOptimizer
-
-    for policy in (o for o in gc.get_objects() if isinstance(o, PolicyOptimizer)):
-        megatron = policy.megatron
-        for optimizer in getattr(megatron, "chained_optimizers", [megatron]):
-            owned = [p for group in optimizer.param_groups for p in group["params"]]
-            chunks = [p for chunk in optimizer.model_chunks for p in chunk.parameters()]
-            with torch.no_grad():
-                for parameter in (p for p in [*owned, *chunks] if p.numel()):
-                    parameter.view(-1)[0] = float("nan")
 
 
 class _Proxy:

@@ -1,5 +1,5 @@
 """What happens to processes: asked to stop, killed, frozen; clocks that jump, stores that are slow
-or silent, NaN weights.
+or silent.
 """
 
 from __future__ import annotations
@@ -197,18 +197,6 @@ def silent_store(case: Case) -> None:
         return
     case.expect_line(job, "^pretrain_rl: ", "rank 0", r"store|\bphase [A-Z]")
     case.resume(at_least=moment.saved)
-
-
-def nan_weights(case: Case) -> None:
-    """A weight becomes NaN in the middle of the run: it ends with exit code 1, and the good
-    checkpoints stay.
-    """
-    # the first step of a critic has no update
-    variants = [name for name in case.lab.variants if name != "critic"]
-    moment = case.draw_moment("rollout", "update", variants=variants, action="nan")
-    job = case.start(LONG)
-    case.end(job, 1, ranks=[1, _ENDED], line=["finite|nan"])
-    case.resume(at_least=max(moment.resumed_step, moment.done - 1))
 
 
 def naming(rank: int) -> tuple[str, ...]:
