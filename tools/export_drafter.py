@@ -52,7 +52,6 @@ from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import new_folder, save_tensors
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.speculation.token_counts import TokenCounts
-from tlt_megatron.spot.drafter_checkpoint import find_best, find_newest
 from tlt_megatron.trainer.manifest import is_checkpoint, is_checkpoint_root
 from tlt_megatron.trainer.run_checkpoint import STATE_FILE, find_intact
 
@@ -123,8 +122,8 @@ def main() -> None:
 
 
 def find_drafter(path: Path) -> Path:
-    """Return the drafter's folder in `path`: itself, of the checkpoint that a resume takes, or the
-    best (else newest) saved one.
+    """Return the drafter's folder in `path`: itself, of the checkpoint that a resume takes, or of the
+    run.
 
     ValueError for a checkpoint with a broken file.
     """
@@ -136,12 +135,8 @@ def find_drafter(path: Path) -> Path:
     for folder in (path, path / "drafter"):
         if (folder / "config.json").is_file() and (folder / WEIGHTS_FILE).is_file():
             return folder
-        found = find_best(folder) or find_newest(folder)
-        if found is not None:
-            return found
     raise ValueError(
-        f"--from {path}: must be a drafter's folder (config.json, {WEIGHTS_FILE}), a run with one in its last"
-        " checkpoint, or a folder of saved drafters"
+        f"--from {path}: must be a drafter's folder (config.json, {WEIGHTS_FILE}), or a run or checkpoint with one"
     )
 
 

@@ -14,7 +14,7 @@ from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
 from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
-from tlt_megatron.drafter.eagle_folder import load_drafter
+from tlt_megatron.drafter.eagle_folder import config_of, load_drafter, load_trainer_state
 from tlt_megatron.drafter.packing import DraftBatch, pack_batch
 from tlt_megatron.engines.embedded.freed_weights import FreedWeights
 from tlt_megatron.models.draft_model import DraftModel
@@ -22,7 +22,7 @@ from tlt_megatron.runtime.device import Device, select_device
 from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.process_groups import init_world
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.drafter_checkpoint import AsyncDrafterCheckpointer, find_newest
+from tlt_megatron.spot.drafter_checkpoint import AsyncDrafterCheckpointer, DrafterCheckpoint
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 from tlt_megatron.spot.session import GroupPool
 from tlt_megatron.spot.spot_trainer import SpotTrainer
@@ -85,8 +85,16 @@ def test_a_save_needs_nothing_that_a_sleeping_engine_has_taken(
     trainer, twin = make_trainer(device.torch_device)
     trainer.step(Batches(twin, 0, device.torch_device).next_batch())
     borrowed = {name: getattr(trainer.model, name) for name in ("embedding_VD", "lm_head_VD")}
-    checkpointer = AsyncDrafterCheckpointer(tmp_path, trainer.model)
-    checkpointer.save(trainer.state_dict(), {})
+    weights = {name: t.to("cpu", copy=True) for name, t in trainer.model.state_dict().items()}
+    checkpointer = AsyncDrafterCheckpointer(tmp_path / "drafter")
+    checkpointer.save(
+        DrafterCheckpoint(
+            config=config_of(trainer.model),
+            weights=weights,
+            state=trainer.state_dict(),
+            record={},
+        )
+    )
     contents = {name: tensor.clone() for name, tensor in borrowed.items()}
     asleep = FreedWeights(borrowed.values())
     taken = torch.full((1 << 20,), torch.nan, device=device.torch_device)  # its memory, or more
@@ -94,11 +102,11 @@ def test_a_save_needs_nothing_that_a_sleeping_engine_has_taken(
     asleep.restore()
     for name, tensor in borrowed.items():
         tensor.copy_(contents[name])
-    newest = find_newest(tmp_path)
-    assert newest is not None
-    saved = load_drafter(newest, **borrowed)  # refused beside another target
-    for name, weights in saved.state_dict().items():
-        assert torch.equal(weights.cpu(), trainer.model.state_dict()[name].cpu())
+    load_drafter(checkpointer.folder, **borrowed)  # refused beside another target
+    saved = load_trainer_state(checkpointer.folder)
+    assert saved is not None
+    for name, tensor in trainer.state_dict().items():
+        assert torch.equal(saved[name], tensor.cpu())
     assert taken.isnan().all()
 
 

@@ -20,7 +20,7 @@ from tlt_megatron.drafter.eagle_folder import save_draft_config
 from tlt_megatron.engines.sglang import sglang_engine as engine_module
 from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_model import fingerprint_target, make_draft_config
+from tlt_megatron.models.draft_model import make_draft_config
 from tlt_megatron.runtime.device import Device
 
 # (ranks, sizes) of Qwen2.5-7B-Instruct and Qwen2.5-32B-Instruct, from config.json in their Hugging Face repositories
@@ -68,7 +68,7 @@ def write_drafter(folder: Path, policy: Path) -> None:
     embedding = torch.zeros(1, 1).expand(target.vocab_size, target.hidden_size)
     folder.mkdir()
     config = make_draft_config(target, "eagle", embedding)
-    save_draft_config(folder, config, fingerprint_target(embedding), torch.bfloat16)
+    save_draft_config(folder, config, torch.bfloat16)
 
 
 class Started:

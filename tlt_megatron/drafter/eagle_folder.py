@@ -34,9 +34,26 @@ _OWN_KEY = "tlt_megatron"  # our own entry of config.json
 _LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
+def config_of(model: DraftModel) -> DraftConfig:
+    """Return the drafter's config with the fingerprint of its target as the target is now."""
+    return dataclasses.replace(model.config, target=fingerprint_target(model.embedding_VD))
+
+
 def save_drafter(
     path: Path,
     model: DraftModel,
+    trainer_state: Mapping[str, Tensor] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a drafter that is in training or was just made. See `write_drafter`."""
+    write_drafter(path, config_of(model), model.state_dict(), trainer_state, dtype=dtype)
+
+
+def write_drafter(
+    path: Path,
+    config: DraftConfig,
+    weights: Mapping[str, Tensor],
     trainer_state: Mapping[str, Tensor] | None = None,
     *,
     dtype: torch.dtype | None = None,
@@ -46,21 +63,17 @@ def save_drafter(
     `trainer_state` is `DrafterTrainer.state_dict()`, written in its own precision.
     """
     path.mkdir(parents=True, exist_ok=True)
-    weights = {name: _to_disk(tensor, dtype) for name, tensor in model.state_dict().items()}
-    save_tensors(weights, path / WEIGHTS_FILE, metadata={"format": "pt"})
-    target = fingerprint_target(model.embedding_VD)
-    save_draft_config(path, model.config, target, dtype or model.fc.weight.dtype)
+    tensors = {name: _to_disk(tensor, dtype) for name, tensor in weights.items()}
+    save_tensors(tensors, path / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_draft_config(path, config, next(iter(tensors.values())).dtype)
     if trainer_state is not None:
         file = path / TRAINER_FILE
         file.parent.mkdir(exist_ok=True)
         save_tensors({name: _to_disk(tensor) for name, tensor in trainer_state.items()}, file)
 
 
-def save_draft_config(
-    path: Path, config: DraftConfig, target: TargetFingerprint, dtype: torch.dtype
-) -> None:
-    """Write config.json for a drafter of `target` with weights in `dtype`."""
-    config = dataclasses.replace(config, target=target)
+def save_draft_config(path: Path, config: DraftConfig, dtype: torch.dtype) -> None:
+    """Write config.json for a drafter with weights in `dtype`."""
     text = json.dumps(_to_hf_config(config, str(dtype).removeprefix("torch.")), indent=2)
     (path / "config.json").write_text(text, encoding="utf-8")
 
@@ -141,15 +154,6 @@ def load_draft_weights(model: DraftModel, tensors: Mapping[str, Tensor], *, sour
 
 
 def load_trainer_state(path: str | Path) -> dict[str, Tensor] | None:
-    """Return the state for `DrafterTrainer.load_state_dict`; None if the folder holds weights only.
-
-    If the state file has no parameters (spot/drafter_checkpoint.py), they come from the weights file.
-    """
+    """Return the state for `DrafterTrainer.load_state_dict`; None if the folder holds weights only."""
     file = Path(path) / TRAINER_FILE
-    if not file.is_file():
-        return None
-    state = load_file(file)
-    if not any(name.startswith("model.") for name in state):
-        weights = load_file(Path(path) / WEIGHTS_FILE)
-        state |= {f"model.{name}": tensor for name, tensor in weights.items()}
-    return state
+    return load_file(file) if file.is_file() else None

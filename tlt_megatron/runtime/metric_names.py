@@ -115,8 +115,8 @@ rollout/unspeculated_passes | passes | plain passes although speculation is on, 
 drafter/live_{accept_length,token_share} | tokens, share | as above, of the learned drafter alone
 drafter/{version,is_published,num_refused} | | of the engine's drafter; 1 if this step published one; candidates
   refused so far
-drafter/holdout_accept_length/* drafter/holdout_rows | tokens | of the candidate, of the published and of the best
-  drafter, on responses that none was trained on
+drafter/holdout_accept_length/{candidate,published} drafter/holdout_rows | tokens | of both drafters, on
+  responses that neither was trained on
 drafter/{loss,accept_length} | nats, tokens | in training
 drafter/num_updates | optimizer steps | over the drafter's life
 bubble/idle_s | rank-seconds | from the end of each rank's rollouts to the end of the last rank's

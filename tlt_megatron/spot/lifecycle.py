@@ -7,7 +7,7 @@ Called by the loop and the rollout worker if the run has spot training. In the o
       _measure_candidate   measurement: before the rank trains       -> holdout.py
     publish              publication: the decision of all ranks      -> publisher.py
     make_tap             data: the hidden states of the whole batch  -> mcore/hidden_tap.py
-    save_into            checkpoint                                  -> checkpoint.py
+    save_into            checkpoint                                  -> drafter_checkpoint.py
 
 The RL step pays for the time from the end of the last rollout to the end of `publish`: the stall.
 """
@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,11 +28,10 @@ from torch import Tensor
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, PassAbandoned, interruptible
-from tlt_megatron.drafter.eagle_folder import save_drafter
-from tlt_megatron.drafter.packing import DraftBatch, DraftSequence
+from tlt_megatron.drafter.eagle_folder import config_of, write_drafter
+from tlt_megatron.drafter.packing import DraftSequence
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
-from tlt_megatron.models.draft_model import fingerprint_target
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.durable import new_folder, save_tensors
@@ -39,12 +39,11 @@ from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.drafter_checkpoint import (
     AsyncDrafterCheckpointer,
-    load_checkpoint,
+    DrafterCheckpoint,
     logging_failed_writes,
-    write_checkpoint,
 )
 from tlt_megatron.spot.holdout import HoldoutResult, measure_holdout
-from tlt_megatron.spot.publisher import DrafterPublisher, PublishAction, copy_to_host
+from tlt_megatron.spot.publisher import DrafterPublisher
 from tlt_megatron.spot.rank_state import SpotRanks
 from tlt_megatron.spot.session import StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
@@ -52,11 +51,17 @@ from tlt_megatron.types import Rollout
 
 log = logging.getLogger(__name__)
 
-_HOLDOUT_BATCH_TOKENS = 128  # small: the standard error is estimated from many batches
 _HOLDOUT_ROWS = 512  # per rank: enough to compare drafters, and fast enough not to delay a step
 _FOLDER, _DATA_FOLDER = "drafter", "drafter_data"  # subfolders of a checkpoint
 
-Findings = tuple[int, dict[int, HoldoutResult]]  # the candidate's checksum; results by checksum
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Findings:
+    """What one rank has measured, on the same rows."""
+
+    checksum: int  # of the candidate
+    candidate: HoldoutResult
+    published: HoldoutResult
 
 
 class DrafterLifecycle:
@@ -79,7 +84,7 @@ class DrafterLifecycle:
         self.buffer = buffer
         self.engine = engine
         self.world = world
-        self.publisher = DrafterPublisher(trainer.model.state_dict())
+        self.publisher = DrafterPublisher(self._copy_weights())
         self.spot = SpotTrainer(
             trainer,
             buffer,
@@ -89,11 +94,11 @@ class DrafterLifecycle:
         )
         self.checkpointer: AsyncDrafterCheckpointer | None = None
         if world.is_first:
-            self.checkpointer = AsyncDrafterCheckpointer(run_dir / "drafter", trainer.model)
+            self.checkpointer = AsyncDrafterCheckpointer(run_dir / "drafter")
         self._tap_bytes = section.data_bytes
-        # The drafter at the last phase boundary, the same on all ranks; None: the published one.
+        # The drafter at the last phase boundary, the same on all ranks; None: it was considered.
         self._candidate: dict[str, Tensor] | None = None
-        self._num_considered = trainer.num_updates  # of the candidate
+        self._candidate_updates = trainer.num_updates  # of the newest candidate
         self._findings: Findings | None = None  # for the decision that all ranks make later
         self._has_features = False  # whether every rank's engine gave hidden states in this step
 
@@ -157,26 +162,26 @@ class DrafterLifecycle:
         """
         if self._candidate is None or self._findings is not None:  # an earlier round of the step
             return
+        batches = self.buffer.holdout_batches(_HOLDOUT_ROWS, has_new=True, max_rows=_HOLDOUT_ROWS)
+        if not batches:
+            return
         device = self.trainer.device
-        checksum = checksum_tensors((n, t.to(device)) for n, t in self._candidate.items())
-        contenders: dict[int, Mapping[str, Tensor]] = {checksum: self._candidate}
-        for drafter in (self.publisher.published, self.publisher.best):
-            contenders[drafter.checksum] = drafter.weights
-        batches = self.buffer.holdout_batches(
-            _HOLDOUT_BATCH_TOKENS, has_new=True, max_rows=_HOLDOUT_ROWS
-        )
+        contenders = self._candidate, self.publisher.published.weights
         try:
-            results = {c: self._measure(w, batches, watch) for c, w in contenders.items()}
+            with interruptible(self.trainer.model, watch):
+                candidate, published = (
+                    HoldoutResult.merge(
+                        measure_holdout(self.trainer, weights, batch) for batch in batches
+                    )
+                    for weights in contenders
+                )
         except PassAbandoned:
             return
-        self._findings = checksum, results
-
-    def _measure(
-        self, weights: Mapping[str, Tensor], batches: Sequence[DraftBatch], watch: StopWatch
-    ) -> HoldoutResult:
-        """Measure `weights`. Raises PassAbandoned once the last rollout has ended."""
-        with interruptible(self.trainer.model, watch):
-            return measure_holdout(self.trainer, weights, batches)
+        self._findings = Findings(
+            checksum=checksum_tensors((n, t.to(device)) for n, t in self._candidate.items()),
+            candidate=candidate,
+            published=published,
+        )
 
     # ---- publication
 
@@ -194,28 +199,38 @@ class DrafterLifecycle:
         self._findings, self._has_features = None, all(has_new)
         findings = [part for part in parts if part]
         if findings:
-            metrics |= self._decide(findings)
-        if self.trainer.num_updates != self._num_considered:
-            self._num_considered = self.trainer.num_updates
-            self._candidate = copy_to_host(self.trainer.model.state_dict())
+            metrics |= self._consider(findings)
+        if self.trainer.num_updates != self._candidate_updates:
+            self._candidate_updates = self.trainer.num_updates
+            self._candidate = self._copy_weights()
         metrics["drafter/num_updates"] = float(self.trainer.num_updates)
         metrics["bubble/stall_s"] += time.perf_counter() - started
 
-    def _decide(self, findings: Sequence[Findings]) -> dict[str, float]:
-        """Publish the candidate, or not, and save the drafter. Returns metrics."""
+    def _copy_weights(self) -> dict[str, Tensor]:
+        """Return the trainer's weights, copied to the CPU."""
+        state = self.trainer.model.state_dict()
+        return {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+
+    def _consider(self, findings: Sequence[Findings]) -> dict[str, float]:
+        """Publish and save the candidate, or drop it. Returns metrics."""
         assert self._candidate is not None
-        checksum, results = findings[0]
-        merged = {c: HoldoutResult.merge(part[c] for _, part in findings) for c in results}
-        decision = self.publisher.consider(self._candidate, checksum, merged)
-        if decision.action != PublishAction.KEEP:
+        measured = HoldoutResult.merge(part.candidate for part in findings)
+        published = HoldoutResult.merge(part.published for part in findings)
+        is_published = self.publisher.consider(
+            self._candidate, findings[0].checksum, measured=measured, published=published
+        )
+        self._candidate = None
+        if is_published:
             self._load_published()
-        if self.checkpointer is not None:
-            self.checkpointer.save(
-                self.trainer.state_dict(),
-                self._record(),
-                is_best=decision.action == PublishAction.PUBLISH,
-            )
-        return decision.metrics
+            if self.checkpointer is not None:
+                self.checkpointer.save(self._checkpoint())
+        now = measured if is_published else published
+        return self.publisher.metrics() | {
+            "drafter/holdout_accept_length/candidate": measured.accept_length,
+            "drafter/holdout_accept_length/published": now.accept_length,
+            "drafter/holdout_rows": float(measured.num_rows),
+            "drafter/is_published": float(is_published),
+        }
 
     def _load_published(self) -> None:
         drafter = self.publisher.published
@@ -225,8 +240,18 @@ class DrafterLifecycle:
 
     # ---- checkpoints
 
-    def _record(self) -> dict[str, object]:
-        return {"publisher": self.publisher.record(), "num_considered": self._num_considered}
+    def _checkpoint(self) -> DrafterCheckpoint:
+        # A step that was stopped may have trained the drafter further.
+        is_trained = self.trainer.num_updates > self._candidate_updates
+        return DrafterCheckpoint(
+            config=config_of(self.trainer.model),
+            weights=self.publisher.published.weights,
+            state=self.trainer.state_dict(),
+            record={
+                "publisher": self.publisher.record(),
+                "has_candidate": self._candidate is not None or is_trained,
+            },
+        )
 
     def save_into(self, folder: Path) -> None:
         """Write this rank's part of an RL checkpoint: its data, and on rank 0 the drafter.
@@ -240,14 +265,7 @@ class DrafterLifecycle:
             save_tensors(data["tensors"], path, metadata={"values": json.dumps(data["values"])})
         if self.world.is_first:
             with logging_failed_writes(folder / _FOLDER):
-                write_checkpoint(
-                    folder / _FOLDER,
-                    self.trainer.model,
-                    self.trainer.state_dict(),
-                    self._record(),
-                    target=fingerprint_target(self.trainer.model.embedding_VD),
-                    extra={"publisher": self.publisher.state_dict()},
-                )
+                self._checkpoint().write(folder / _FOLDER)
 
     def load_from(self, folder: Path) -> None:
         """Restore what `save_into` wrote. Without a fitting drafter, start anew with a warning.
@@ -255,15 +273,15 @@ class DrafterLifecycle:
         The data is restored only if the number of ranks is the same as when it was written.
         """
         try:
-            saved = load_checkpoint(folder / _FOLDER)
+            saved = DrafterCheckpoint.load(folder / _FOLDER)
             self.trainer.load_state_dict(saved.state)
         except ValueError as error:
             if self.world.is_first:
                 log.warning("the drafter starts anew: %s", error)
             return
-        self.publisher.load_state_dict(saved.extra["publisher"], saved.record["publisher"])
-        self._num_considered = int(saved.record["num_considered"])
-        self._candidate = copy_to_host(self.trainer.model.state_dict())
+        self.publisher.load(saved.weights, saved.record["publisher"])
+        self._candidate_updates = self.trainer.num_updates
+        self._candidate = self._copy_weights() if saved.record["has_candidate"] else None
         files = sorted((folder / _DATA_FOLDER).glob("rank_*.safetensors"))
         if len(files) == self.world.size:
             with safe_open(files[self.world.rank], framework="pt") as file:
@@ -273,10 +291,11 @@ class DrafterLifecycle:
         self._load_published()
 
     def export(self, folder: Path) -> None:
-        """Write the published drafter for SGLang and vLLM. Overwrites the training weights."""
-        self.trainer.model.load_state_dict(self.publisher.published.weights)
+        """Write the published drafter for SGLang and vLLM."""
         with new_folder(folder) as temporary:
-            save_drafter(temporary, self.trainer.model)
+            write_drafter(
+                temporary, config_of(self.trainer.model), self.publisher.published.weights
+            )
 
     def close(self) -> None:
         """Wait for the checkpoints that are still being written."""

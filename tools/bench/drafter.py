@@ -29,10 +29,11 @@ from safetensors.torch import save_file
 
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
+from tlt_megatron.drafter.eagle_folder import config_of
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch, pack_sequences
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.runtime.durable import sync_path
-from tlt_megatron.spot.drafter_checkpoint import AsyncDrafterCheckpointer
+from tlt_megatron.spot.drafter_checkpoint import AsyncDrafterCheckpointer, DrafterCheckpoint
 from tools.bench.measure import (
     add_policy_options,
     cpu_seconds,
@@ -139,12 +140,19 @@ def measure_blocking(trainer: DrafterTrainer, folder: Path, rounds: int) -> dict
     """Return the seconds that the trainer waits for a checkpoint, by variant and round."""
     model = trainer.model
     borrowed = {"target.embedding": model.embedding_VD, "target.lm_head": model.lm_head_VD}
-    checkpointer = AsyncDrafterCheckpointer(folder / "asynchronous", model)
+    checkpointer = AsyncDrafterCheckpointer(folder / "asynchronous")
     file = folder / "synchronous.safetensors"
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def save_all() -> None:
         save_file(trainer.state_dict() | borrowed, file)
         sync_path(file)
+
+    def save_own() -> None:
+        checkpoint = DrafterCheckpoint(
+            config=config_of(model), weights=weights, state=trainer.state_dict(), record={}
+        )
+        checkpointer.save(checkpoint)
 
     def blocked_seconds(save: Callable[[], object]) -> float:
         seconds = wall_seconds(save)
@@ -153,7 +161,7 @@ def measure_blocking(trainer: DrafterTrainer, folder: Path, rounds: int) -> dict
 
     variants: dict[str, Callable[[], None]] = {
         FULL: save_all,
-        ASYNCHRONOUS: lambda: checkpointer.save(trainer.state_dict(), {}),
+        ASYNCHRONOUS: save_own,
     }
     seconds = interleave(variants, rounds, blocked_seconds)
     checkpointer.close()

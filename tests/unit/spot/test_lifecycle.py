@@ -21,13 +21,12 @@ from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE
 from tests.spot_phases import make_drafter_trainer
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
-from tlt_megatron.drafter.eagle_folder import load_drafter
+from tlt_megatron.drafter.eagle_folder import load_drafter, load_trainer_state
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.engines.embedded.freed_weights import FreedWeights
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.drafter_checkpoint import find_newest
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout, SpotRanks
 from tlt_megatron.spot.session import version_of
@@ -258,7 +257,7 @@ def test_failed_saves_of_the_drafter_are_logged_and_a_resume_starts_it_anew(
     folder = tmp_path / "iter_0000003"
     folder.mkdir()
     rank.lifecycle.save_into(folder)
-    assert "drafter/save_0000000 was not written" in caplog.text
+    assert f"{tmp_path / 'drafter'} was not written" in caplog.text
     assert "iter_0000003/drafter was not written" in caplog.text
     assert "drafter_data/rank_00000.safetensors was not written" in caplog.text
     assert not [path for path in folder.rglob("*") if path.is_file()]
@@ -286,10 +285,11 @@ def test_what_publishing_saves_is_whole_though_the_engine_falls_asleep_at_once(
     asleep.restore()
     for name, tensor in borrowed.items():
         tensor.copy_(contents[name])
-    newest = find_newest(tmp_path / "drafter")
-    assert newest is not None
-    saved = load_drafter(newest, dtype=torch.float64, **borrowed)  # refused beside another target
-    assert same(saved.state_dict(), rank.weights())
+    saved = load_drafter(tmp_path / "drafter", dtype=torch.float64, **borrowed)
+    assert same(saved.state_dict(), rank.engine.loaded[-1][1])
+    state = load_trainer_state(tmp_path / "drafter")
+    assert state is not None
+    assert same(state, rank.trainer.state_dict())
 
 
 def metrics_of(**values: float) -> dict[str, float]:

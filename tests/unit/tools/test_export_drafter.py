@@ -14,9 +14,8 @@ from torch import Tensor
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model
 from tlt_megatron.drafter.eagle_folder import load_drafter, save_drafter
 from tlt_megatron.models.config import RopeConfig, load_model_config
-from tlt_megatron.models.draft_model import DraftModel, fingerprint_target
+from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.speculation.token_counts import TokenCounts
-from tlt_megatron.spot.drafter_checkpoint import AsyncDrafterCheckpointer, write_checkpoint
 from tlt_megatron.trainer.manifest import Manifest, hash_file, list_files, write_manifest
 from tools.export_drafter import (
     Target,
@@ -185,26 +184,15 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
-    model = make_draft_model("eagle")
-    saved = AsyncDrafterCheckpointer(tmp_path / "drafter", model)
-    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    saved.save(state | {"num_updates": torch.tensor(1)}, {}, is_best=True)
-    saved.wait()
-    saved.save(state | {"num_updates": torch.tensor(2)}, {})
-    folder = tmp_path / "run" / "checkpoints" / "iter_0000004"
-    saved.close()
+    model, run = make_draft_model("eagle"), tmp_path / "run"
+    folder = run / "checkpoints" / "iter_0000004"
+    save(run / "drafter", model)
+    assert find_drafter(run) == run / "drafter"  # before the first checkpoint
     folder.mkdir(parents=True)
-    write_checkpoint(
-        folder / "drafter",
-        model,
-        state | {"num_updates": torch.tensor(3)},
-        {},
-        target=fingerprint_target(model.embedding_VD),
-    )
+    save(folder / "drafter", model)
     seal(folder, step=4)
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("4")
-    assert find_drafter(tmp_path / "drafter").name == "save_0000000"  # the best, not the newest
-    for path in (tmp_path / "run", folder.parent, folder, folder / "drafter"):
+    for path in (run, folder.parent, folder, folder / "drafter"):
         assert find_drafter(path) == folder / "drafter"
     assert export_drafter(folder / "drafter", tmp_path / "out", "sglang") == 0.0
     with pytest.raises(ValueError, match=r"--from .* must be a drafter's folder"):
