@@ -23,8 +23,7 @@ def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
     try:
         yield
     finally:
-        added = dict.fromkeys(os.environ.keys() - before.keys())
-        _apply(added | {name: v for name, v in before.items() if os.environ.get(name) != v})
+        _apply(dict.fromkeys(os.environ.keys() - before.keys()) | before)
 
 
 def unless_set(defaults: Mapping[str, str]) -> dict[str, str]:

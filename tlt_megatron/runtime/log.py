@@ -45,11 +45,11 @@ class _RankFileHandler(logging.FileHandler):
             sys.stderr.write(f"{self.baseFilename}: cannot be written: {error}\n")
 
 
-def configure_logging(rank: int, run_dir: Path | None, level: int | str = logging.INFO) -> None:
+def configure_logging(rank: int, run_dir: Path | None) -> None:
     """Send the log of this rank to the console and, with `run_dir`, to
     <run_dir>/logs/rank_00000.log.
 
-    The file gets everything from `level` up. The console of rank 0 gets the same from our packages,
+    The file gets everything from INFO up. The console of rank 0 gets the same from our packages,
     and warnings from libraries. Other ranks show only warnings. Messages of Python's `warnings`
     module go only to the file.
     """
@@ -58,7 +58,7 @@ def configure_logging(rank: int, run_dir: Path | None, level: int | str = loggin
         if isinstance(handler, _ConsoleHandler | _RankFileHandler):
             root.removeHandler(handler)
             handler.close()
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     logging.captureWarnings(run_dir is not None)
     console = _ConsoleHandler()
     console.setLevel(logging.NOTSET if rank == 0 else logging.WARNING)
