@@ -42,7 +42,7 @@ def freeze() -> None:
 
 def await_phase_of_rank_0(heartbeat: Heartbeat, phase: str) -> None:
     """When its store is gone it is too late to ask."""
-    while heartbeat.rank and heartbeat.beats.first_phase != phase:
+    while heartbeat.status.rank and heartbeat.beats.first_phase != phase:
         time.sleep(0.01)
 
 

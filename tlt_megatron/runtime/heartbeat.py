@@ -71,48 +71,6 @@ class _Watched:
     num_silent: int = 0  # own beats since `count` or `cpu_s` changed
 
 
-class _End:
-    """The end of this rank after a rank is lost."""
-
-    def __init__(self, status: RankStatus) -> None:
-        self.loss: RanksLost | None = None
-        self.has_begun = threading.Event()
-        self.is_closed = threading.Event()  # the heartbeat is closed
-        self._is_unwinding = False  # the main thread is ending
-        self._is_reporter = False  # this rank was the first to report the loss
-        self._status = status
-
-    def begin(self, loss: RanksLost, *, is_first: bool) -> None:
-        """Take the first reason to end. `is_first`: this rank reports it."""
-        if self.loss is None:
-            self._is_reporter = is_first
-            self.loss = loss
-            self.log_reason(str(loss))
-            self.has_begun.set()
-
-    def unwind(self) -> None:
-        """Give the main thread, which is ending, time to close the engines."""
-        self._is_unwinding = True
-
-    def log_reason(self, text: str) -> None:
-        log.info(
-            "the run ends: %s (this rank: phase %s)", text, self._status.phase, extra=FILE_ONLY
-        )
-
-    def wait(self) -> None:
-        """Give the main thread a moment to end by itself, then end the process."""
-        assert self.loss is not None
-        start = time.monotonic()
-        while not self.is_closed.wait(0.1):
-            limit_s = _GRACE_S + _UNWINDING_S * self._is_unwinding
-            if time.monotonic() - start >= limit_s:
-                # The main threads of other ranks may hang too, so only the reporting rank writes to
-                # its console.
-                text = f"the run ends: {self.loss} (this rank: still in phase {self._status.phase})"
-                end_process(self.loss.code, text, is_shown=self._is_reporter)
-                return
-
-
 class Heartbeat:
     """The heartbeat of this rank. `running_heartbeat` creates it on all ranks together."""
 
@@ -126,7 +84,6 @@ class Heartbeat:
     ) -> None:
         """`ranks` are all processes, by rank."""
         self.ranks = ranks
-        self.rank = rank
         self.timeout_s = timeout_s
         self.interval_s = max(
             min(timeout_s / _BEATS_PER_TIMEOUT, _LONGEST_INTERVAL_S),
@@ -135,18 +92,16 @@ class Heartbeat:
         self.status = RankStatus(rank=rank, num_ranks=len(ranks))
         self.beats = Beats(store, self.status)
         self._stop_request = stop
-        self._end = _End(self.status)
+        self.loss: RanksLost | None = None  # why the run ends, once that is known
+        self._is_lost = threading.Event()
+        self._is_closed = threading.Event()
+        self._is_unwinding = False  # the main thread is ending
         watched = watched_by(rank, [process.machine for process in ranks])
         self._watched = [_Watched(process=ranks[other]) for other in watched]
         self._num_rounds = 0  # of the heartbeat thread
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._store_watch = threading.Thread(target=self._watch_store, daemon=True)
         self.beats.write()
-
-    @property
-    def loss(self) -> RanksLost | None:
-        """Why the run ends, once that is known."""
-        return self._end.loss
 
     def start(self) -> None:
         """Start watching. Call it after all ranks have been created."""
@@ -161,7 +116,7 @@ class Heartbeat:
     def check(self) -> None:
         """Raise RanksLost if a rank is lost. Makes no call to the store."""
         if self.loss is not None:
-            self._end.unwind()
+            self._is_unwinding = True
             raise self.loss
 
     @contextmanager
@@ -172,7 +127,7 @@ class Heartbeat:
         try:
             yield
         except BaseException as error:
-            self._end.unwind()
+            self._is_unwinding = True
             if isinstance(error, RanksLost) or not isinstance(error, RuntimeError):
                 raise
             if not is_collective_error(error):
@@ -184,16 +139,16 @@ class Heartbeat:
 
         Rank 0 keeps its store open until the others have read why a run ends.
         """
-        self._end.is_closed.set()
+        self._is_closed.set()
         if self._thread.is_alive() and not self._stop_request.has_lost_store:
             self._thread.join(self.timeout_s)
         if self._thread.is_alive():
             return  # the store does not answer
         try:
             self.beats.say_farewell()
-            if self.rank == 0 and EventKind.END in self.beats.events.firsts():
+            if self.status.rank == 0 and EventKind.END in self.beats.events.firsts():
                 deadline = time.monotonic() + _BEATS_TO_READ * self.interval_s
-                others = [process.rank for process in self.ranks if process.rank != self.rank]
+                others = [process.rank for process in self.ranks if process.rank != 0]
                 while time.monotonic() < deadline and any(map(self.beats.read, others)):
                     time.sleep(0.05)
         except dist.DistError as lost:
@@ -201,11 +156,11 @@ class Heartbeat:
             log.info("no farewell: the store of rank 0 is gone (%s)", why, extra=FILE_ONLY)
 
     def _run(self) -> None:
-        while not self._end.is_closed.wait(self.interval_s):
+        while not self._is_closed.wait(self.interval_s):
             try:
                 self.beats.write()
                 self._read_events()
-                if self.rank != 0:
+                if self.status.rank != 0:
                     self.beats.read(0)  # its phase, to report if its store stops answering
                 for watched in self._watched:
                     self._watch(watched)
@@ -213,32 +168,54 @@ class Heartbeat:
             except dist.DistError as error:
                 self._lose_store(error)
             if self.loss is not None:
-                self._end.wait()
+                self._await_end()
                 return
 
     def _watch_store(self) -> None:
         """Watch the other thread: a call to the store of a frozen rank 0 does not return."""
         seen = num_silent = 0  # silent: beats of this thread since `seen` changed
-        while self.loss is None and not self._end.is_closed.wait(self.interval_s):
+        while self.loss is None and not self._is_closed.wait(self.interval_s):
             num_silent = num_silent + 1 if self._num_rounds == seen else 0
             seen = self._num_rounds
             if num_silent * self.interval_s >= self.timeout_s:
                 self._lose_store(dist.DistError("Timeout"))
                 if self.loss is not None:
-                    self._end.wait()
+                    self._await_end()
+
+    def _lose(self, loss: RanksLost) -> None:
+        """Take the first reason to end."""
+        if self.loss is None:
+            self.loss = loss
+            self._log_reason(str(loss))
+            self._is_lost.set()
+
+    def _log_reason(self, text: str) -> None:
+        phase = self.status.phase
+        log.info("the run ends: %s (this rank: phase %s)", text, phase, extra=FILE_ONLY)
+
+    def _await_end(self) -> None:
+        """Give the main thread a moment to end by itself, then end the process."""
+        assert self.loss is not None
+        start = time.monotonic()
+        while not self._is_closed.wait(0.1):
+            # An ending main thread closes the engines.
+            limit_s = _GRACE_S + _UNWINDING_S * self._is_unwinding
+            if time.monotonic() - start >= limit_s:
+                # The main threads of other ranks may hang too, so one rank writes to its console.
+                text = f"the run ends: {self.loss} (this rank: still in phase {self.status.phase})"
+                end_process(self.loss.code, text, is_shown=self._stop_request.speaks)
+                return
 
     def _lose_store(self, error: dist.DistError) -> None:
-        if not self._end.is_closed.is_set():
+        if not self._is_closed.is_set():
             self._stop_request.lose_store(error)
-            loss = RanksLost(self._describe_lost_store(error))
-            self._end.begin(loss, is_first=self._stop_request.speaks_alone)
+            self._lose(RanksLost(self._describe_lost_store(error)))
 
     def _read_events(self) -> None:
         for event in self.beats.events.firsts().values():
             self._stop_request.hear(event)
             if event.kind == EventKind.END:
-                loss = RanksLost(event.text, event.code)
-                self._end.begin(loss, is_first=event.rank == self.rank)
+                self._lose(RanksLost(event.text, event.code))
 
     def _watch(self, watched: _Watched) -> None:
         """Report a rank that has ended or is silent."""
@@ -257,7 +234,7 @@ class Heartbeat:
 
     def _state_of(self, process: RankProcess) -> ProcessState:
         """Return what this machine knows of a process: nothing if it runs on another one."""
-        is_local = process.machine == self.ranks[self.rank].machine
+        is_local = process.machine == self.ranks[self.status.rank].machine
         return state_of(process) if is_local else ProcessState(is_gone=False)
 
     def _describe(self, process: RankProcess, state: ProcessState, phase: str, silence: str) -> str:
@@ -269,7 +246,9 @@ class Heartbeat:
         return f"{process} has been {for_long} in phase {phase}: {why}"
 
     def _report(self, text: str) -> None:
-        self.beats.events.append(Event(kind=EventKind.END, rank=self.rank, code=1, text=text))
+        self.beats.events.append(
+            Event(kind=EventKind.END, rank=self.status.rank, code=1, text=text)
+        )
         self._read_events()
 
     def _describe_lost_store(self, error: dist.DistError) -> str:
@@ -284,13 +263,13 @@ class Heartbeat:
         text, is_timeout = describe_collective_error(error, group_timeout_s)
         # A broken connection shows at once. The reason takes a few beats to reach the store.
         if self._thread.is_alive() and not is_timeout:
-            self._end.has_begun.wait(_BEATS_TO_REPORT * self.interval_s)
+            self._is_lost.wait(_BEATS_TO_REPORT * self.interval_s)
         if self.loss is not None:
             return RanksLost(f"{self.loss}; seen in {text}", self.loss.code)
         behind = self._ranks_behind()
         if behind:
             text += f"; not there yet: {behind}"
-        self._end.log_reason(text)
+        self._log_reason(text)
         return RanksLost(f"{text} (phase {self.status.phase})")
 
     def _ranks_behind(self) -> str:

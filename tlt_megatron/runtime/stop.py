@@ -43,12 +43,14 @@ class StopRequest:
         self._thread: threading.Thread | None = None
 
     @property
-    def speaks_alone(self) -> bool:
-        """Return whether this rank writes to its console why the run ends, where ranks cannot agree
-        on one that does.
+    def speaks(self) -> bool:
+        """Return whether this rank writes to its console why the run ends: the first that told it.
 
-        That is the first rank of each node, and rank 1 if rank 0 is gone with its store.
+        Where ranks cannot tell each other, the first rank of each node does, and rank 1 if rank 0 is
+        gone with its store.
         """
+        if self._ended_by is not None:
+            return self._ended_by == self._rank
         return self._is_first_of_node or (self.has_lost_store and self._rank == 1)
 
     def listen(self) -> None:
@@ -141,11 +143,9 @@ class StopRequest:
 
         Return whether this rank is the first to write one of this kind, so that it shows it.
         """
-        if self._ended_by is not None:
-            return self._ended_by == self._rank
-        if self._events is None:
-            is_own_failure = code == 1 and not self.has_lost_store
-            return self.speaks_alone or is_own_failure
+        if self._ended_by is not None or self._events is None:
+            is_own_failure = self._ended_by is None and code == 1 and not self.has_lost_store
+            return self.speaks or is_own_failure
         try:
             # torchrun sends SIGTERM when one rank has failed: that is not a request to stop.
             if kind == EventKind.STOP and EventKind.END in self._events.firsts():
@@ -154,7 +154,7 @@ class StopRequest:
             return self._events.firsts()[kind].rank == self._rank
         except RuntimeError as error:  # all that a store raises
             self.lose_store(error)
-            return self.speaks_alone
+            return self.speaks
 
 
 def end_process(code: int, line: str, *, is_shown: bool) -> None:
