@@ -150,7 +150,6 @@ def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list
         row = {
             "ph": "X",
             "name": event["name"],
-            "cat": event["name"].partition("(")[0],
             "pid": rank,
             "tid": lanes.setdefault(event["lane"], len(lanes)),
             "ts": start_ns // 1000,
@@ -159,7 +158,6 @@ def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list
         }
         rows.append(row)
     names = [_metadata("process_name", rank, 0, name=f"rank {rank}")]
-    names.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
     for lane, tid in lanes.items():
         name = f"rank {rank}" if lane == threading.main_thread().name else lane
         names.append(_metadata("thread_name", rank, tid, name=name))

@@ -161,19 +161,6 @@ def test_a_long_step_is_flushed_before_it_ends(tmp_path: Path) -> None:
     assert len(spans(merged(tmp_path))) == 10_000
 
 
-def test_flush_writes_and_a_span_after_close_is_dropped(tmp_path: Path) -> None:
-    timeline = open_timeline(tmp_path)
-    with timeline.span("EVAL"):
-        pass
-    timeline.flush()
-    assert len(spans(merged(tmp_path))) == 1
-    timeline.close()
-    with timeline.span("EVAL"):
-        pass
-    timeline.close()
-    assert len(spans(merged(tmp_path))) == 1
-
-
 def test_an_exception_is_noted_and_passes_on(tmp_path: Path) -> None:
     timeline = open_timeline(tmp_path)
     with pytest.raises(KeyError), timeline.span("UPDATE"):

@@ -16,7 +16,6 @@ import pytest
 from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.load import load_config
 from tlt_megatron.runtime.metrics import MetricsWriter
-from tlt_megatron.runtime.trackers import Trackers
 from tlt_megatron.trainer.build import _make_trackers
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "trackers.py"
@@ -209,12 +208,3 @@ def test_a_tracker_that_cannot_start_is_refused_by_name(packages: Path, tmp_path
         ValueError, match=r"trackers=\['mlflow'\]: must be examples/trackers\.py:MlFlow"
     ):
         load_config(None, ["logging.trackers=['mlflow']"])
-
-
-def test_trackers_that_are_named_are_made() -> None:
-    def names(*overrides: str) -> list[str]:
-        return load_config(None, list(overrides)).logging.trackers
-
-    assert names() == ["tensorboard"]
-    assert names("logging.trackers=[]") == []
-    Trackers({}).close()
