@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torch prints a warning; ra
 if "SLURM_NODEID" in os.environ:
     os.environ.setdefault("PET_NODE_RANK", os.environ["SLURM_NODEID"])  # the default of --node-rank
 
-from tlt_megatron.runtime.parent import AGENT_PID
+from tlt_megatron.runtime.parent import AGENT_PID, TRAINER_PID
 from tlt_megatron.runtime.stop import SIGNALS
 from tlt_megatron.trainer.command_line import read_command
 
@@ -103,11 +103,14 @@ class _Forwarder:
         threading.Thread(target=self._forward, args=(taken,), daemon=True).start()
 
     def _forward(self, taken: tuple[signal.Signals, ...]) -> None:
-        has_started = False
+        has_started, trainer = False, int(os.environ.get(TRAINER_PID, "0"))
         while True:
             info = signal.sigtimedwait(taken, _LOOK_S)
             ranks = _ranks()
             has_started = has_started or bool(ranks)
+            if trainer and os.getppid() != trainer:  # the script or notebook has ended
+                trainer = 0
+                os.kill(os.getpid(), signal.SIGTERM)
             # Where SIGCONT ends the wait after its time, CPython returns a record that was never
             # filled in.
             if info is None or info.si_signo not in taken:

@@ -1,3 +1,30 @@
-"""TLT on Megatron: reasoning-RL training that tames the long tail, as one torchrun program."""
+"""TLT on Megatron: reasoning-RL training that tames the long tail, as one torchrun program.
 
-__version__ = "0.1.0"
+from tlt_megatron import Drafter, Engine, Trainer
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from tlt_megatron.version import __version__
+
+if TYPE_CHECKING:
+    from tlt_megatron.api.drafting import Drafter
+    from tlt_megatron.api.text_engine import Completion, Engine
+    from tlt_megatron.api.training import FinishedRun, Trainer
+
+__all__ = ["Completion", "Drafter", "Engine", "FinishedRun", "Trainer", "__version__"]
+_MODULES = {
+    "Completion": "text_engine",
+    "Drafter": "drafting",
+    "Engine": "text_engine",
+    "FinishedRun": "training",
+    "Trainer": "training",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a part of the API when it is used: the launcher checks settings without torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"tlt_megatron.api.{_MODULES[name]}"), name)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tlt_megatron import __version__
+from tlt_megatron.version import __version__
 
 _PACKAGE = Path(__file__).resolve().parent
 _IN_WHEEL = _PACKAGE / "programs"  # setup.py copies launch/, tools/ and examples/ there
@@ -39,7 +39,7 @@ COMMANDS = {
     ),
     "init": Command(
         "write a config, a reward file and a Slurm script for a model, a data file and GPUs",
-        "tlt init --model /models/Qwen2.5-7B-Instruct --data train.jsonl --gpus 8 --out mine",
+        "tlt init --model Qwen/Qwen2.5-7B-Instruct --data train.jsonl --gpus 8 --out mine",
         "tools.init_run",
     ),
     "migrate": Command(
@@ -82,6 +82,11 @@ COMMANDS = {
         "tlt convert --from runs/mine --to exported",
         "tools.convert_checkpoint",
     ),
+    "train-drafter": Command(
+        "train a drafter for a model on the model's own responses",
+        "tlt train-drafter --model Qwen/Qwen3-0.6B --prompts train.jsonl --eval '' --out drafter",
+        "tools.warmup_drafter",
+    ),
     "export-drafter": Command(
         "write a drafter in the format of SGLang or vLLM",
         "tlt export-drafter --from runs/mine --to drafter --format sglang",
@@ -120,13 +125,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # deprecations inside of torch and Megatron
-    sys.path.insert(0, str(ROOT))  # `tools` is no package of site-packages
-    sys.argv[:] = [f"tlt {name}", *rest]  # argparse names the program after it
     try:
-        return importlib.import_module(command.module).main() or 0
+        return run_tool(name, rest)
     except (OSError, ValueError) as error:
         print(f"tlt {name}: {error}", file=sys.stderr)
         return 2
+
+
+def run_tool(name: str, arguments: Sequence[str]) -> int:
+    """Run a command other than `train` in this process. It raises its own errors: ValueError for bad input."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))  # `tools` is no package of site-packages
+    before = list(sys.argv)
+    sys.argv[:] = [f"tlt {name}", *arguments]  # argparse names the program after it
+    try:
+        return importlib.import_module(COMMANDS[name].module).main() or 0
+    finally:
+        sys.argv[:] = before
 
 
 def train_command(arguments: Sequence[str]) -> list[str]:

@@ -47,6 +47,7 @@ from tools.load_engine import DATA, LoadedPolicy, accept_length
 _PROMPTS_AT_ONCE = 32  # after which the time is checked
 _GENERATION_SHARE = 0.5  # of --minutes, at most
 _SAVE_SECONDS, _PRINT_SECONDS = 60.0, 10.0  # between two saves, two lines
+_HOLD_OUT = 8  # without --eval, one of so many prompts is not trained on
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,7 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     strategy = SpeculationStrategy.parse(options.strategy)
     prompts = policy.prompts(options.prompts, options.num_prompts)
-    held_out = policy.prompts(options.eval, options.num_eval_prompts)
+    held_out = policy.prompts(options.eval, options.num_eval_prompts) if options.eval else ()
+    if not held_out:
+        held_out, prompts = (
+            prompts[::_HOLD_OUT],
+            [p for i, p in enumerate(prompts) if i % _HOLD_OUT],
+        )
     deadline = time.monotonic() + 60 * options.minutes
     sequences = _generate(policy, prompts, params, options.minutes)
     section = dataclasses.replace(
@@ -210,7 +216,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--config", help="of a run; options below that are given here have precedence")
     add("--model", default="build/tiny_policy")
     add("--prompts", default="build/tiny_policy/train.jsonl")
-    add("--eval", default="build/tiny_policy/eval.jsonl")
+    help_ = "prompts that measure the accept length; empty: every eighth one of --prompts"
+    add("--eval", default="build/tiny_policy/eval.jsonl", help=help_)
     add("--out", default="build/tiny_drafter")
     add("--algorithm", default="hass", choices=("eagle", "hass", "eagle3"))
     add("--strategy", default="6_1_6", help="with which the accept length is measured")
@@ -234,11 +241,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if config:
         parser.set_defaults(**_of_run(load_config(config)))
     options = parser.parse_args(arguments)
-    if not options.eval:
-        parser.error("--eval is needed: data.eval of --config is empty")
     options.model = fetch_model("--model", options.model)
     options.prompts = fetch_data("--prompts", options.prompts)
-    options.eval = fetch_data("--eval", options.eval)
+    options.eval = fetch_data("--eval", options.eval) if options.eval else ""
     if options.measure_minutes <= 0:
         parser.error(f"--measure-minutes {options.measure_minutes:g}: must be > 0")
     return options

@@ -18,11 +18,11 @@ from types import ModuleType
 import pytest
 import yaml
 
-from tlt_megatron import __version__
 from tlt_megatron.cli import COMMANDS
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.runtime.metric_names import metric_tables
+from tlt_megatron.version import __version__
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", REPO / "tlt_megatron" / "README.md", REPO / "examples" / "README.md"]

@@ -13,7 +13,14 @@ import sys
 from tlt_megatron.runtime.rank_process import has_ended
 
 AGENT_PID = "TLT_AGENT_PID"  # set by launch/torchrun.py: the process that starts the ranks
+# the process of a `Trainer`: launch/torchrun.py saves and stops the run when that ends
+TRAINER_PID = "TLT_TRAINER_PID"
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+def run_environment() -> dict[str, str]:
+    """Return the environment of a run that this script or notebook starts, and that is stopped when it ends."""
+    return os.environ | {"PYTHONUNBUFFERED": "1", TRAINER_PID: str(os.getpid())}
 
 
 def end_with_parent() -> None:

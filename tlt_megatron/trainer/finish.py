@@ -13,11 +13,11 @@ import torch
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.collectives import barrier
-from tlt_megatron.runtime.durable import read_json_lines, replace_text
+from tlt_megatron.runtime.durable import replace_text
 from tlt_megatron.runtime.progress import Progress, format_number
 from tlt_megatron.runtime.timeline import merge_timelines
 from tlt_megatron.trainer.run import Run
-from tlt_megatron.trainer.summary import summarize
+from tlt_megatron.trainer.summary import read_metrics, summarize
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     barrier(trainer.world)
     if not is_first:
         return
-    path, rows = run_dir / "summary.json", _rows(run_dir / "metrics.jsonl")
+    path, rows = run_dir / "summary.json", read_metrics(run_dir / "metrics.jsonl")
     summary = summarize(rows, seconds=run.report.seconds(), gain=gain)
     if not run.num_new_steps and path.exists():
         # No step since a resume: the speedup that was measured at the run's end stays true.
@@ -123,11 +123,3 @@ def _write_evaluation(
     for name, value in by_source.items():
         progress.message(f"{name:<40} {value:10.4f}")
     progress.message(f"evaluation: {path.resolve()}")
-
-
-def _rows(path: Path) -> list[dict[str, float]]:
-    """Return the metrics by step. The rows of an evaluation are merged into the row of its step."""
-    rows: dict[int, dict[str, float]] = {}
-    for row in read_json_lines(path, "step"):
-        rows.setdefault(row["step"], {}).update(row)
-    return [rows[step] for step in sorted(rows)]

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from tlt_megatron.runtime.durable import read_json_lines
 from tlt_megatron.trainer.gain import SpeculationGain
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Return the metrics in `metrics.jsonl` by step. The rows of an evaluation are merged into the row of its step."""
+    rows: dict[int, dict[str, float]] = {}
+    for row in read_json_lines(path, "step"):
+        rows.setdefault(row["step"], {}).update(row)
+    return [rows[step] for step in sorted(rows)]
 
 
 def summarize(

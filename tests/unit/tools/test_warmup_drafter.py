@@ -98,15 +98,6 @@ def test_no_time_between_measurements_is_refused(
     assert "--measure-minutes 0: must be > 0" in capsys.readouterr().err
 
 
-def test_a_run_without_held_out_prompts_is_refused_before_it_generates(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.yaml").write_text("model: {path: absent}\ndata: {train: a.jsonl}\n")
-    with pytest.raises(SystemExit, match="2"):
-        _warm_up(tmp_path)
-    assert "--eval is needed: data.eval of --config is empty" in capsys.readouterr().err
-
-
 def test_a_drafter_of_another_policy_is_not_continued(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "other").mkdir()

@@ -1,0 +1,148 @@
+"""The Python API, as a user's script calls it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.tiny_task import REPO, rollouts
+
+SCRIPT = """
+import math
+import sys
+
+from tlt_megatron import Drafter, Engine, Trainer
+
+LIMIT = 5
+print("the script runs")
+
+
+def share(digits):
+    return sum(int(c) < LIMIT for c in digits) / max(1, len(digits))
+
+
+def my_reward(data_source, solution_str, ground_truth, extra_info=None):
+    return math.floor(4 * share([c for c in solution_str if c.isdigit()])) / 4
+
+
+config, model, folder = sys.argv[1:]
+overrides = {"run.dir": folder + "/run", "run.num_steps": 2}
+run = Trainer(config, reward=my_reward, overrides=overrides, ranks=2).train()
+print("rewards", [row["critic/rewards/mean"] for row in run.metrics[1:]], run.summary["num_steps"])
+
+drafter = Drafter.train(run.policy, ["12+7=", "3*4=", "9-5="] * 8, minutes=0.02, out=folder + "/drafter")
+print("accept length", drafter.accept_length)
+print("exported", sorted(p.name for p in drafter.export(folder + "/served").iterdir()))
+
+prompts = ["12+7=", Engine(run.policy).tokenizer.encode("3*4=")]
+for options in ({}, {"drafter": drafter}, {"strategies": ["ngram_4"]}):
+    engine = Engine(run.policy, dtype="float64", max_tokens=64, **options)
+    answers = engine.generate(prompts, max_new_tokens=24, num_samples=2, seed=3)
+    print("tokens", [(a.prompt_index, a.sample_index, a.token_ids) for a in answers])
+    print("fields", answers[0].finish_reason, len(answers[0].logprobs), bool(answers[0].accept_lengths))
+"""
+
+
+def run_script(folder: Path, text: str, *arguments: object) -> tuple[int, list[str]]:
+    """Run `text` as a script in `folder`. Return the exit code and what it printed."""
+    script = folder / "script.py"
+    script.write_text(text)
+    done = subprocess.run(
+        [sys.executable, script, *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_a_script_trains_and_generates(config: Path, tmp_path: Path) -> None:
+    code, lines = run_script(tmp_path, SCRIPT, config, config.parent / "model", tmp_path)
+    assert code == 0, "\n".join(lines)
+    assert lines.count("the script runs") == 1, "a rank or a reward worker ran the script"
+    found = {line.partition(" ")[0]: line for line in lines}
+    assert {row["reward"] for row in rollouts(tmp_path / "run")} <= {0.0, 0.25, 0.5, 0.75, 1.0}
+    assert found["rewards"].endswith("] 2")
+    assert float(found["accept"].rpartition(" ")[2]) >= 1.0
+    assert "model.safetensors" in found["exported"]
+    tokens = [line for line in lines if line.startswith("tokens")]
+    assert len(tokens) == 3
+    assert len(set(tokens)) == 1, "speculation changed a token"
+    fields = [line.split() for line in lines if line.startswith("fields")]
+    assert [line[3] for line in fields] == ["False", "True", "True"]
+
+
+@pytest.mark.parametrize(
+    "line, error",
+    [
+        ("Engine('no/where')", "ValueError: model='no/where': "),
+        ("Engine(MODEL, drafter='no/drafter')", "ValueError: drafter='no/drafter': "),
+        ("Engine(MODEL, strategies=['4_1'])", "ValueError: strategy='4_1': "),
+        (
+            "Engine(MODEL, strategies=['4_1_4'])",
+            "ValueError: strategy=4_1_4 needs a learned drafter",
+        ),
+        (
+            "Engine(MODEL, max_tokens=8).generate(['1234567890'], max_new_tokens=4)",
+            "prompts[0] has ",
+        ),
+        ("Engine(MODEL).generate([''])", "ValueError: prompts[0] has 0 tokens: must have 1 to "),
+        ("Trainer(CONFIG, reward=lambda **k: 1.0)", "must be a function at the top level"),
+        (
+            "Trainer(CONFIG, overrides={'a.b': 1}).train()",
+            "ValueError: pretrain_rl: a={'b': 1}: unknown key",
+        ),
+        ("Trainer(CONFIG, reward=broken).train()", "Error: "),
+    ],
+)
+def test_bad_input_is_said_in_one_error(
+    config: Path, tmp_path: Path, line: str, error: str
+) -> None:
+    start = f"from tlt_megatron import Engine, Trainer\nCONFIG, MODEL = {str(config)!r}, {str(config.parent / 'model')!r}\n"
+    broken = "def broken(**arguments):\n    raise KeyError('my mistake')\n\n\n"
+    code, lines = run_script(tmp_path, start + broken + line + "\n")
+    assert code == 1
+    assert error in lines[-1], "\n".join(lines[-5:])
+    if "broken" in line:
+        assert "my mistake" in lines[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_is_saved_when_its_script_is_stopped(
+    config: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    run_dir = tmp_path / "run"
+    settings = {"run.dir": str(run_dir), "run.num_steps": 10_000}
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"from tlt_megatron import Trainer\nTrainer({str(config)!r}, overrides={settings}, ranks=2).train()\n"
+    )
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, script],
+            env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    metrics = run_dir / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+        assert process.poll() is None, (tmp_path / "output").read_text()
+        time.sleep(0.1)
+    (launcher,) = psutil.Process(process.pid).children()
+    family = [launcher, *launcher.children(recursive=True)]
+    process.send_signal(number)
+    assert (
+        process.wait(60) == (1 if number == signal.SIGINT else -number) or number == signal.SIGINT
+    )
+    _, alive = psutil.wait_procs(family, timeout=120)
+    assert not alive
+    assert any((run_dir / "checkpoints").iterdir()), (tmp_path / "output").read_text()
