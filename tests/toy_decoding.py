@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.sampling import gumbel_noise, sample
-from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower, chain_tree
+from tlt_megatron.speculation.tree import DraftTree, TreeGrower, chain_tree
 from tlt_megatron.speculation.verify import Verdict
 
 NUM_STATES = 97
@@ -143,25 +143,25 @@ def decode_speculative(
     how: Sampling,
     max_tokens: list[int],
     verify: Verify,
-    choose: Callable[[int], tuple[SpeculationStrategy, Ranking]],
+    choose: Callable[[int], SpeculationStrategy],
     retrieve: Retrieve | None = None,
 ) -> tuple[list[list[int]], list[int]]:
     """All requests together; one that ends leaves the batch. Returns their tokens and all accept lengths.
 
-    `choose` gives the strategy and ranking of a step number; `retrieve` is for strategies with retrieved tokens.
+    `choose` gives the strategy of a step number; `retrieve` is for strategies with retrieved tokens.
     """
     responses: list[list[int]] = [[] for _ in seeds]
     active, accept_lengths, step = list(range(len(seeds))), [], 0
     states_B = torch.zeros(len(seeds), dtype=torch.int64)
     while active:
-        strategy, ranking = choose(step)
+        strategy = choose(step)
         step += 1
         seeds_B = torch.tensor([seeds[i] for i in active])
         positions_B = torch.tensor([len(responses[i]) for i in active])
         left_B = torch.tensor([max_tokens[i] - len(responses[i]) for i in active])
         noise_BDV = noise_of_depths(seeds_B, positions_B, strategy.depth, draft_table.shape[1])
         if strategy.is_learned:
-            grower = TreeGrower(strategy, ranking=ranking)
+            grower = TreeGrower(strategy)
             tree = grow_draft(draft_table, states_B, grower, how, noise_BDV)
         else:
             so_far = [responses[i] for i in active]

@@ -24,7 +24,6 @@ from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 from tools.expand_layers import with_identity_layers
 
@@ -82,13 +81,10 @@ class LoadedPolicy:
         """Return the responses to `prompts`."""
         return self.engine.generate(prompts, params, policy_version=VERSION)
 
-    def speculate(
-        self, draft: DraftModel, strategy: SpeculationStrategy, ranking: Ranking = Ranking.NOISE
-    ) -> None:
+    def speculate(self, draft: DraftModel, strategy: SpeculationStrategy) -> None:
         """Decode with this drafter and strategy from now on."""
         inference = DraftInference(draft, draft.lm_head_VD.dtype)
-        selector = FixedSelector(strategy)
-        self.engine.set_speculation(Speculation(inference, selector, [strategy], ranking=ranking))
+        self.engine.set_speculation(Speculation(inference, FixedSelector(strategy), [strategy]))
 
     def load_drafter(self, folder: str | Path) -> DraftModel:
         """Return the drafter in `folder`. ValueError if it belongs to another policy."""

@@ -5,15 +5,14 @@ Shapes: Q nodes, R = Q + 1 rows of the verify pass (row 0 is the root, the last 
 S = depth + 1 rows of a path, K nodes expanded at once, D positions of noise.
 
 Growth follows EAGLE-2 (Li et al. 2024, section 4): expand the K best nodes at each depth, then keep the Q best of all
-candidates. `Ranking.NOISE` scores a child by draft logit / temperature + noise. This is the noise with which the target will
-sample at that position. So a score estimates that the target draws this token now, not on average.
+candidates. EAGLE-2 scores a child by its probability; here it is draft logit / temperature + noise. This is the noise with
+which the target will sample at that position. So a score estimates that the target draws this token now, not on average.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -31,13 +30,6 @@ _DRAFT_ERROR = 0.7
 # Subtracted from a candidate's log score per depth, in float64. A child then never ties with its parent, so the best Q
 # candidates always include their own ancestors.
 _DEPTH_PENALTY = 1e-9
-
-
-class Ranking(StrEnum):
-    """How children are ranked."""
-
-    NOISE = "noise"  # by the probability that the target draws the token this time
-    PROBABILITY = "probability"  # by the probability that it draws the token on average (EAGLE-2)
 
 
 Expand = Callable[[Tensor, Tensor], Tensor]
@@ -177,16 +169,11 @@ class TreeGrower:
     """Grows the learned part of a strategy's trees. Holds only constants."""
 
     def __init__(
-        self,
-        strategy: SpeculationStrategy,
-        *,
-        ranking: Ranking = Ranking.NOISE,
-        device: torch.device | str = "cpu",
+        self, strategy: SpeculationStrategy, *, device: torch.device | str = "cpu"
     ) -> None:
         if not strategy.is_learned:
             raise ValueError(f"strategy={strategy} grows no tree: no drafter takes part")
         self.strategy = strategy
-        self.ranking = ranking
         steps, topk = strategy.num_steps, strategy.topk
         depths = torch.tensor([1] * topk + [d for d in range(2, steps + 1) for _ in range(topk**2)])
         self._depths_M = depths.to(device)
@@ -212,18 +199,14 @@ class TreeGrower:
         """Grow one tree per request.
 
         `root_logits_BV` are the draft logits after the root. `noise_BDV[:, d]` is `gumbel_noise` of the position of depth
-        d + 1; the row for the bonus token is not read. Only `Ranking.NOISE` at temperature > 0 needs this noise. On CUDA
-        give `noise_keys` instead, the seeds and positions [B] of depth 1: then the noise is never written. `top_p` and `top_k` are those of the target's sampling. `ids_V` are the token ids
+        d + 1; the row for the bonus token is not read. Temperature 0 needs no noise. On CUDA give `noise_keys` instead, the seeds and positions [B] of depth 1: then the noise is never written. `top_p` and `top_k` are those of the target's sampling. `ids_V` are the token ids
         of the columns of logits and `noise_BDV`; None: 0 to V - 1.
         """
         dtype = torch.promote_types(root_logits_BV.dtype, torch.float32)
-        has_noise = self.ranking is Ranking.NOISE and temperature > 0.0
+        has_noise = temperature > 0.0
         if has_noise and noise_BDV is None and noise_keys is None:
-            raise ValueError(f"ranking={self.ranking} at temperature={temperature} needs noise_BDV")
-        error = _DRAFT_ERROR
-        if self.ranking is Ranking.PROBABILITY:
-            error = temperature or 1.0
-        scale = self._one / error
+            raise ValueError(f"temperature={temperature}: needs noise_BDV or noise_keys")
+        scale = self._one / _DRAFT_ERROR
         offsets = None
         if has_noise and noise_BDV is not None:
             noise_BDV = noise_BDV[:, : self.strategy.num_steps]

@@ -1,4 +1,4 @@
-"""Measures accept length by kind of tree and temperature: same drafter, same token budget.
+"""Measures accept length by kind of draft and temperature: same drafter, same token budget.
 
 It measures no time, so a busy machine does not matter.
 """
@@ -11,19 +11,10 @@ import torch
 from rich.console import Console
 
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.speculation.tree import Ranking
 from tools.bench.measure import print_table
 from tools.load_engine import LoadedPolicy, accept_length
 
-NOISE, PROBABILITY = "tree by noise", "tree by probability"
-# All verify 16 drafted tokens.
-KINDS: dict[str, tuple[str, Ranking]] = {
-    NOISE: ("6_4_16", Ranking.NOISE),
-    PROBABILITY: ("6_4_16", Ranking.PROBABILITY),
-    "chain by noise": ("16_1_16", Ranking.NOISE),
-    "chain by probability": ("16_1_16", Ranking.PROBABILITY),
-    "n-gram": ("ngram_16", Ranking.NOISE),
-}
+KINDS = {"tree": "6_4_16", "chain": "16_1_16", "n-gram": "ngram_16"}  # all verify 16 drafted tokens
 
 
 def bench_accept_lengths(options: argparse.Namespace, console: Console) -> dict[str, object]:
@@ -41,11 +32,11 @@ def bench_accept_lengths(options: argparse.Namespace, console: Console) -> dict[
     for temperature in options.temperatures:
         params = policy.params(limit, num_samples=2, seed=3, temperature=temperature)
         row = lengths[str(temperature)] = {}
-        for kind, (text, ranking) in KINDS.items():
-            policy.speculate(model, SpeculationStrategy.parse(text), ranking)
+        for kind, text in KINDS.items():
+            policy.speculate(model, SpeculationStrategy.parse(text))
             row[kind] = accept_length(policy.generate(prompts, params))
     entropy = -float(logprobs.mean())
     title = f"(c) tokens out per verify pass of 16 drafted tokens, {entropy:.2f} nats of entropy"
-    rows = ([name, *row.values(), row[NOISE] / row[PROBABILITY]] for name, row in lengths.items())
-    print_table(console, title, ("temperature", *KINDS, "noise/probability"), rows, num_names=0)
+    rows = ([name, *row.values()] for name, row in lengths.items())
+    print_table(console, title, ("temperature", *KINDS), rows, num_names=0)
     return {"accept_length": lengths, "entropy": entropy}

@@ -27,15 +27,12 @@ from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.token_counts import TokenCounts
-from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import RolloutGroup
 
 NUM_IDS = 20  # of 48
 
 
-def speculate_with(
-    engine: EmbeddedEngine, path: Path, strategy: str = "", ranking: Ranking = Ranking.NOISE
-) -> Speculation:
+def speculate_with(engine: EmbeddedEngine, path: Path, strategy: str = "") -> Speculation:
     """Let the engine draft with NUM_IDS ids, in every strategy by turns or in a fixed one."""
     embedding, head = engine.target_tensors()
     config = make_draft_config(load_model_config(path), "eagle", embedding)
@@ -44,7 +41,7 @@ def speculate_with(
     selector = CyclingSelector(STRATEGIES)
     if strategy:
         selector = FixedSelector(OFF if strategy == "off" else SpeculationStrategy.parse(strategy))
-    speculation = Speculation(draft, selector, STRATEGIES, ranking=ranking)
+    speculation = Speculation(draft, selector, STRATEGIES)
     engine.set_speculation(speculation)
     return speculation
 
@@ -64,14 +61,13 @@ def accept_lengths(groups: list[RolloutGroup]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("device", [None, recording_device()], ids=["eager", "graphs"])
-@pytest.mark.parametrize("ranking", Ranking)
 def test_few_draft_ids_give_the_tokens_of_plain_decoding(
-    ranking: Ranking, device: Device | None, tiny_path: Path
+    device: Device | None, tiny_path: Path
 ) -> None:
     """Chains and trees by turns; ids chosen anew before the second call, under the captured graphs."""
     engine = engine_over(tiny_path, device=device, max_batch_size=16, max_new_tokens=64)
     plain = answer(engine)
-    speculation = speculate_with(engine, tiny_path, ranking=ranking)
+    speculation = speculate_with(engine, tiny_path)
     first, known = answer(engine), ids_of(speculation)
     second = answer(engine)
     assert tokens(first) == tokens(second) == tokens(plain)

@@ -28,7 +28,6 @@ from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
-from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 VOCAB_SIZE, HIDDEN_SIZE = 48, 64
@@ -139,8 +138,6 @@ def speculation_over(
     drafters: dict[str, Weights],
     drafter: str,
     selector: StrategySelector,
-    *,
-    ranking: Ranking = Ranking.NOISE,
 ) -> Speculation:
     embedding, head = engine.target_tensors()
     if drafter == "always_wrong":
@@ -149,7 +146,7 @@ def speculation_over(
     model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
     model.load_state_dict(drafters["random" if drafter == "random" else "trained"])
     draft = DraftInference(model, embedding.dtype)
-    return Speculation(draft, selector, [*STRATEGIES, CHAIN, TREE, NGRAMS], ranking=ranking)
+    return Speculation(draft, selector, [*STRATEGIES, CHAIN, TREE, NGRAMS])
 
 
 def usable_strategies(drafter: str, number: int) -> list[SpeculationStrategy]:
@@ -202,11 +199,8 @@ def test_speculative_output_is_plain_output(
         arguments = {"policy_version": 1, "max_new_tokens": asked.limits}
         plain = engine_over(tiny_path).generate(asked.prompts, asked.params, **arguments)
         engine = engine_over(tiny_path, **asked.engine)
-        ranking = draw.choice(list(Ranking))
         chosen = make_selector(selector, seed, usable_strategies(drafter, number))
-        engine.set_speculation(
-            speculation_over(engine, tiny_path, drafters, drafter, chosen, ranking=ranking)
-        )
+        engine.set_speculation(speculation_over(engine, tiny_path, drafters, drafter, chosen))
         # Each with every drafter and with every selector.
         event = EVENTS[(case // len(SELECTORS) + case % len(SELECTORS) + number) % len(EVENTS)]
 

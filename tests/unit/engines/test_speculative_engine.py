@@ -25,7 +25,6 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
-from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 STRATEGIES = [
@@ -78,30 +77,27 @@ def speculation_for(
     selector: StrategySelector,
     *,
     seed: int = 0,
-    ranking: Ranking = Ranking.NOISE,
     architecture: str = "eagle",
 ) -> Speculation:
     embedding, head = engine.target_tensors()
     config = make_draft_config(load_model_config(tiny_path), architecture, embedding)
     model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head, seed=seed)
     draft = DraftInference(model, embedding.dtype)
-    return Speculation(draft, selector, STRATEGIES, ranking=ranking)
+    return Speculation(draft, selector, STRATEGIES)
 
 
 def tokens(groups: list[RolloutGroup]) -> list[list[int]]:
     return [r.token_ids.tolist() for g in groups for r in g.rollouts]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranking"), zip(STRATEGIES, itertools.cycle(Ranking), strict=False), ids=str
-)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_any_tree_gives_the_tokens_of_plain_decoding(
-    make_engine, tiny_path, strategy: SpeculationStrategy, ranking: Ranking
+    make_engine, tiny_path, strategy: SpeculationStrategy
 ) -> None:
     engine = make_engine()
     plain = engine.generate(prompts(), PARAMS, policy_version=1)
     selector = CyclingSelector([strategy])
-    engine.set_speculation(speculation_for(engine, tiny_path, selector, ranking=ranking))
+    engine.set_speculation(speculation_for(engine, tiny_path, selector))
     speculative = engine.generate(prompts(), PARAMS, policy_version=1)
     assert tokens(speculative) == tokens(plain)
     assert any(sum(depths) > 0 for _, _, depths in selector.observed)

@@ -21,7 +21,6 @@ from tlt_megatron.speculation.tree import (
     _DRAFT_ERROR,
     UNUSED,
     DraftTree,
-    Ranking,
     TreeGrower,
     ancestor_mask,
     chain_tree,
@@ -36,7 +35,7 @@ def grow_slowly(
     state: int,
     strategy: SpeculationStrategy,
     how: Sampling,
-    noise_DV: torch.Tensor | None,
+    noise_DV: torch.Tensor,
 ) -> set[Path]:
     """Paths of the kept nodes, by the definition."""
 
@@ -44,11 +43,7 @@ def grow_slowly(
         here = torch.tensor(state)
         for token in path:
             here = next_states(here, torch.tensor(token))
-        keys = table[here]
-        if noise_DV is not None:
-            keys = (keys + how.temperature * noise_DV[len(path)]) / _DRAFT_ERROR
-        else:
-            keys = keys / (how.temperature or 1.0)
+        keys = (table[here] + how.temperature * noise_DV[len(path)]) / _DRAFT_ERROR
         log_probs = keys.log_softmax(-1).tolist()
         best = sorted(range(len(log_probs)), key=lambda token: -log_probs[token])
         return [(score + log_probs[token], (*path, token)) for token in best[: strategy.topk]]
@@ -76,16 +71,8 @@ def paths_of(tree: DraftTree, row: int) -> set[Path]:
 
 
 @pytest.mark.parametrize("text", STRATEGIES)
-@pytest.mark.parametrize(
-    "ranking, temperature",
-    [
-        (Ranking.NOISE, 1.0),
-        (Ranking.NOISE, 0.6),
-        (Ranking.PROBABILITY, 0.6),
-        (Ranking.PROBABILITY, 0.0),
-    ],
-)
-def test_growth_equals_the_slow_definition(text: str, ranking: Ranking, temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_growth_equals_the_slow_definition(text: str, temperature: float) -> None:
     strategy, how, batch_size = (
         SpeculationStrategy.parse(text),
         Sampling(temperature=temperature),
@@ -94,12 +81,11 @@ def test_growth_equals_the_slow_definition(text: str, ranking: Ranking, temperat
     table = random_table(23, seed=1)
     states_B, seeds_B = torch.arange(batch_size) * 11, torch.arange(batch_size) + 100
     noise_BDV = noise_of_depths(seeds_B, states_B + 3, strategy.num_steps, 23)
-    grower = TreeGrower(strategy, ranking=ranking)
+    grower = TreeGrower(strategy)
     tree = grow_draft(table, states_B, grower, how, noise_BDV)
     assert tree.token_ids_BQ.shape == (batch_size, strategy.num_draft_tokens)
     for row in range(batch_size):
-        noise_DV = noise_BDV[row] if ranking is Ranking.NOISE else None
-        expected = grow_slowly(table, int(states_B[row]), strategy, how, noise_DV)
+        expected = grow_slowly(table, int(states_B[row]), strategy, how, noise_BDV[row])
         assert paths_of(tree, row) == expected
 
 
@@ -130,10 +116,7 @@ def test_tokens_outside_the_cut_are_unused() -> None:
 
 
 @pytest.mark.parametrize("text", STRATEGIES)
-@pytest.mark.parametrize("ranking", Ranking)
-def test_few_ids_grow_the_tree_of_all_ids_with_the_others_masked(
-    text: str, ranking: Ranking
-) -> None:
+def test_few_ids_grow_the_tree_of_all_ids_with_the_others_masked(text: str) -> None:
     """And so with the noise of these ids, which `TreeGrower` makes from the keys."""
     strategy, vocab_size = SpeculationStrategy.parse(text), 23
     table, ids_C = random_table(vocab_size, seed=1), torch.tensor([1, 4, 5, 11, 12, 17, 22])
@@ -142,7 +125,7 @@ def test_few_ids_grow_the_tree_of_all_ids_with_the_others_masked(
     noise_BDV = noise_of_depths(seeds_B, positions_B, strategy.num_steps, vocab_size)
     masked = torch.full_like(table, -torch.inf)
     masked[:, ids_C] = table[:, ids_C]
-    grower = TreeGrower(strategy, ranking=ranking)
+    grower = TreeGrower(strategy)
     expected = grow_draft(masked, states_B, grower, Sampling(temperature=0.7), noise_BDV)
     states_BK = states_B.unsqueeze(1)
 

@@ -22,7 +22,7 @@ from tests.toy_decoding import (
 )
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.ngram import NgramIndex
-from tlt_megatron.speculation.tree import UNUSED, DraftTree, Ranking
+from tlt_megatron.speculation.tree import UNUSED, DraftTree
 from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed
 
 VOCAB = 24
@@ -108,13 +108,13 @@ def retriever(kind: str, futures: list[list[int]], generator: random.Random) -> 
     ),
 )
 def test_speculative_tokens_equal_plain_tokens(drafter: str, retrieved: str, how: Sampling) -> None:
-    """The strategy and the ranking change at every step, and requests leave the batch as they end."""
+    """The strategy changes at every step, and requests leave the batch as they end."""
     generator = random.Random(drafter)  # a string: the same numbers in every process
     seeds = [generator.randrange(-(2**63), 2**63) for _ in range(6)]
     limits = [generator.randrange(1, 25) for _ in seeds]
     plain = [decode_plain(TARGET, s, how, n, STOPS) for s, n in zip(seeds, limits, strict=True)]
     for strategies in (LEARNED, LEARNED + RETRIEVED):
-        plan = [(generator.choice(strategies), generator.choice(list(Ranking))) for _ in range(25)]
+        plan = [generator.choice(strategies) for _ in range(25)]
         responses, accept_lengths = decode_speculative(
             *(DRAFTERS[drafter], seeds, how, limits, by_noise(how), plan.__getitem__),
             retrieve=retriever(retrieved, plain, generator),
@@ -132,7 +132,7 @@ def test_drafter_equal_to_the_target_is_always_accepted(
 ) -> None:
     how, limits = Sampling(temperature=temperature), [20, 17]
     responses, accept_lengths = decode_speculative(
-        TARGET, [5, 6], how, limits, by_noise(how), lambda _: (strategy, Ranking.NOISE)
+        TARGET, [5, 6], how, limits, by_noise(how), lambda _: strategy
     )
     per_step = strategy.num_steps + 1
     assert len(accept_lengths) == sum(-(-len(tokens) // per_step) for tokens in responses)
@@ -143,7 +143,7 @@ def test_tokens_that_are_retrieved_rightly_are_all_accepted() -> None:
     plain = [decode_plain(TARGET, s, how, n) for s, n in zip(seeds, limits, strict=True)]
     strategy = SpeculationStrategy.parse("ngram_5")
     responses, accept_lengths = decode_speculative(
-        *(-TARGET, seeds, how, limits, by_noise(how, ()), lambda _: (strategy, Ranking.NOISE)),
+        *(-TARGET, seeds, how, limits, by_noise(how, ()), lambda _: strategy),
         retrieve=retriever("always_right", plain, random.Random(0)),
     )
     assert responses == plain

@@ -26,7 +26,7 @@ from tlt_megatron.models.attention.lanes import (
 )
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.speculation.tree import DraftTree, Expand, Ranking, TreeGrower
+from tlt_megatron.speculation.tree import DraftTree, Expand, TreeGrower
 from tlt_megatron.types import SamplingParams
 
 _EXTEND_POSITIONS = 64  # most unseen pairs per row that one pass computes
@@ -60,14 +60,12 @@ class ModelDrafter:
         cache: KvCache,
         *,
         first_layer: int,
-        ranking: Ranking,
         graphs: GraphPool,
     ) -> None:
         self._graphs = graphs
         self._model = model
         self._cache = cache
         self._first_layer = first_layer
-        self._ranking = ranking
         self._growers: dict[SpeculationStrategy, TreeGrower] = {}
         self._num_seen: dict[Request, int] = {}  # positions whose pairs are in the KV
 
@@ -96,8 +94,7 @@ class ModelDrafter:
         self._num_seen.update((request, position) for position, request in rows)
         grower = self._growers.get(strategy)
         if grower is None:
-            device = self._cache.device
-            grower = TreeGrower(strategy, ranking=self._ranking, device=device)
+            grower = TreeGrower(strategy, device=self._cache.device)
             self._growers[strategy] = grower
         return grower.grow(
             self._model.logits(head_BD),

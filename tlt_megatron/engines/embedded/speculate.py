@@ -31,7 +31,7 @@ from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, is_searched, sample
 from tlt_megatron.speculation.selector import StrategySelector
 from tlt_megatron.speculation.token_counts import TokenCounts
-from tlt_megatron.speculation.tree import DraftTree, Ranking, ancestor_mask, chain_tree
+from tlt_megatron.speculation.tree import DraftTree, ancestor_mask, chain_tree
 from tlt_megatron.speculation.verify import Verdict, first_counts, verify_noise_keyed
 from tlt_megatron.types import SamplingParams
 
@@ -55,8 +55,6 @@ class Speculation:
         draft: DraftInference | None,
         selector: StrategySelector,
         strategies: Sequence[SpeculationStrategy],
-        *,
-        ranking: Ranking = Ranking.NOISE,
     ) -> None:
         """`selector` chooses from `strategies`. ValueError if one needs a drafter that is None."""
         drafting = [s for s in strategies if not s.is_off]
@@ -66,7 +64,6 @@ class Speculation:
         self.strategies = tuple(drafting)
         self.draft = draft
         self.selector = selector
-        self.ranking = ranking
         self.retriever = Retriever()
         self.drafter_version = 0  # number of `load_drafter` calls
         self.draft_slots = draft_slots_of(drafting)
@@ -151,7 +148,6 @@ class Speculator:
                 speculation.draft,
                 cache,
                 first_layer=model.config.num_layers,
-                ranking=speculation.ranking,
                 graphs=graphs,
             )
         self._drafter_version = speculation.drafter_version
