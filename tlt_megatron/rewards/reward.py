@@ -99,18 +99,12 @@ class WeightedRewards:
         results = []
         for spec, _, function in self._parts:
             result = function(**row)
-            results.append(
-                self._read(spec, await result if inspect.isawaitable(result) else result)
-            )
+            result = await result if inspect.isawaitable(result) else result
+            try:
+                results.append(read_result(result))
+            except ValueError as error:
+                raise ValueError(f"the result of {spec!r}: {error}") from error
         return self._sum(results)
-
-    def _read(self, spec: str, result: object) -> tuple[float, dict[str, float]]:
-        try:
-            return read_result(result)
-        except ValueError as error:
-            if len(self._parts) == 1:
-                raise
-            raise ValueError(f"the result of {spec!r}: {error}") from error
 
     def _sum(
         self, results: Sequence[tuple[float, dict[str, float]]]
