@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -181,3 +182,18 @@ def test_a_wheel_needs_no_checkout(wheel: Path, tmp_path: Path) -> None:
     done = tlt(*words, root=wheel, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "num_steps: 3\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("shell", "said"),
+    [
+        ("exec {} > /dev/full", "pretrain_rl: standard output: No space left on device"),
+        ("ulimit -v 1500000 && exec {}", "pretrain_rl: ulimit -v 1500000: must be at least"),
+    ],
+)
+def test_a_process_that_cannot_run_is_said_in_one_line(shell: str, said: str) -> None:
+    command = shlex.join(map(str, train_command([str(REPO / EXAMPLE)])))
+    done = subprocess.run(["bash", "-c", shell.format(command)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1

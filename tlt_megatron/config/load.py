@@ -20,6 +20,7 @@ from tlt_megatron.config.other_names import our_name
 from tlt_megatron.config.ranges import Section
 from tlt_megatron.config.schema import RunConfig
 
+_MAX_VALUES = 100_000  # of a file with its aliases written out; ten lines can stand for 10^10
 _INT = "tag:yaml.org,2002:int"
 
 
@@ -117,10 +118,33 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _parse(text: str, name: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        content = yaml.load(text, Loader=_Loader)
+        _count_values(content, {})
+        return content
     # ValueError: a key that occurs twice, or a date such as 2026-13-45; RecursionError: brackets nested too deeply
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _count_values(content: object, known: dict[int, int]) -> int:
+    """Return the number of values that `content` stands for, with its aliases written out.
+
+    `known` holds the counts by identity. ValueError above _MAX_VALUES, and for a value inside itself.
+    """
+    if not isinstance(content, dict | list):
+        return 1
+    if id(content) not in known:
+        known[id(content)] = 0  # in progress
+        values = content.values() if isinstance(content, dict) else content
+        known[id(content)] = 1 + sum(_count_values(value, known) for value in values)
+    count = known[id(content)]
+    if count == 0:
+        raise ValueError(
+            "an alias stands in the value that it names: a value cannot contain itself"
+        )
+    if count > _MAX_VALUES:
+        raise ValueError(f"its aliases stand for {count} values: must be at most {_MAX_VALUES}")
+    return count
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

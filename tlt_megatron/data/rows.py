@@ -72,12 +72,25 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
             if not line.strip():
                 continue
             try:
-                raw = json.loads(line)
+                raw = json.loads(line, object_pairs_hook=_without_twins)
             except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8
                 raise ValueError(
                     f"{path} row {number}: must be one JSON object: {error}"
                 ) from error
             yield number, raw
+
+
+def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object. ValueError for a key that stands twice: a value would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"the key {_twin([key for key, _ in pairs])!r} stands twice")
+    return found
+
+
+def _twin(names: list[str]) -> str:
+    """Return the first name that stands twice, or nothing."""
+    return next((name for name in names if names.count(name) > 1), "")
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
@@ -89,6 +102,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path}: is not a parquet file: {error}") from error
     with file:
+        if twin := _twin(file.schema_arrow.names):
+            raise ValueError(f"{path}: the column {twin!r} stands twice")
         number = 0
         # no threads: ranks that are forked later would inherit their pool
         batches = file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False)
@@ -118,7 +133,7 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
         prompt=_prompt(raw, section.input_key, conversions),
         data_source=_data_source(raw),
         ground_truth=_label(raw, section.label_key, conversions),
-        extra_info=_mapping(raw, "extra_info") | _mapping(raw, "metadata"),
+        extra_info=_extra_info(raw, conversions),
         conversions=tuple(conversions),
     )
 
@@ -201,6 +216,16 @@ def _prompt_id(raw: dict[str, object]) -> str:
     if not isinstance(value, str | int | None):
         raise _RowError(f"{key}={value!r} must be a string or a whole number")
     return "" if value is None else str(value)
+
+
+def _extra_info(raw: dict[str, object], conversions: list[str]) -> dict[str, object]:
+    extra_info, metadata = _mapping(raw, "extra_info"), _mapping(raw, "metadata")
+    conversions += [
+        f"metadata.{key} replaces another value of extra_info.{key}"
+        for key, value in metadata.items()
+        if extra_info.get(key) not in (None, value)
+    ]
+    return {**extra_info, **metadata}
 
 
 def _mapping(raw: dict[str, object], key: str) -> dict[str, object]:

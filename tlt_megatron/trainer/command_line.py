@@ -6,11 +6,15 @@ The launcher reads them before it starts ranks, so that a mistake is reported at
 from __future__ import annotations
 
 import argparse
+import os
+import resource
 
 from tlt_megatron.config.hub import load_fetched_config
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.preflight import check_files
 from tlt_megatron.config.schema import RunConfig
+
+_LEAST_BYTES = 2 << 30  # of address space: torch and its threads fail with 1.5 GB
 
 
 def read_command(arguments: list[str] | None) -> tuple[RunConfig, argparse.Namespace]:
@@ -19,6 +23,7 @@ def read_command(arguments: list[str] | None) -> tuple[RunConfig, argparse.Names
     Reads no weights. ValueError for settings or files that no number of ranks can use; with `--print-config` files are not checked.
     """
     options = _parse(arguments)
+    _check_process()
     overrides = list(options.overrides)
     if options.resume is not None:
         overrides.append(f"checkpoint.resume={options.resume}")
@@ -29,6 +34,19 @@ def read_command(arguments: list[str] | None) -> tuple[RunConfig, argparse.Names
         raise ValueError("run.dir='': must name the run folder where checkpoint.resume='auto'")
     check_files(config)
     return config, options
+
+
+def _check_process() -> None:
+    """Raise ValueError if nothing can be printed, or torch cannot be loaded."""
+    try:
+        os.write(1, b"")  # a full device refuses this too
+    except OSError as error:
+        raise ValueError(f"standard output: {error.strerror}") from None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < _LEAST_BYTES:
+        raise ValueError(
+            f"ulimit -v {limit >> 10}: must be at least {_LEAST_BYTES >> 10} KiB or unlimited"
+        )
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import subprocess
 import sys
@@ -252,3 +253,29 @@ def test_a_later_file_goes_over_an_earlier_one_setting_by_setting(tmp_path: Path
     assert (config.rollout.num_prompts, config.run.num_steps) == (4, 3)
     with pytest.raises(ValueError, match=r"config='nowhere\.yaml': no such file"):
         load_config([recipe, "nowhere.yaml"])
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        (
+            "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+            + "".join(
+                f"{b}: &{b} [{', '.join(['*' + a] * 10)}]\n"
+                for a, b in itertools.pairwise("abcdefghij")
+            ),
+            "aliases",
+        ),
+        ("reward: &a {function: {math: *a}}", "contain itself"),
+    ],
+    ids=["expands", "itself"],
+)
+def test_aliases_that_expand_are_refused_at_once(tmp_path: Path, text: str, problem: str) -> None:
+    """Ten lines of aliases stand for 10^10 values."""
+    command = [sys.executable, "launch/pretrain_rl.py", "--print-config", "--config"]
+    done = subprocess.run(
+        [*command, str(write(tmp_path, text))], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert problem in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -169,9 +170,11 @@ def test_unusable_rows_are_refused(load: Load, change: Mapping[str, object], mes
     [
         ('{"prompt": "a"', "must be one JSON object"),
         ("[1]", "is a list, must be an object"),
+        ('{"prompt": "a", "label": 1, "label": 2}', "must be one JSON object: the key 'label'"),
+        ('{"prompt": "a", "label": 1, "extra_info": {"x": 1, "x": 1}}', ".*key 'x' stands twice"),
         (DEEP, "must be one JSON object: .*recursion"),
     ],
-    ids=["cut", "list", "deep"],
+    ids=["cut", "list", "key", "inner key", "deep"],
 )
 def test_lines_that_are_not_one_object_are_refused(load: Load, line: str, message: str) -> None:
     with pytest.raises(ValueError, match=rf"t\.jsonl row 2: {message}"):
@@ -211,3 +214,27 @@ def test_doubtful_labels_are_named_and_metadata_comes_last(
     assert [row.ground_truth for row in found] == ["NaN", "1"]
     assert found[1].extra_info == {"x": 3, "y": 2, "z": 1}
     assert "label is the text nan, as tables write a missing value, in 1 rows: 1" in caplog.text
+
+
+def test_two_columns_of_one_name_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    one = pyarrow.array(["a"])
+    pair = pyarrow.StructArray.from_arrays([one, one], ["x", "x"])
+    for columns, names, message in (
+        ([one, one, one], ["prompt", "label", "label"], r"the column 'label' stands twice"),
+        ([one, one, pair], ["prompt", "label", "extra_info"], r"is damaged behind row 0: .*dupl"),
+    ):
+        table = pyarrow.Table.from_arrays(columns, names=names)
+        pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+        with pytest.raises(ValueError, match=rf"t\.parquet: {message}"):
+            load_prompts(tmp_path / "t.parquet", tokenizer, DataSection())
+
+
+def test_doubtful_rows_are_named_and_kept(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    both = {"extra_info": {"x": 1, "y": 2, "z": None}, "metadata": {"x": 3, "y": 2, "z": 1}}
+    caplog.set_level(logging.WARNING)
+    found = load([{**ROW, "label": "NaN", "images": []}, ROW | both]).rows
+    assert [row.ground_truth for row in found] == ["NaN", "1"]
+    assert found[1].extra_info == {"x": 3, "y": 2, "z": 1}
+    assert "label is the text nan, as tables write a missing value, in 1 rows: 1" in caplog.text
+    assert "metadata.x replaces another value of extra_info.x, in 1 rows: 2" in caplog.text
+    assert caplog.text.count("extra_info") == 1
