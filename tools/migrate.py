@@ -9,6 +9,7 @@ nothing is lost.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -23,7 +24,9 @@ from tlt_megatron.config.load import load_config
 from tlt_megatron.config.other_names import our_name
 from tools import their_settings as theirs
 
-_QUOTED_OR_NEWLINE = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\])*"|'[^']*'|\n""")
+# Up to a newline that is not quoted.
+_COMMAND = re.compile(r"""(?:#[^\n]*|"(?:\\.|[^"\\])*"|'[^']*'|[^\n"'#])+""")
+_ENDS = ("(", ")", "--", "&&", ";")  # of the values of a flag
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,84 +82,74 @@ def read(path: Path) -> dict[str, Any]:
         if path.suffix in (".yaml", ".yml"):
             settings = yaml.safe_load(text)
             return _flatten(settings, "") if isinstance(settings, dict) else {}
-        text = re.sub(r"\$\(\((.+?)\)\)(?!\))", _close_up, text.replace("\\\n", " "))
-        text = text.replace("=(", "=( ")
-        text = re.sub(r"\)[ \t]*$", " )", text, flags=re.MULTILINE)  # ends an array
-        text = re.sub(_QUOTED_OR_NEWLINE, lambda m: "\n;\n" if m[0] == "\n" else m[0], text)
-        words = shlex.split(text, comments=True)
+        return _read_script(text.replace("\\\n", " "))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _read_script(text: str) -> dict[str, Any]:
+    """Return the settings of every command and array. Nothing is run."""
     variables: dict[str, str] = {}
-    found: dict[str, Any] = {}
-    flag = ""
-    for word in (each for written in words for each in _shell_words(written, variables)):
-        name, equals, value = word.partition("=")
-        if word.startswith("--") and len(word) > 2:
-            flag = name[2:].replace("-", "_")
-            found[flag] = _typed(value) if equals else True
-            flag = "" if equals else flag
-        elif equals and re.fullmatch(r"\w+", name):
-            variables[name], flag = value, ""
-        elif equals and re.fullmatch(r"\+*[\w.]+\.\w+", name):
-            found[name.lstrip("+")], flag = _typed(value), ""
-        elif word in ("(", ")", "--", "&&", ";") or "[@]" in word or not flag:
-            flag = ""
-        elif found[flag] is True:
-            found[flag] = _typed(word)
-        else:  # a further value
-            before = found[flag]
-            found[flag] = [*(before if isinstance(before, list) else [before]), _typed(word)]
-    return found
+    found: dict[str, list[str]] = {}  # the words of each setting
+    for command in _COMMAND.findall(text):
+        words: list[str] | None = None  # of the flag before
+        for word in shlex.split(_spread_arrays(_expand(command, variables)), comments=True):
+            name, equals, value = word.partition("=")
+            if word.startswith("--") and len(word) > 2:
+                words = found[name[2:].replace("-", "_")] = [value] if equals else []
+                words = None if equals else words
+            elif equals and name.isidentifier():
+                variables[name], words = value, None
+            elif equals and re.fullmatch(r"\+*[\w.]+\.\w+", name):
+                found[name.lstrip("+")], words = [value], None
+            elif word in _ENDS or "[@]" in word:
+                words = None
+            elif words is not None:
+                words.append(word)
+    return {name: _value(words) for name, words in found.items()}
 
 
 def convert(given: theirs.Values) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return our settings by dotted key, and theirs that have no counterpart."""
-    ours: dict[str, Any] = {}
-    left: dict[str, Any] = {}
     is_verl = any("." in key for key in given)
     table = theirs.VERL if is_verl else theirs.SLIME
-    implied = theirs.VERL_IMPLIED if is_verl else theirs.SLIME_IMPLIED
-    newest = implied | {theirs.newest_name(key): value for key, value in given.items()}
-    implied = {key: value for key, value in newest.items() if key in implied}
-    for key, value in {**implied, **given}.items():
-        name = theirs.newest_name(key)
-        meaning = table.get(name)
-        if name in theirs.SWITCHES or (value is None and meaning):
+    given = (theirs.VERL_IMPLIED if is_verl else theirs.SLIME_IMPLIED) | dict(given)
+    ours: dict[str, Any] = dict(theirs.VERL_DEFAULTS if is_verl else theirs.SLIME_DEFAULTS)
+    left: dict[str, Any] = {}
+    for key, value in given.items():
+        meaning = table.get(key)
+        if key in theirs.SWITCHES or (value is None and meaning):
             continue
         settings = None
-        if "$" not in str(value):  # else the script leaves it open
-            try:
-                settings = meaning(value, newest) if meaning else theirs.passed_on(name, value)
-            except (TypeError, ValueError):
-                settings = None  # of another kind than expected, so it is listed
-        if settings is None and name in theirs.NAMES:
-            ours[theirs.NAMES[name]] = value  # which the checks refuse
-        elif settings is None:
+        if "$" not in str(value) or key in theirs.NEVER_DEFAULT:  # else the script leaves it open
+            with contextlib.suppress(ArithmeticError, KeyError, TypeError, ValueError):
+                settings = meaning(value, given) if meaning else theirs.passed_on(key, value)
+        if settings is None:
             left[key] = value
         else:
             ours |= settings
-    if "run.num_steps" not in ours and any(key in left for key in theirs.EPOCHS):
-        ours["run.num_steps"] = None  # which the checks refuse
-    loss = ours.get("algorithm.loss")
-    if loss in ("gspo", "cispo") and ours.get("algorithm.dual_clip"):
-        left["dual clip"] = ours.pop("algorithm.dual_clip")
-    if loss == "gspo" and ours.get("algorithm.aggregation") != "sequence_mean":
-        left["aggregation"] = ours.pop("algorithm.aggregation", "token_mean")
-        ours["algorithm.aggregation"] = "sequence_mean"
-    ours = (theirs.VERL_DEFAULTS if is_verl else theirs.SLIME_DEFAULTS) | ours
+    _drop_unused(ours, left)
+    ours.setdefault("run.num_steps", None)  # which the checks refuse: no default takes its place
+    return ours, left
+
+
+def _drop_unused(ours: dict[str, Any], left: dict[str, Any]) -> None:
+    """Leave out what has no effect with other settings, and set what they imply."""
+    loss, advantage = ours.get("algorithm.loss"), ours.get("algorithm.advantage")
     if loss in ("gspo", "cispo"):
         ours.pop("algorithm.dual_clip", None)
-    if ours.get("algorithm.advantage") != "gae":
-        has_discount = ours.get("algorithm.advantage") == "reinforce_plus_plus"
-        of_critic = ("critic.", "algorithm.lam", *["algorithm.gamma"] * (not has_discount))
-        ours = {key: value for key, value in ours.items() if not key.startswith(of_critic)}
-    if ours.get("algorithm.clip_low") and "algorithm.clip_high" not in ours:
-        ours["algorithm.clip_high"] = ours["algorithm.clip_low"]
-    if ours.get("algorithm.clip_low", 0) > 1:  # no lower bound
-        ours["algorithm.clip_low"] = 1.0
+    if loss == "gspo":
+        ours["algorithm.aggregation"] = "sequence_mean"
+    if advantage != "gae":
+        unused = ["critic.", "algorithm.lam"]
+        unused += [] if advantage == "reinforce_plus_plus" else ["algorithm.gamma"]
+        for key in [key for key in ours if key.startswith(tuple(unused))]:
+            del ours[key]
+    if ours.get("algorithm.clip_low"):
+        ours.setdefault("algorithm.clip_high", ours["algorithm.clip_low"])
+        ours["algorithm.clip_low"] = min(1.0, ours["algorithm.clip_low"])  # 1: no lower bound
     if ours.get("eval.interval") and not ours.get("data.eval"):
         left["evaluation every"] = ours.pop("eval.interval")
-    return ours, left
 
 
 def _flatten(node: Any, prefix: str) -> dict[str, Any]:
@@ -168,16 +161,11 @@ def _flatten(node: Any, prefix: str) -> dict[str, Any]:
     return found
 
 
-def _shell_words(word: str, variables: Mapping[str, str]) -> list[str]:
-    """Return `word` expanded: several words if it is a variable that holds settings."""
-    expanded = _expand(word, variables)
-    is_variable = re.fullmatch(r"\$\w+|\$\{\w+\}", word)
-    holds_settings = re.match(r"\s*(--\w|\+*[\w.]+\.\w+=)", expanded)
-    return expanded.split() if is_variable and holds_settings else [expanded]
+def _expand(command: str, variables: Mapping[str, str]) -> str:
+    """Return `command` with the values of $NAME, ${NAME}, ${NAME:-default} and $((1 + NAME)).
 
-
-def _expand(word: str, variables: Mapping[str, str]) -> str:
-    """Return `word` with the values of $NAME, ${NAME} and ${NAME:-default}; unknown names stay."""
+    Names that are unknown stay, and so does arithmetic with them, without spaces.
+    """
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[2], match[3]
@@ -185,22 +173,30 @@ def _expand(word: str, variables: Mapping[str, str]) -> str:
         return match[0] if known is None else known
 
     def result(match: re.Match[str]) -> str:
-        text = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
+        names = r"[A-Za-z_]\w*"
+        text = re.sub(names, lambda name: variables.get(name[0], name[0]), match[1])
+        text = text.replace(" ", "")
         if "**" in text or not re.fullmatch(r"[\d+*/()-]+", text):
-            return match[0]
+            return f"$[{text}]"
         try:
             return str(eval(text.replace("/", "//")))  # digits, operators and parentheses only
         except (ArithmeticError, SyntaxError, TypeError):
-            return match[0]
+            return f"$[{text}]"
 
     for _ in range(4):  # a default may hold a name
-        word = re.sub(r"\$(\w+)|\$\{(\w+)(?::-([^${}]*))?\}", value, word)
-    return re.sub(r"\$\[(.+?)\]", result, word)
+        command = re.sub(r"\$(\w+)|\$\{(\w+)(?::-([^${}]*))?\}", value, command)
+    return re.sub(r"\$\(\((.+?)\)\)(?!\))", result, command)
 
 
-def _close_up(arithmetic: re.Match[str]) -> str:
-    """Return $((a * b)) as one word, $[a*b]."""
-    return f"$[{re.sub(r'[ $]', '', arithmetic[1])}]"
+def _spread_arrays(command: str) -> str:
+    """Return `command` with the parentheses of arrays as words of their own."""
+    return re.sub(r"\)\s*$", " )", command.replace("=(", "=( "))
+
+
+def _value(words: list[str]) -> Any:
+    """Return the value of a setting: a flag without words is on."""
+    typed = [_typed(word) for word in words]
+    return True if not typed else typed[0] if len(typed) == 1 else typed
 
 
 def _typed(text: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,22 +15,10 @@ Values = Mapping[str, Any]  # theirs, by dotted key of verl or flag of slime (wi
 # Returns our settings; None if the value has no counterpart.
 Convert = Callable[[Any, Values], dict[str, Any] | None]
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-_MULTI_TURN = f"{_ROLLOUT}multi_turn."
-EPOCHS = ("trainer.total_epochs", "num_epoch")
-# Settings that no default replaces where their value is open.
-NAMES = {
-    "algorithm.adv_estimator": "algorithm.advantage",
-    "advantage_estimator": "algorithm.advantage",
-    f"{_ACTOR}policy_loss.loss_mode": "algorithm.loss",
-}
-_CORRECTION, _OVERLONG = "algorithm.rollout_correction.", "reward_model.overlong_buffer."
-
-
-def newest_name(key: str) -> str:
-    """Return the present name of a key that other versions of verl have in another section."""
-    key = key.replace("reward_kwargs.overlong_buffer_cfg", "overlong_buffer")
-    older = r"(algorithm|actor_rollout_ref\.rollout)\.(rollout_(is|rs|token)(?!\w*\.).*)"
-    return re.sub(older, rf"{_CORRECTION}\2", key)
+_CORRECTION = "algorithm.rollout_correction."
+_KL_IN_REWARD, _KL_IN_LOSS = "algorithm.use_kl_in_reward", f"{_ACTOR}use_kl_loss"
+# An open value of these is taken over, and the checks refuse it: no default may replace it.
+NEVER_DEFAULT = ("algorithm.adv_estimator", "advantage_estimator", f"{_ACTOR}policy_loss.loss_mode")
 
 
 def passed_on(key: str, value: Any) -> dict[str, Any] | None:
@@ -73,14 +60,19 @@ def _set(key: str, here: Any = True) -> Convert:
     return lambda value, _: {key: here} if value else {}
 
 
-def _if(switch: str, key: str) -> Convert:
-    """Their value counts only with their `switch`."""
-    return lambda value, given: {key: value} if given.get(switch) else {}
+def _if(switch: str, convert: Convert) -> Convert:
+    """Their value has an effect only where their `switch` is on."""
+    return lambda value, given: convert(value, given) if given.get(switch) else {}
 
 
-def _only(expected: Any) -> Convert:
-    """Their value `expected` is what happens here; another has no counterpart."""
-    return lambda value, _: {} if value == expected else None
+def _unless(switch: str, convert: Convert) -> Convert:
+    """Here is no counterpart where their `switch` is on too."""
+    return lambda value, given: None if given.get(switch) else convert(value, given)
+
+
+def _if_not(other: str) -> Convert:
+    """Their value has no effect where `other` of theirs is given, and else no counterpart."""
+    return lambda _, given: {} if given.get(other) else None
 
 
 def _files(value: Any) -> str | list[str]:
@@ -98,121 +90,33 @@ def _named_files(words: Any) -> str | list[str] | None:
     return _files(words[1::2]) if is_complete else None
 
 
-def _number(given: Values, key: str, default: int) -> int:
-    """Return their positive number; `default` if it is missing, or if the script leaves it open."""
-    return _positive(given.get(key), default)
-
-
-def _positive(value: Any, default: int) -> int:
-    return value if isinstance(value, int) and value > 0 else default
-
-
-def _epochs(steps: str) -> Convert:
-    """Epochs do not count where theirs gives the steps. Here nothing but steps is counted."""
-    return lambda _, given: {} if _number(given, steps, 0) else None
-
-
 def _minibatches(*factors: str) -> Convert:
     """Their value is the size of a minibatch; a batch is the product of these settings of theirs."""
-
-    def convert(size: Any, given: Values) -> dict[str, Any] | None:
-        if any(given.get(name) == 0 for name in factors):  # see `_prompts`
-            return {}
-        batch, size = math.prod(_number(given, name, 0) for name in factors), _positive(size, 0)
-        return {"algorithm.num_minibatches": max(1, batch // size)} if batch and size else None
-
-    return convert
+    return lambda size, given: {
+        "algorithm.num_minibatches": max(1, math.prod(given[name] for name in factors) // size)
+    }
 
 
-def _prompts(size: Any, given: Values) -> dict[str, Any] | None:
-    """Of verl's fully asynchronous trainer, a step is as many minibatches as it waits for."""
-    if size != 0:
-        return {"rollout.num_prompts": size}
-    count = _number(given, "async_training.require_batches", 1)
-    size = count * _number(given, f"{_ACTOR}ppo_mini_batch_size", 256)
-    return {"rollout.num_prompts": size, "algorithm.num_minibatches": count}
-
-
-def _advantage(value: Any, given: Values) -> dict[str, Any] | None:
+def _advantage(value: Any, given: Values) -> dict[str, Any]:
     without_std = given.get("algorithm.norm_adv_by_std_in_grpo") is False
     if value == "grpo" and (without_std or given.get("disable_grpo_std_normalization")):
         value = "dr_grpo"
     if value in ("gspo", "cispo"):  # of slime
-        return _loss(value, given)
+        return {"algorithm.loss": value}
     same = {"ppo": "gae", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
     return {"algorithm.advantage": same.get(value, value)}  # the checks refuse an unknown one
 
 
-def _loss(value: Any, _given: Values) -> dict[str, Any] | None:
-    ours = {"algorithm.loss": "ppo" if value == "vanilla" else value}
-    return {**ours, "algorithm.aggregation": "sequence_mean"} if value == "gspo" else ours
-
-
-def _turns(_: Any, given: Values) -> dict[str, Any]:
-    """verl ends a conversation at either limit. The last turn is the policy's."""
-    policy = _number(given, f"{_MULTI_TURN}max_assistant_turns", 0)
-    user = _number(given, f"{_MULTI_TURN}max_user_turns", 0)
-    limits = [limit for limit in (policy, user and user + 1) if limit]
-    return {"rollout.max_turns": min(limits)} if limits else {}
-
-
-def _observations(characters: Any, given: Values) -> dict[str, Any]:
-    """verl limits the characters of each answer. A token has at least one."""
-    num_turns = _turns(None, given).get("rollout.max_turns", 2)
-    answers = (num_turns - 1) * _number(given, f"{_MULTI_TURN}max_parallel_calls", 1)
-    return {"rollout.max_observation_tokens": characters * max(1, answers)}
-
-
-def _rollout_is(level: Any, given: Values) -> dict[str, Any] | None:
-    """verl's truncated importance sampling: a level and a cap."""
-    ours = _word("algorithm.rollout_is", "token", "sequence", "geometric")(level, given)
-    cap = given.get(f"{_CORRECTION}rollout_is_threshold", 2.0)
-    return ours and {**ours, "algorithm.tis_cap": cap}
-
-
-def _rollout_rs(level: Any, given: Values) -> dict[str, Any] | None:
-    """verl's rejection sampling: k1 of a token, of the sum or of the mean is our ratio at three
-    levels.
-
-    k1 is the negative logarithm of the ratio: their bounds are those of 1 / ratio.
-    """
-    levels = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
-    ours = _word("algorithm.rollout_rs", *levels.values(), **levels)(level, given)
-    bounds = given.get(f"{_CORRECTION}rollout_rs_threshold")
-    if ours is None or bounds is None:
-        return ours
-    keys = ("algorithm.rollout_rs_threshold", "algorithm.rollout_rs_threshold_lower")
-    parts = [float(part) for part in str(bounds).split("_")]  # theirs: upper, or lower_upper
-    is_inverse = level in levels and len(parts) == 2
-    upper_first = [1 / part for part in parts] if is_inverse else reversed(parts)
-    return ours | dict(zip(keys, upper_first, strict=False))
-
-
 def _kl(placement: str, coefficient: str) -> Convert:
-    """Return KL at `placement` where verl's switch is on. Their coefficient is 0.001 by default."""
-
-    def convert(is_on: Any, given: Values) -> dict[str, Any]:
-        value = given.get(coefficient)
-        value = value if isinstance(value, int | float) else 0.001
-        ours = {"algorithm.kl_placement": placement, "algorithm.kl_coef": value}
-        return ours if is_on else {}
-
-    return convert
+    """Return KL at `placement`. verl's coefficient is 0.001 by default."""
+    return lambda _, given: {
+        "algorithm.kl_placement": placement,
+        "algorithm.kl_coef": given.get(coefficient, 0.001),
+    }
 
 
-def _loss_kl(convert: Convert) -> Convert:
-    """Return what `convert` does, but None where the reward has a KL too: here is one of both."""
-
-    def one(value: Any, given: Values) -> dict[str, Any] | None:
-        has_both = given.get(f"{_ACTOR}use_kl_loss") and given.get("algorithm.use_kl_in_reward")
-        return None if has_both else convert(value, given)
-
-    return one
-
-
-def _kl_type(switch: str, estimator: Convert) -> Convert:
-    """Return their estimator of KL where their `switch` is on."""
-    return lambda value, given: estimator(value, given) if given.get(switch) else {}
+def _number(value: Any) -> Any:
+    return value if isinstance(value, int | float) else None  # newer versions: two bounds as text
 
 
 def _trackers(value: Any) -> list[str] | None:
@@ -226,41 +130,42 @@ _DECAY = _word("optimizer.decay", "constant")
 _RECOMPUTE = _word("mcore.recompute", "full", "selective")
 _KL = _word("algorithm.kl_estimator", "k2", "k3", low_var_kl="k3", mse="k2")
 _REWARD_KL = _word("algorithm.kl_estimator", "k1", "k2", "k3", kl="k1", low_var_kl="k3", mse="k2")
+_LEVELS = ("token", "sequence", "geometric")
+_OVERLONG = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
 VERL: dict[str, Convert] = _same("verl") | {
     "data.train_files": _to("data.train", _file),
     "data.val_files": _to("data.eval", _files),
     "data.val_max_samples": _at_least_0("eval.num_prompts"),
-    "data.train_batch_size": _prompts,
     "custom_reward_function.path": lambda path, given: {
         "reward.function": f"{path}:{given.get('custom_reward_function.name', 'compute_score')}"
     },
     "algorithm.adv_estimator": _advantage,
-    "algorithm.kl_ctrl.kl_coef": _if("algorithm.use_kl_in_reward", "algorithm.kl_coef"),
-    "algorithm.kl_penalty": _kl_type("algorithm.use_kl_in_reward", _REWARD_KL),
-    "algorithm.use_kl_in_reward": _kl("reward", "algorithm.kl_ctrl.kl_coef"),
+    "algorithm.kl_ctrl.kl_coef": _if(_KL_IN_REWARD, _to("algorithm.kl_coef")),
+    "algorithm.kl_penalty": _if(_KL_IN_REWARD, _REWARD_KL),
+    _KL_IN_REWARD: _if(_KL_IN_REWARD, _kl("reward", "algorithm.kl_ctrl.kl_coef")),
     "algorithm.filter_groups.metric": _to(
         "algorithm.dynamic_sampling_metric",
         lambda name: "reward" if name in ("seq_reward", "seq_final_reward") else name,
     ),
-    f"{_CORRECTION}rollout_is": _rollout_is,
-    f"{_CORRECTION}rollout_is_batch_normalize": _only(False),
-    f"{_CORRECTION}rollout_rs": _rollout_rs,
+    f"{_CORRECTION}rollout_is": _word("algorithm.rollout_is", *_LEVELS),
+    f"{_CORRECTION}rollout_is_threshold": _if(f"{_CORRECTION}rollout_is", _to("algorithm.tis_cap")),
+    f"{_CORRECTION}rollout_rs": _word("algorithm.rollout_rs", *_LEVELS),
+    f"{_CORRECTION}rollout_rs_threshold": _to("algorithm.rollout_rs_threshold", _number),
     f"{_CORRECTION}rollout_rs_threshold_lower": _to("algorithm.rollout_rs_threshold_lower"),
-    f"{_CORRECTION}bypass_mode": _only(False),
-    f"{_CORRECTION}loss_type": _only("ppo_clip"),
     f"{_ACTOR}tis_imp_ratio_cap": _to("algorithm.tis_cap", lambda value: max(0, value)),
-    f"{_OVERLONG}len": _if(f"{_OVERLONG}enable", "reward.overlong_tokens"),
-    f"{_OVERLONG}penalty_factor": _if(f"{_OVERLONG}enable", "reward.overlong_penalty"),
+    **{
+        f"{buffer}.{name}": _if(f"{buffer}.enable", _to(f"reward.{ours}"))
+        for buffer in _OVERLONG
+        for name, ours in (("len", "overlong_tokens"), ("penalty_factor", "overlong_penalty"))
+    },
     f"{_ROLLOUT}top_k": _at_least_0("rollout.top_k"),
     f"{_ROLLOUT}dtype": _word("rollout.dtype", "bfloat16"),
     f"{_ROLLOUT}name": _word("rollout.engine", "sglang"),
     f"{_ROLLOUT}enforce_eager": _set("sglang.engine_args.disable_cuda_graph"),
     f"{_ROLLOUT}free_cache_engine": _to("rollout.keep_graphs", operator.not_),
-    f"{_MULTI_TURN}enable": _only(False),
-    f"{_MULTI_TURN}max_assistant_turns": _turns,
-    f"{_MULTI_TURN}max_user_turns": _turns,
-    f"{_MULTI_TURN}max_tool_response_length": _observations,
-    f"{_ACTOR}policy_loss.loss_mode": _loss,
+    f"{_ACTOR}policy_loss.loss_mode": _to(
+        "algorithm.loss", lambda name: "ppo" if name == "vanilla" else name
+    ),
     f"{_ACTOR}optim.betas": lambda betas, _: {
         f"optimizer.beta{n}": beta for n, beta in enumerate(betas, start=1)
     },
@@ -277,16 +182,15 @@ VERL: dict[str, Convert] = _same("verl") | {
         **{"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"},
         **{"seq-mean-token-sum-norm": "sequence_sum"},
     ),
-    f"{_ACTOR}kl_loss_coef": _loss_kl(_if(f"{_ACTOR}use_kl_loss", "algorithm.kl_coef")),
-    f"{_ACTOR}kl_loss_type": _loss_kl(_kl_type(f"{_ACTOR}use_kl_loss", _KL)),
-    f"{_ACTOR}use_kl_loss": _loss_kl(_kl("loss", f"{_ACTOR}kl_loss_coef")),
-    f"{_ACTOR}megatron.sequence_parallel": _only(True),
+    f"{_ACTOR}kl_loss_coef": _unless(_KL_IN_REWARD, _if(_KL_IN_LOSS, _to("algorithm.kl_coef"))),
+    f"{_ACTOR}kl_loss_type": _unless(_KL_IN_REWARD, _if(_KL_IN_LOSS, _KL)),
+    _KL_IN_LOSS: _if(_KL_IN_LOSS, _unless(_KL_IN_REWARD, _kl("loss", f"{_ACTOR}kl_loss_coef"))),
     f"{_ACTOR}megatron.dtype": _word("model.dtype", "bfloat16"),
     f"{_ACTOR}fsdp_config.dtype": _word("model.dtype", "bfloat16"),
     f"{_ACTOR}megatron.override_transformer_config.recompute_granularity": _RECOMPUTE,
     "actor_rollout_ref.model.enable_gradient_checkpointing": _set("mcore.recompute", "full"),
     "trainer.device": _word("run.device", "cuda", "cpu"),
-    EPOCHS[0]: _epochs("trainer.total_training_steps"),
+    "trainer.total_epochs": _if_not("trainer.total_training_steps"),
     "trainer.save_freq": _at_least_0("checkpoint.interval"),
     "trainer.max_actor_ckpt_to_keep": _at_least_0("checkpoint.keep"),
     "trainer.test_freq": _at_least_0("eval.interval"),
@@ -296,9 +200,7 @@ VERL: dict[str, Convert] = _same("verl") | {
 }
 SLIME: dict[str, Convert] = _same("slime") | {
     "prompt_data": _to("data.train", _file),
-    "apply_chat_template": _only(True),
-    "sequence_parallel": _only(True),
-    EPOCHS[1]: _epochs("num_rollout"),
+    "num_epoch": _if_not("num_rollout"),
     "eval_prompt_data": _to("data.eval", _named_files),
     "rollout_seed": lambda value, _: {"run.seed": value},
     "rollout_temperature": lambda value, given: {
@@ -315,14 +217,12 @@ SLIME: dict[str, Convert] = _same("slime") | {
     "dynamic_sampling_filter_path": _set("algorithm.dynamic_sampling"),
     "global_batch_size": _minibatches("rollout_batch_size", "n_samples_per_prompt"),
     "calculate_per_token_loss": _set("algorithm.aggregation", "token_mean"),
-    "kl_loss_coef": _if("use_kl_loss", "algorithm.kl_coef"),
+    "kl_loss_coef": _if("use_kl_loss", _to("algorithm.kl_coef")),
     "kl_coef": lambda value, _: (
         {"algorithm.kl_coef": value, "algorithm.kl_placement": "reward"} if value else {}
     ),
-    "kl_loss_type": lambda value, given: (
-        _KL(value, given) if given.get("use_kl_loss") and given.get("kl_loss_coef") else {}
-    ),
-    "tis_clip": _if("use_tis", "algorithm.tis_cap"),
+    "kl_loss_type": _if("use_kl_loss", _if("kl_loss_coef", _KL)),
+    "tis_clip": _if("use_tis", _to("algorithm.tis_cap")),
     "lr_decay_style": _DECAY,
     "recompute_granularity": _RECOMPUTE,
     "load": lambda value, given: (  # a folder; ours is that of the run
@@ -330,14 +230,14 @@ SLIME: dict[str, Convert] = _same("slime") | {
     ),
     "save_debug_rollout_data": _set("logging.rollouts"),
     "use_wandb": _set("logging.trackers", ["wandb"]),
-    "wandb_project": _if("use_wandb", "logging.project"),
+    "wandb_project": _if("use_wandb", _to("logging.project")),
 }
 # Their value of a key that is not given, where ours does another thing.
 VERL_IMPLIED = {
     "data.train_batch_size": 1024,
     f"{_ACTOR}ppo_mini_batch_size": 256,
     f"{_ROLLOUT}n": 1,
-    EPOCHS[0]: 30,
+    f"{_CORRECTION}rollout_is_threshold": 2.0,
 }
 SLIME_IMPLIED = {
     "n_samples_per_prompt": 1,
@@ -363,11 +263,12 @@ SLIME_DEFAULTS = _DEFAULTS | {
 # Read together with another key, or what happens here by default.
 _SWITCHES = """
     custom_reward_function.name algorithm.norm_adv_by_std_in_grpo
-    algorithm.rollout_correction.rollout_is_threshold algorithm.rollout_correction.rollout_rs_threshold
     reward_model.overlong_buffer.enable reward_model.overlong_buffer.log
+    reward_model.reward_kwargs.overlong_buffer_cfg.enable reward_model.reward_kwargs.overlong_buffer_cfg.log
     reward_model.reward_kwargs.max_resp_len
-    actor_rollout_ref.actor.checkpoint.save_contents async_training.require_batches
-    trainer.n_gpus_per_node trainer.nnodes
+    actor_rollout_ref.actor.checkpoint.save_contents
+    actor_rollout_ref.actor.megatron.sequence_parallel trainer.n_gpus_per_node trainer.nnodes
+    sequence_parallel apply_chat_template
     disable_grpo_std_normalization use_kl_loss use_tis bf16 save_hf actor_num_gpus_per_node actor_num_nodes
 """
 SWITCHES = frozenset(_SWITCHES.split())

@@ -55,8 +55,8 @@ python3 -m verl.trainer.main_ppo --config-name ppo_trainer \\
 VERL_YAML = """
 data: {train_files: /data/train.parquet, train_batch_size: 64, max_prompt_length: 512}
 algorithm:
-  {adv_estimator: grpo, norm_adv_by_std_in_grpo: false, gamma: 1.0, rollout_is: null, rollout_rs: token_k3,
-   rollout_token_veto_threshold: 1.0e-4, filter_groups: {enable: false, metric: seq_reward}}
+  {adv_estimator: grpo, norm_adv_by_std_in_grpo: false, gamma: 1.0,
+   rollout_correction: {rollout_is: null, rollout_rs: token_k3, rollout_token_veto_threshold: 1.0e-4}, filter_groups: {enable: false, metric: seq_reward}}
 reward_model: {overlong_buffer: {enable: false, len: 512, penalty_factor: 1.0}}
 actor_rollout_ref:
   model: {path: /models/policy}
@@ -107,8 +107,7 @@ model.path: Qwen/Qwen3-8B, data.train: /data/dapo.parquet, data.eval: /data/aime
 rollout.num_prompts: 256, rollout.num_samples: 8, rollout.max_new_tokens: 4096, rollout.top_k: 0, rollout.engine: sglang,
 rollout.dtype: bfloat16, algorithm.num_minibatches: 4, algorithm.clip_low: 0.2, algorithm.clip_high: 0.28,
 algorithm.kl_coef: 0.001, algorithm.kl_placement: loss, algorithm.aggregation: token_mean, parallel.tensor: 2,
-algorithm.tis_cap: 3.0, algorithm.rollout_is: sequence, algorithm.rollout_rs: geometric,
-algorithm.rollout_rs_threshold: 1.0101010101010102, algorithm.rollout_rs_threshold_lower: 0.9990009990009991, algorithm.dynamic_sampling: True,
+algorithm.tis_cap: 3.0, algorithm.rollout_is: sequence, algorithm.rollout_rs: none, algorithm.dynamic_sampling: True,
 algorithm.dynamic_sampling_metric: acc, reward.overlong_tokens: 512, reward.overlong_penalty: 0.5,
 logging.trackers: ['wandb'], optimizer.lr: 1e-06, reward.function: reward.py:score, eval.interval: 0, checkpoint.interval: 20, run.num_steps: 400
 """
@@ -139,6 +138,8 @@ optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
                 "actor_rollout_ref.rollout.calculate_log_probs: True",
                 "trainer.default_local_dir: '$MY_UNSET_FOLDER/out'",
                 "algorithm.rollout_correction.bypass_mode: True",
+                "algorithm.rollout_correction.rollout_rs: 'seq_mean_k1'; see algorithm.rollout_rs",
+                "rollout_rs_threshold: '0.99_1.001'; see algorithm.rollout_rs_threshold (there lower_upper",
             ),
         ),
         (
@@ -147,9 +148,8 @@ optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
             YAML_OURS,
             "N",
             (
-                "dual clip: 3.0",
-                "algorithm.rollout_rs: 'token_k3'; see algorithm.rollout_rs",
-                "algorithm.rollout_token_veto_threshold: 0.0001",
+                "algorithm.rollout_correction.rollout_rs: 'token_k3'; see algorithm.rollout_rs",
+                "algorithm.rollout_correction.rollout_token_veto_threshold: 0.0001",
                 "loss_agg_mode: 'seq-mean-token-sum'",
                 "rollout.name: 'vllm'",
                 "rollout.prompt_length: '${data.max_prompt_length}'",
@@ -226,7 +226,7 @@ def test_a_run_of_theirs_becomes_one_of_ours(
         ),
         (
             "none=0\n--n-samples-per-prompt 8 --lr $((1 / none)) --eval-prompt-data $((1 + 08)) --seed $MY_UNSET_SIZE",
-            "lr: '$[1/none]'",
+            "lr: '$[1/0]'",
         ),
     ],
 )
@@ -248,31 +248,17 @@ def _written(folder: Path, source: str) -> Path:
     return folder / "run.sh"
 
 
-TURNS = "actor_rollout_ref.rollout.multi_turn."
+CORRECTION = "algorithm.rollout_correction."
 TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
 
 
 @pytest.mark.parametrize(
     ("source", "ours"),
     [
-        (
-            f"{TURNS}max_assistant_turns=8 {TURNS}max_user_turns=4 {TURNS}max_parallel_calls=2"
-            f" {TURNS}max_tool_response_length=256",
-            {"rollout": {"max_turns": 5, "max_observation_tokens": 256 * 4 * 2}},
-        ),
         (  # a variable that holds several settings
             'n=16\nROLLOUT="\n  actor_rollout_ref.rollout.name=sglang \\\n  actor_rollout_ref.rollout.n=$n"\n'
             "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo $ROLLOUT data.seed=3",
             {"rollout": {"num_samples": 16}, "run": {"seed": 3}},
-        ),
-        (
-            f"{TURNS}max_user_turns=1 {TURNS}max_assistant_turns=$MY_UNSET_TURNS",
-            {"rollout": {"max_turns": 2}},
-        ),
-        (
-            "data.train_batch_size=0 async_training.require_batches=4"
-            " actor_rollout_ref.actor.ppo_mini_batch_size=32",
-            {"rollout": {"num_prompts": 128}, "algorithm": {"num_minibatches": 4}},
         ),
         (
             f"+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3"
@@ -336,9 +322,9 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
             "--n-samples-per-prompt 8 --tis-clip 3 --rollout-temperature 0.6 --eval-temperature 0.9",
             {"algorithm": {"tis_cap": 0.0}, "eval": {"temperature": 0.9}},
         ),
-        (  # a ratio, not the exponential of k1, its negative logarithm
-            "algorithm.rollout_is=token algorithm.rollout_rs=token algorithm.rollout_rs_threshold=3"
-            " algorithm.rollout_rs_threshold_lower=0.25",
+        (  # until verl 0.7.0
+            f"{CORRECTION}rollout_is=token {CORRECTION}rollout_rs=token {CORRECTION}rollout_rs_threshold=3"
+            f" {CORRECTION}rollout_rs_threshold_lower=0.25",
             {"algorithm": {"rollout_rs_threshold": 3.0, "rollout_rs_threshold_lower": 0.25}},
         ),
         (
