@@ -1,4 +1,4 @@
-"""Writes a drafter in the format of SGLang or vLLM, and checks what was written.
+"""Writes a drafter in the format of SGLang or vLLM.
 
     python tools/export_drafter.py --from build/tiny_drafter --to build/exported --format vllm --target build/tiny_policy
 
@@ -94,7 +94,7 @@ class Target:
 
 
 def main() -> None:
-    """Export, check, and print how to use the result.
+    """Export, and print how to use the result.
 
     ValueError if that is impossible; then nothing is written.
     """
@@ -106,15 +106,10 @@ def main() -> None:
     target = load_target(policy) if policy else None
     dtype = getattr(torch, options.dtype) if options.dtype else None
     ids_C = frequent_ids(source, options.draft_vocab_size) if options.draft_vocab_size else None
-    difference = export_drafter(
+    layout = export_drafter(
         source, Path(options.to), options.format, target, dtype=dtype, ids_C=ids_C
     )
-    layout = read_layout(Path(options.to))
-    num_bytes = sum(tensor.nbytes for tensor in layout.tensors.values())
-    print(f"{source} -> {options.to}: {len(layout.tensors)} tensors, {num_bytes:,} bytes")
-    print(
-        f"checked: names, shapes, dtypes, values after reload (largest difference of outputs of fc {difference:.1e})"
-    )
+    print(f"{source} -> {options.to}: {len(layout.tensors)} tensors")
     method = "eagle3" if layout.is_eagle3 else "eagle"
     served = policy or find_target(source) or "POLICY"
     names = {"upper": method.upper(), "lower": method, "path": options.to, "policy": served}
@@ -169,10 +164,8 @@ def export_drafter(
     *,
     dtype: torch.dtype | None = None,
     ids_C: Tensor | None = None,
-) -> float:
-    """Write the drafter in `source` to the new folder `folder`.
-
-    Return the largest difference of its outputs, see `fold_bias`.
+) -> Layout:
+    """Write the drafter in `source` to the new folder `folder`, and return what is in it.
 
     `dtype` None keeps the stored one. `ids_C`: token ids, ascending, that an EAGLE-3 drafter
     proposes; None: all. ValueError if the format cannot hold the drafter or a check fails; then no
@@ -181,13 +174,14 @@ def export_drafter(
     if folder.exists():
         raise ValueError(f"--to {folder}: must not exist")
     check_source(source, target)
-    layout, difference = convert(read_layout(source), format, target, dtype)
+    layout = convert(read_layout(source), format, target, dtype)
     if ids_C is not None:
         layout = reduce_vocabulary(layout, ids_C, target)
     with new_folder(folder) as written:
-        write_layout(written, layout)
-        check_export(written, layout)
-    return difference
+        save_tensors(layout.tensors, written / WEIGHTS_FILE, metadata={"format": "pt"})
+        text = json.dumps(layout.config, indent=2) + "\n"
+        (written / "config.json").write_text(text, encoding="utf-8")
+    return layout
 
 
 def frequent_ids(drafter: Path, num_ids: int) -> Tensor:
@@ -253,19 +247,10 @@ def read_layout(folder: Path) -> Layout:
     return Layout(config=config, tensors=load_file(folder / WEIGHTS_FILE))
 
 
-def write_layout(folder: Path, layout: Layout) -> None:
-    """Write into a folder: the inverse of `read_layout`."""
-    save_tensors(layout.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    text = json.dumps(layout.config, indent=2)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-
-
 def convert(
     layout: Layout, format: str, target: Target | None, dtype: torch.dtype | None
-) -> tuple[Layout, float]:
-    """Return our (SGLang's) layout in `format`, and the largest difference of outputs, see
-    `fold_bias`.
-    """
+) -> Layout:
+    """Return our (SGLang's) layout in `format`."""
     dtype = dtype or next(iter(layout.tensors.values())).dtype
     tensors = {key: tensor.to(dtype).contiguous() for key, tensor in layout.tensors.items()}
     config: dict[str, Any] = layout.config | {"dtype": str(dtype).removeprefix("torch.")}
@@ -273,14 +258,13 @@ def convert(
     config["rope_theta"] = rope["rope_theta"]
     if rope["rope_type"] != "default":
         config["rope_scaling"] = rope
-    difference = 0.0
     if format == "vllm":
         config["architectures"] = [_VLLM_NAMES[config["architectures"][0]]]
         if layout.is_eagle3:
             config |= _vllm_eagle3(config)
         else:
-            tensors, difference = fold_bias(tensors, target)
-    return Layout(config=config, tensors=tensors), difference
+            tensors = fold_bias(tensors, target)
+    return Layout(config=config, tensors=tensors)
 
 
 def _vllm_eagle3(config: dict[str, Any]) -> dict[str, Any]:
@@ -294,18 +278,15 @@ def _vllm_eagle3(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def fold_bias(tensors: dict[str, Tensor], target: Target | None) -> tuple[dict[str, Tensor], float]:
+def fold_bias(tensors: dict[str, Tensor], target: Target | None) -> dict[str, Tensor]:
     """Remove `fc.bias`; an embedding of the drafter's own adds the same values.
 
-    Return the largest difference that is left.
-
-    The difference is that of the outputs of fc over the whole vocabulary, which the dtype of the
-    embedding rounds.
+    ValueError if the dtype of the embedding rounds the outputs of fc too much.
     """
     rest = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
     bias_D = tensors["fc.bias"].double()
     if not bias_D.any():
-        return rest, 0.0
+        return rest
     if target is None:
         raise ValueError(
             "--target: vLLM's EAGLE has no fc.bias, so the drafter needs its target's embedding"
@@ -323,25 +304,7 @@ def fold_bias(tensors: dict[str, Tensor], target: Target | None) -> tuple[dict[s
             f"fc.bias: outputs differ by {difference:.2e} (at most {limit:.2e}) when the embedding holds it as {dtype};"
             " a wider --dtype may hold it"
         )
-    return rest | {"embed_tokens.weight": own_VD}, difference
-
-
-def check_export(folder: Path, expected: Layout) -> None:
-    """ValueError unless `folder` holds exactly `expected`.
-
-    SGLang silently skips a tensor name that it does not know.
-    """
-    found = read_layout(folder)
-    names = sorted(found.tensors.keys() | expected.tensors.keys())
-    wrong = [name for name in names if not _are_equal(found, expected, name)]
-    wrong += [] if found.config == expected.config else ["config.json"]
-    if wrong:
-        raise ValueError(f"{folder}: is not what was to be written: {', '.join(wrong)}")
-
-
-def _are_equal(one: Layout, other: Layout, name: str) -> bool:
-    a, b = one.tensors.get(name), other.tensors.get(name)
-    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
+    return rest | {"embed_tokens.weight": own_VD}
 
 
 def _parse() -> argparse.Namespace:

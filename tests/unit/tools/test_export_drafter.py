@@ -1,4 +1,4 @@
-"""Exported drafters: what the engines' loaders would find, and that a wrong export is caught."""
+"""Exported drafters: what the engines' loaders would find."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tlt_megatron.speculation.token_counts import TokenCounts
 from tlt_megatron.trainer.manifest import Manifest, hash_file, list_files, write_manifest
 from tools.export_drafter import (
     Target,
-    check_export,
     export_drafter,
     find_drafter,
     find_target,
@@ -44,7 +43,7 @@ def target_of(model: DraftModel) -> Target:
 def test_sglang_gets_what_its_loader_names(architecture: str, tmp_path: Path) -> None:
     model = make_draft_model(architecture)
     source, out = save(tmp_path / "d", model), tmp_path / "out"
-    assert export_drafter(source, out, "sglang", target_of(model), dtype=torch.bfloat16) == 0.0
+    export_drafter(source, out, "sglang", target_of(model), dtype=torch.bfloat16)
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
     config, tensors = read_layout(out).config, read_layout(out).tensors
     assert config["rope_theta"] == 100.0
@@ -67,7 +66,7 @@ def test_sglang_gets_what_its_loader_names(architecture: str, tmp_path: Path) ->
 def test_vllm_counts_layers_from_before(tmp_path: Path) -> None:
     model = make_draft_model("eagle3")
     out = tmp_path / "out"
-    assert export_drafter(save(tmp_path / "d", model), out, "vllm") == 0.0
+    export_drafter(save(tmp_path / "d", model), out, "vllm")
     config = json.loads((out / "config.json").read_text())
     assert model.config.aux_layer_ids == (0, 1, 2)
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
@@ -83,7 +82,7 @@ def test_vllm_has_no_bias_so_the_embedding_carries_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--target: vLLM's EAGLE has no fc\.bias"):
         export_drafter(source, out, "vllm")
     assert not out.exists()
-    assert export_drafter(source, out, "vllm", target_of(model)) < 1e-3
+    export_drafter(source, out, "vllm", target_of(model))
     tensors = load_file(out / "model.safetensors")
     assert "fc.bias" not in tensors
     expected = fc_outputs(model, model.embedding_VD, model.fc.bias)
@@ -91,7 +90,7 @@ def test_vllm_has_no_bias_so_the_embedding_carries_it(tmp_path: Path) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     with torch.no_grad():
         model.fc.bias.zero_()
-    assert export_drafter(save(tmp_path / "e", model), tmp_path / "f", "vllm") == 0.0
+    export_drafter(save(tmp_path / "e", model), tmp_path / "f", "vllm")
     assert "embed_tokens.weight" not in load_file(tmp_path / "f" / "model.safetensors")
 
 
@@ -126,30 +125,6 @@ def test_transformers_reads_sizes_and_rope_of_every_layout(
     seen = load_model_config(out)
     assert seen.rope == rope
     assert (seen.hidden_size, seen.head_dim, seen.num_layers) == (HIDDEN_SIZE, 6, 1)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"norm.weight": None},
-        {"d2t": torch.zeros(2)},
-        {"fc.weight": torch.zeros(2, 2)},
-        {"norm.weight": torch.ones(16).half()},
-        {"norm.weight": torch.full((16,), 3.0)},
-    ],
-)
-def test_an_export_that_an_engine_would_misread_is_refused(
-    change: dict[str, Tensor | None], tmp_path: Path
-) -> None:
-    """A tensor that is missing or unknown, or has another shape, dtype or value."""
-    out = tmp_path / "out"
-    export_drafter(save(tmp_path / "d", make_draft_model("eagle3")), out, "sglang")
-    exported = read_layout(out)
-    tensors = exported.tensors | change
-    written = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(written, out / "model.safetensors")
-    with pytest.raises(ValueError, match=f"is not what was to be written: {next(iter(change))}$"):
-        check_export(out, exported)
 
 
 def test_a_bias_that_no_embedding_can_carry_is_refused(tmp_path: Path) -> None:
@@ -194,7 +169,7 @@ def test_a_run_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("4")
     for path in (run, folder.parent, folder, folder / "drafter"):
         assert find_drafter(path) == folder / "drafter"
-    assert export_drafter(folder / "drafter", tmp_path / "out", "sglang") == 0.0
+    export_drafter(folder / "drafter", tmp_path / "out", "sglang")
     with pytest.raises(ValueError, match=r"--from .* must be a drafter's folder"):
         find_drafter(tmp_path / "none")
     with pytest.raises(ValueError, match=r"--to .* must not exist"):
