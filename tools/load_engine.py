@@ -28,7 +28,7 @@ from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 from tools.expand_layers import with_identity_layers
 
 VERSION = 0  # of the weights that are loaded
-DATA = DataSection(max_prompt_tokens=256)
+_DATA = DataSection(max_prompt_tokens=256)
 
 
 class LoadedPolicy:
@@ -43,7 +43,7 @@ class LoadedPolicy:
         dtype: str = "float32",
         num_identity_layers: int = 0,
         tap_layers: tuple[int, ...] = (),
-        data: DataSection = DATA,
+        data: DataSection = _DATA,
         **settings: Any,
     ) -> None:
         """`data` says how prompts are read; `settings` go to RolloutSection.

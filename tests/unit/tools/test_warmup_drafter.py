@@ -1,4 +1,4 @@
-"""A drafter can be warmed up in parts, and for a run's own settings."""
+"""A drafter is warmed up for a run's own settings."""
 
 from __future__ import annotations
 
@@ -27,23 +27,21 @@ def _num_updates(folder: Path) -> int:
     return int(state["num_updates"])
 
 
-def test_a_warm_up_continues_from_what_it_saved(
+def test_a_warm_up_trains_measures_and_saves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     make_tiny_task(tmp_path)
     with (tmp_path / "train.jsonl").open("a") as rows:
         rows.write('{"prompt": "1+1+1+1+1+1+1+1+1=", "label": "5"}\n')
-    _warm_up(tmp_path, "--resume", "--minutes", "0")  # measures, but has no time to train
+    _warm_up(tmp_path, "--minutes", "0")  # measures, but has no time to train
     assert _num_updates(tmp_path) == 0
     assert "1 of 25 prompts are longer than data.max_prompt_tokens=16" in caplog.text
-    _warm_up(tmp_path, "--resume", "--steps", "3")
+    _warm_up(tmp_path, "--steps", "3")
     assert _num_updates(tmp_path) == 3
-    _warm_up(tmp_path, "--resume", "--steps", "5")
-    assert _num_updates(tmp_path) == 5
     assert "accept length, after 3 steps" in capsys.readouterr().out
-    _warm_up(tmp_path, "--steps", "2")  # without --resume it starts again
-    assert _num_updates(tmp_path) == 2
-    assert not (tmp_path / "drafter.partial").exists()
+    measured = json.loads((tmp_path / "drafter" / "warm_up.json").read_text())
+    assert [row["steps"] for row in measured] == [0, 3]
+    assert measured[0]["training_s"] == 0 < measured[1]["training_s"]
 
 
 def test_the_runs_drafter_and_sampling_are_used(
@@ -69,24 +67,11 @@ def test_the_runs_drafter_and_sampling_are_used(
     settings["drafter"] = drafter
     settings["rollout"] |= {"top_p": 0.9, "top_k": 5}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    _warm_up(tmp_path, "--steps", "1", "--batch-tokens", "64")
+    _warm_up(tmp_path, "--steps", "1", "drafter.batch_tokens=64")
     wanted = DrafterSection(**drafter, batch_tokens=64)
     assert sections == [wanted]
     assert (params[0].top_p, params[0].top_k) == (0.9, 5)
     assert load_draft_config(tmp_path / "drafter").aux_layer_ids == (0, 1, 3)
-
-
-def test_a_continued_warm_up_keeps_what_was_measured(tmp_path: Path) -> None:
-    make_tiny_task(tmp_path)
-    rows = []
-    for steps in ("2", "4"):
-        _warm_up(tmp_path, "--resume", "--steps", steps)
-        rows.append(json.loads((tmp_path / "drafter" / "warm_up.json").read_text()))
-    assert [row["steps"] for row in rows[1]] == [0, 2, 4]
-    assert rows[1][0] == rows[0][0]
-    times = [row["training_s"] for row in rows[1]]
-    assert times == sorted(times)
-    assert times[1] == rows[0][1]["training_s"]
 
 
 def test_no_time_between_measurements_is_refused(
@@ -98,12 +83,9 @@ def test_no_time_between_measurements_is_refused(
     assert "--measure-minutes 0: must be > 0" in capsys.readouterr().err
 
 
-def test_a_drafter_of_another_policy_is_not_continued(tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    (tmp_path / "other").mkdir()
-    make_tiny_task(tmp_path / "one")
-    make_tiny_task(tmp_path / "other", kind="llama")
-    _warm_up(tmp_path / "one", "--steps", "1")
-    (tmp_path / "one" / "drafter").rename(tmp_path / "other" / "drafter")
-    with pytest.raises(ValueError, match="belongs to another target"):
-        _warm_up(tmp_path / "other", "--resume", "--steps", "2")
+def test_without_held_out_prompts_some_are_not_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_task(tmp_path)
+    _warm_up(tmp_path, "--steps", "1", "data.eval=")
+    assert "14 responses" in capsys.readouterr().out  # two to each of seven of eight prompts
