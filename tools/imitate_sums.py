@@ -23,11 +23,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from tools import sum_task
+from tools.imitation import NO_LABEL, Row, pack, pad
 
 _BATCH_TOKENS = 2048  # of one optimizer step, padding included
 _SUMS_AT_ONCE = 64  # drawn and sorted by length, so that batches have little padding
-_NO_LABEL = -100  # which cross_entropy ignores
-Row = tuple[list[int], int]  # token ids of prompt and response, number of prompt tokens
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -80,24 +79,15 @@ def draw_batches(
                 right_ids = tokenizer.encode(sum_task.right_response(terms))
                 ids = [*prompt_ids, *right_ids, tokenizer.eos_token_id]
                 rows.append((ids, len(prompt_ids)))
-        batches: list[list[Row]] = [[]]
-        for row in sorted(rows, key=lambda row: len(row[0])):
-            if (len(batches[-1]) + 1) * len(row[0]) > _BATCH_TOKENS:
-                batches.append([])
-            batches[-1].append(row)
+        batches = pack(rows, _BATCH_TOKENS)
         rng.shuffle(batches)
         yield from batches
 
 
 def loss_of(model: LlamaForCausalLM, rows: list[Row]) -> Tensor:
     """Return the mean cross entropy of the response tokens of `rows`."""
-    longest = max(len(ids) for ids, _ in rows)
-    ids_BT = torch.zeros(len(rows), longest, dtype=torch.long)
-    labels_BT = torch.full_like(ids_BT, _NO_LABEL)
-    for row, (ids, num_prompt) in enumerate(rows):
-        ids_BT[row, : len(ids)] = torch.tensor(ids)
-        labels_BT[row, num_prompt - 1 : len(ids) - 1] = ids_BT[row, num_prompt : len(ids)]
-    is_label_BT = labels_BT != _NO_LABEL
+    ids_BT, labels_BT = pad(rows, pad_id=0)
+    is_label_BT = labels_BT != NO_LABEL
     with torch.autocast("cpu", torch.bfloat16):
         states_BTF = model.model(ids_BT).last_hidden_state
         logits_NV = model.lm_head(states_BTF[is_label_BT])

@@ -21,24 +21,26 @@ import argparse
 import hashlib
 import json
 import random
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools import reasoning_task
-from tools.reasoning_task import Problem, ProblemSampler
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from tlt_megatron.runtime.durable import new_folder
+from tlt_megatron.runtime.progress import Progress
+from tools import imitation, reasoning_task
+from tools.reasoning_task import Problem, ProblemSampler
 
 MADE_WITH = "made_with.json"
 SIZES: dict[str, Any] = {  # each can be cut by TP2 and PP2; 0.8M parameters
@@ -63,12 +65,11 @@ class Settings:
     slip_share: float = 0.85  # of the corpus's derivations, in [0, 1)
     batch_tokens: int = 2048  # of a training batch, padding included
     lr: float = 3e-3
-    checkpoint_steps: tuple[int, ...] = ()  # also saved, each as a separate model
 
     def key(self) -> str:
         """Return a hash of the settings and of the sources that make the result."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
-        for source in (__file__, reasoning_task.__file__):
+        for source in (__file__, reasoning_task.__file__, imitation.__file__):
             digest.update(Path(source).read_bytes())
         return digest.hexdigest()
 
@@ -82,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     if out.exists() and not (out / MADE_WITH).is_file():
         raise SystemExit(f"out={out}: exists and is not a folder that this tool made")
     started = time.perf_counter()
-    with _replacing(out) as folder:
+    with new_folder(out) as folder:
         _make(folder, settings)
         made_with = {"key": settings.key(), "settings": asdict(settings)}
         (folder / MADE_WITH).write_text(json.dumps(made_with, indent=2) + "\n", encoding="utf-8")
@@ -118,9 +119,6 @@ def write_rows(path: Path, problems: list[Problem]) -> None:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character and one for the answer mark, padded to a multiple of 8 tokens."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     tokens = [*_SPECIAL, *reasoning_task.SYMBOLS]
     tokens += [f"<unused{i}>" for i in range(-len(tokens) % 8)]
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<unk>"))
@@ -139,8 +137,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Return an untrained model. Set torch's seed first."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         **SIZES,
         vocab_size=len(tokenizer),
@@ -157,51 +153,30 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def corpus_batches(
     settings: Settings, excluded: list[Problem], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (token ids [B, T], labels [B, T]) of similar lengths without end. Labels are -100 on prompts and padding."""
+    """Yield (token ids [B, T], labels [B, T]) of similar lengths without end."""
     sampler, rng = ProblemSampler(frozenset(excluded)), random.Random(f"corpus-{settings.seed}")
     while True:
-        prompts, texts = [], []
+        num_prompts, texts = [], []
         for problem in (sampler.draw(rng) for _ in range(512)):
             if rng.random() < settings.slip_share:
                 steps, _ = reasoning_task.slip(problem, rng)
             else:
                 steps = reasoning_task.derive(problem)
-            prompts.append(len(problem.prompt))
+            num_prompts.append(len(problem.prompt))
             texts.append(
                 problem.prompt + reasoning_task.render(problem, steps) + str(tokenizer.eos_token)
             )
-        rows = sorted(
-            zip(tokenizer(texts)["input_ids"], prompts, strict=True), key=lambda r: len(r[0])
-        )
-        batches: list[list[tuple[list[int], int]]] = [[]]
-        for row in rows:
-            if batches[-1] and (len(batches[-1]) + 1) * len(row[0]) > settings.batch_tokens:
-                batches.append([])
-            batches[-1].append(row)
+        rows = zip(tokenizer(texts)["input_ids"], num_prompts, strict=True)
+        batches = imitation.pack(rows, settings.batch_tokens)
         rng.shuffle(batches)
         for batch in batches:
-            yield _pad(batch, cast(int, tokenizer.pad_token_id))
-
-
-def _pad(batch: list[tuple[list[int], int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    import torch
-
-    shape = (len(batch), max(len(ids) for ids, _ in batch))
-    ids_BT, labels_BT = torch.full(shape, pad_id), torch.full(shape, -100)
-    for row, (ids, num_prompt) in enumerate(batch):
-        ids_BT[row, : len(ids)] = torch.tensor(ids)
-        labels_BT[row, num_prompt : len(ids)] = torch.tensor(ids[num_prompt:])
-    return ids_BT, labels_BT
+            yield imitation.pad(batch, cast(int, tokenizer.pad_token_id))
 
 
 def train(
     model: LlamaForCausalLM, batches: Iterator[tuple[Tensor, Tensor]], settings: Settings
-) -> Iterator[int]:
-    """Train for `settings.steps` steps in fp32. Yields the number of steps done at each checkpoint and at the end."""
-    import torch
-
-    from tlt_megatron.runtime.progress import Progress
-
+) -> None:
+    """Train for `settings.steps` steps in fp32."""
     progress = Progress("auto", settings.steps, enabled=True)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01
@@ -212,17 +187,14 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * _lr_factor(step, settings.steps)
         logits = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits, labels_BT[:, 1:].flatten())
+        loss = F.cross_entropy(logits, labels_BT[:, :-1].flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % every == 0:
             progress.step(step, {"loss": loss.item()})
-        if step == settings.steps:
-            progress.close()
-        if step in settings.checkpoint_steps or step == settings.steps:
-            yield step
+    progress.close()
 
 
 def _lr_factor(step: int, num_steps: int) -> float:
@@ -232,9 +204,6 @@ def _lr_factor(step: int, num_steps: int) -> float:
 
 def _make(folder: Path, settings: Settings) -> None:
     """Write everything into `folder`."""
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     train_problems, eval_problems = split_problems(settings.seed)
@@ -244,26 +213,9 @@ def _make(folder: Path, settings: Settings) -> None:
     torch.manual_seed(settings.seed)
     model = make_model(tokenizer)
     print(f"a policy of {model.num_parameters():,} parameters, {settings.steps} steps")
-    for step in train(model, corpus_batches(settings, eval_problems, tokenizer), settings):
-        folders = [folder / f"step_{step:06d}"] if step in settings.checkpoint_steps else []
-        for target in [*folders, folder] if step == settings.steps else folders:
-            model.save_pretrained(target)
-            tokenizer.save_pretrained(target)
-
-
-@contextmanager
-def _replacing(out: Path) -> Iterator[Path]:
-    """Yield a folder beside `out`. It replaces `out` on success and is removed on failure."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)
-        if out.exists():
-            shutil.rmtree(out)
-        folder.rename(out)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    train(model, corpus_batches(settings, eval_problems, tokenizer), settings)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _parse(arguments: list[str] | None) -> tuple[Path, Settings]:
@@ -272,16 +224,9 @@ def _parse(arguments: list[str] | None) -> tuple[Path, Settings]:
     parser.add_argument("--out", type=Path, default=Path("build/tiny_policy"))
     parser.add_argument("--steps", type=int, default=defaults.steps, help="of pre-training")
     parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument(
-        "--checkpoint-steps",
-        type=lambda text: tuple(sorted({int(part) for part in text.split(",")})),
-        default=defaults.checkpoint_steps,
-        metavar="N,N",
-        help="also save the policy after these steps, to OUT/step_00NNNN",
-    )
     options = vars(parser.parse_args(arguments))
-    if not all(1 <= step <= options["steps"] for step in (1, *options["checkpoint_steps"])):
-        parser.error("--steps must be >= 1, and --checkpoint-steps in 1..steps")
+    if options["steps"] < 1:
+        parser.error(f"--steps {options['steps']}: must be >= 1")
     return options.pop("out"), Settings(**options)
 
 
