@@ -84,7 +84,7 @@ COMMANDS = {
     ),
     "train-drafter": Command(
         "train a drafter for a model on the model's own responses",
-        "tlt train-drafter --model Qwen/Qwen3-0.6B --prompts train.jsonl --eval '' --out drafter",
+        "tlt train-drafter --model Qwen/Qwen3-0.6B --prompts train.jsonl --out drafter",
         "tools.warmup_drafter",
     ),
     "export-drafter": Command(

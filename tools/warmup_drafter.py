@@ -7,7 +7,7 @@ checkpoint (config.json, safetensors) for SGLang's loader, and the optimizer's s
 `warm_up.json` beside them holds each measured accept length, with the seconds of training before it.
 Policy, prompts, sampling and drafter are those of a run's file, by default of the quickstart's policy. Settings follow the options:
 
-    python tools/warmup_drafter.py --model build/tiny_policy --out build/tiny_drafter drafter.algorithm=eagle3 drafter.lr=1e-3
+    tlt train-drafter --model Qwen/Qwen3-0.6B --prompts train.jsonl --out drafter drafter.algorithm=eagle3 drafter.lr=1e-3
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from tlt_megatron.cli import main as run_command
 from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.hub import load_fetched_config
 from tlt_megatron.config.strategy import SpeculationStrategy
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     settings = [] if options.config else list(_TINY)
     settings += [f"model.path={options.model}"] if options.model else []
+    settings += [f"data.train={options.prompts}", "data.eval="] if options.prompts else []
     config, _ = load_fetched_config(options.config, [*settings, *options.settings])
     is_eagle3 = config.drafter.algorithm == "eagle3"
     num_layers = load_model_config(config.model.path).num_layers
@@ -181,6 +183,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("settings", nargs="*", metavar="section.key=value", help="over those of --config")
     add("--config", help="of a run; default: settings for build/tiny_policy")
     add("--model", help="model.path")
+    add("--prompts", help="data.train; every eighth prompt measures, unless data.eval= follows")
     add("--out", type=Path, default=Path("build/tiny_drafter"))
     add("--strategy", type=SpeculationStrategy.parse, default="6_1_6", help="to measure with")
     add("--steps", type=int, default=600, help="of the optimizer, at most")
@@ -197,7 +200,4 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"warmup_drafter.py: {error}")
+    sys.exit(run_command(["train-drafter", *sys.argv[1:]]))

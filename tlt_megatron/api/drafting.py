@@ -47,7 +47,7 @@ class Drafter:
                 prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
             given = {"model": model, "prompts": prompts, "out": out, "minutes": minutes}
             words = [f"--{name}={value}" for name, value in given.items()]
-            run_tool("train-drafter", [*words, f"--algorithm={algorithm}", "--eval="])
+            run_tool("train-drafter", [*words, f"drafter.algorithm={algorithm}"])
         return cls(out)
 
     @property

@@ -87,5 +87,5 @@ def test_without_held_out_prompts_some_are_not_trained_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_tiny_task(tmp_path)
-    _warm_up(tmp_path, "--steps", "1", "data.eval=")
+    _warm_up(tmp_path, "--steps", "1", "--prompts", str(tmp_path / "train.jsonl"))
     assert "14 responses" in capsys.readouterr().out  # two to each of seven of eight prompts
