@@ -148,9 +148,6 @@ def test_a_tap_that_cannot_be_is_refused(model_path: Path) -> None:
         policy, _ = build_policy(model_path, Layout(world=2, pipeline=2))
         with pytest.raises(ValueError, match=r"layers \[4\] are not in 0..3"):
             _record(policy, make_batch(1), aux_layer_ids=(0, 1, 4))
-        tap = HiddenStateTap(on_sequence=id, max_bytes=1 << 20, hidden_size=64)
-        with pytest.raises(ValueError, match="reference=True"):
-            policy.infer_logprobs(make_batch(1), 1.0, reference=True, tap=tap)
         assert _record(policy, [])[0] == []
 
     run_ranks(2, on_rank)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launch.pretrain_rl import main
-from tests.mcore_policy import LENGTHS, Layout, build_policy, make_batch, tiny_loss, train
+from tests.mcore_policy import LENGTHS, Layout, build_policy, train
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import answers, make_tiny_task, weights
@@ -27,8 +27,6 @@ def _away_and_back(policy: McorePolicyModel) -> None:
     policy.leave_device()
     policy.leave_device()  # a stop request may come between two steps
     assert gradient_bytes(policy) == 0
-    with pytest.raises(RuntimeError, match="between leave_device and enter_device"):
-        policy.forward_backward(make_batch(1), 1.0, tiny_loss)
     policy.enter_device()
     assert gradient_bytes(policy) > 0
 

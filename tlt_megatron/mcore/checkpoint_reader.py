@@ -108,9 +108,6 @@ def loading_strategies() -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
                     raise ValueError(f"the checkpoint has no tensor {name}")
             return super().create_local_plan()
 
-        def load_bytes(self, read_item: Any, value: Any) -> None:  # noqa: ARG002
-            raise ValueError(f"{read_item.dest_index.fqn} is an entry of bytes: not loaded")
-
     class ShardedStrategy(torch_dist.TorchDistLoadShardedStrategy):
         def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
             shards, flat_mapping, rename_mapping = (

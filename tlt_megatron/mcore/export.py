@@ -76,7 +76,6 @@ def _pack(rows: list[Row], parameters: Mapping[str, Tensor], dtype: torch.dtype)
     parts = []
     for row in rows:
         parameter = find_parameter(row, parameters)
-        assert parameter is not None, row.mcore_names
         assert parameter.dtype == dtype, (row.mcore_names, parameter.dtype, dtype)
         parts.append(parameter.detach().reshape(-1))
     return torch.cat(parts)

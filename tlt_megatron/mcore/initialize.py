@@ -18,24 +18,13 @@ from tlt_megatron.runtime.process_groups import Group, ProcessGroups, group_of
 def initialize_model_parallel(parallel: ParallelSection, world: Group, seed: int) -> ProcessGroups:
     """Form the groups and seed Megatron's random states. Every rank of the world must call it.
 
-    The groups get the timeout of the world. ValueError if the layout does not divide the world, RuntimeError if groups exist
-    already.
+    The groups get the timeout of the world, which the layout divides.
     """
-    ranks = parallel.tensor * parallel.pipeline
-    if world.size % ranks:
-        raise ValueError(
-            f"parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline} = {ranks} "
-            f"does not divide the {world.size} ranks"
-        )
     cpu.install()
     # repeated per module and rank; nothing here needs Apex
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
     from megatron.core import parallel_state, tensor_parallel
 
-    if parallel_state.model_parallel_is_initialized():
-        raise RuntimeError(
-            "Megatron's groups exist already; call destroy_model_parallel() before forming others"
-        )
     assert dist.group.WORLD is not None
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     parallel_state.initialize_model_parallel(

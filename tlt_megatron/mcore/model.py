@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tlt_megatron.config.model_shape import check_megatron_rope
 from tlt_megatron.config.schema import McoreSection, ParallelSection
 from tlt_megatron.mcore import cpu, transformer_engine
 from tlt_megatron.mcore.value_head import ValueHead
@@ -127,8 +126,6 @@ def transformer_config(
     cpu.install()
     from megatron.core.transformer import TransformerConfig
 
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"model.dtype={dtype}: must be torch.float32 or torch.bfloat16")
     fields = {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -175,15 +172,12 @@ def _architecture_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def rope_arguments(rope: RopeConfig) -> dict[str, Any]:
-    """Return GPTModel's rotary arguments. ValueError for a scaling that Megatron cannot express."""
+    """Return GPTModel's rotary arguments of a scaling that passes `check_megatron_rope`."""
     arguments: dict[str, Any] = {"rotary_base": rope.theta}
     if rope.kind == "linear":
         arguments["seq_len_interpolation_factor"] = rope.factor
     elif rope.kind == "llama3":
-        check_megatron_rope(rope)
         arguments |= {"rope_scaling": True, "rope_scaling_factor": rope.factor}
-    elif rope.kind != "default":
-        raise ValueError(f"rope kind={rope.kind!r}: must be one of default, linear, llama3")
     return arguments
 
 

@@ -36,14 +36,12 @@ class McorePolicyModel(TrainedModel):
         reference: bool = False,
         tap: HiddenStateTap | None = None,
     ) -> list[TokenLogprobs]:
-        """See PolicyModel. ValueError for `reference` without `keep_reference` or with a tap."""
+        """See PolicyModel. `reference` needs `keep_reference`."""
         if not reference:
             with self._tapping(tap, micro_batches):
                 return self._infer(micro_batches, temperature)
-        if tap is not None:
-            raise ValueError("tap with reference=True: a drafter learns from the policy alone")
-        if self._reference is None:
-            raise ValueError("reference=True: the policy was built with keep_reference=False")
+        assert tap is None  # a drafter learns from the policy alone
+        assert self._reference is not None
         self._exchange_weights(self._reference)
         try:
             return self._infer(micro_batches, temperature)

@@ -117,14 +117,14 @@ def run_forward_backward(
     ) -> tuple[Tensor, Tensor, None]:
         predicted = _spread(predict(rows, output_1RX[0]), rows, micro_batch.num_tokens)
         loss = loss_fn(predicted, micro_batch)
-        if loss.loss_sum.dtype != torch.float32 or loss.loss_sum.ndim != 0:
-            raise ValueError(
-                f"loss_sum is {loss.loss_sum.dtype} of shape {tuple(loss.loss_sum.shape)}: must be a float32 scalar"
-            )
         for name, value in loss.metrics.items():
             totals[name] = totals.get(name, 0.0) + value.detach().double()
         counts.append(loss.count)
-        return loss.loss_sum, torch.tensor(loss.count, dtype=torch.int32, device=device), None
+        return (
+            loss.loss_sum.float(),
+            torch.tensor(loss.count, dtype=torch.int32, device=device),
+            None,
+        )
 
     if micro_batches:
         _run_schedule(

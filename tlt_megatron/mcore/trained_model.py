@@ -81,8 +81,7 @@ class TrainedModel:
 
     def optimizer_step(self, skipped_count: int = 0) -> OptimizerStats:
         """See TrainedModel. If the gradient is not finite, only zero the gradients."""
-        if self._count is None:
-            raise RuntimeError("optimizer_step was called without forward_backward before it")
+        assert self._count is not None  # of a forward_backward before it
         reduce_gradients(self._model, self._count + skipped_count)
         self._count = None
         return self._optimizer.step()
@@ -114,8 +113,7 @@ class TrainedModel:
         loss_fn: Callable[[T, MicroBatch], LossResult],
     ) -> dict[str, float]:
         """Accumulate the gradients; return metric sums."""
-        if self._is_away:
-            raise RuntimeError("forward_backward was called between leave_device and enter_device")
+        assert not self._is_away
         sums, count = run_forward_backward(
             self._model, micro_batches, predict, loss_fn, self._groups
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 from tlt_megatron.config.model_shape import ModelConfig, tensor_shapes
 from tlt_megatron.mcore.value_head import ValueHead
 from tlt_megatron.models.hf_io import HfReader
-from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.collectives import broadcast_object
 from tlt_megatron.runtime.process_groups import ProcessGroups
 
 if TYPE_CHECKING:
@@ -166,9 +166,10 @@ def _joined(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
     return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
 
 
-def find_parameter(row: Row, parameters: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the model's parameter for `row`, or None if it has none under any known name."""
-    return next((parameters[name] for name in row.mcore_names if name in parameters), None)
+def find_parameter(row: Row, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return the model's parameter for `row`, which has one of the known names."""
+    (found,) = [parameters[name] for name in row.mcore_names if name in parameters]
+    return found
 
 
 def load_hf_weights(
@@ -176,43 +177,26 @@ def load_hf_weights(
 ) -> None:
     """Fill this rank's shard of the unwrapped `model` from `source`, reading only its own stage.
 
-    Every rank must call it. ValueError, the same on every rank, lists all problems.
+    Every rank must call it. `config.preflight` has compared names and shapes. ValueError on every
+    rank for tied embeddings beside another output layer.
     """
+    has_other_head = groups.world.is_first and _has_other_head(config, source)
+    if broadcast_object(has_other_head, groups.world):
+        raise ValueError(
+            f"model.path={str(source.path)!r}: tie_word_embeddings=true, but lm_head.weight is not "
+            "model.embed_tokens.weight: set it to false in config.json, or remove lm_head.weight"
+        )
     parameters = dict(model.named_parameters())
     rows = stage_rows(model, config)
-    unknown = parameters.keys() - {name for row in rows for name in row.mcore_names}
-    problems = [f"Megatron's {name} has no Hugging Face counterpart" for name in unknown]
+    assert parameters.keys() <= {name for row in rows for name in row.mcore_names}
     for row in rows:
+        if row is VALUE_HEAD_ROW:
+            continue
         parameter = find_parameter(row, parameters)
-        tensors = {name: source[name] for name in row.hf_names if name in source}
-        wrong = _wrong_tensors(row, config, tensors)
-        if parameter is None:
-            wrong.append(f"Megatron's model has no {' or '.join(row.mcore_names)}")
-        elif tensors and not wrong:
-            shard = split(row, list(tensors.values()), config, groups.tp.rank, groups.tp.size)
-            assert shard.shape == parameter.shape, (row.mcore_names, shard.shape, parameter.shape)
-            parameter.data.copy_(shard)
-        problems += wrong
-    if groups.world.is_first and _has_other_head(config, source):
-        problems.append(
-            "tie_word_embeddings=true, but lm_head.weight is not model.embed_tokens.weight: "
-            "set it to false in config.json, or remove lm_head.weight"
-        )
-    # All ranks raise together, so that no rank enters a collective that a failed rank will never join.
-    found = sorted({problem for rank in gather_objects(problems, groups.world) for problem in rank})
-    if found:
-        raise ValueError(f"model.path={str(source.path)!r}: {'; '.join(found)}")
-
-
-def _wrong_tensors(row: Row, config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return what is wrong with the row's tensors as they were read."""
-    wrong = []
-    for name, shape in zip(row.hf_names, hf_shapes(row, config), strict=True):
-        if name not in tensors:
-            wrong.append(f"{name} is missing")
-        elif (found := tuple(tensors[name].shape)) != shape:
-            wrong.append(f"{name} has shape {list(found)}, must be {list(shape)}")
-    return wrong
+        tensors = [source[name] for name in row.hf_names]
+        shard = split(row, tensors, config, groups.tp.rank, groups.tp.size)
+        assert shard.shape == parameter.shape, (row.mcore_names, shard.shape, parameter.shape)
+        parameter.data.copy_(shard)
 
 
 def _has_other_head(config: ModelConfig, source: HfReader) -> bool:

@@ -167,26 +167,3 @@ def test_bfloat16_adds_up_updates_too_small_to_show_one_by_one(model_path: Path)
     assert first.dtype == torch.bfloat16
     assert torch.equal(first[is_large], second[is_large])
     assert (first != last)[is_large].float().mean() > 0.5
-
-
-def test_a_loss_in_another_precision_is_refused(model_path: Path) -> None:
-    def double_loss(logprobs: TokenLogprobs, micro_batch: MicroBatch) -> LossResult:
-        return LossResult(loss_sum=logprobs.logprobs.double().sum(), count=1, metrics={})
-
-    def run() -> None:
-        policy, _ = build_policy(model_path, ONE_RANK)
-        with pytest.raises(ValueError, match=r"loss_sum is torch\.float64"):
-            policy.forward_backward(make_batch(1), 1.0, double_loss)
-
-    run_ranks(1, run)
-
-
-def test_calls_out_of_order_are_refused(model_path: Path) -> None:
-    def run() -> None:
-        policy, _ = build_policy(model_path, ONE_RANK)
-        with pytest.raises(RuntimeError, match="without forward_backward"):
-            policy.optimizer_step()
-        with pytest.raises(ValueError, match="keep_reference=False"):
-            policy.infer_logprobs(make_batch(1), 1.0, reference=True)
-
-    run_ranks(1, run)
