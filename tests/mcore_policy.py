@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.policy_batches import random_batch
 from tlt_megatron.config.schema import (
     McoreSection,
     ModelSection,
@@ -25,7 +26,7 @@ from tlt_megatron.mcore.initialize import initialize_model_parallel
 from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
-from tlt_megatron.types import LossResult, MicroBatch, TokenLogprobs
+from tlt_megatron.types import LossResult, MicroBatch, ScoredGroup, TokenLogprobs
 
 cpu.install()
 for _name in ("dist_checkpointing", "models.gpt.gpt_layer_specs", "optimizer"):
@@ -111,6 +112,12 @@ LENGTHS = ((7, 13), (5,), (9, 2, 11), (17,), (3, 8))
 def make_batch(seed: int) -> list[MicroBatch]:
     """The micro-batches of one optimizer step over all ranks."""
     return [make_micro_batch(lengths, 100 * seed + i) for i, lengths in enumerate(LENGTHS)]
+
+
+def scored_batch(seed: int) -> list[ScoredGroup]:
+    """Two responses to each of three prompts."""
+    lengths = [[3 + 4 * g + 2 * i for g in range(2)] for i in range(3)]
+    return random_batch(seed, VOCAB_SIZE, lengths, [(1.0, float(i)) for i in range(3)])
 
 
 def share_of(batch: list[MicroBatch], groups: ProcessGroups, shares: Sequence[int]) -> list:

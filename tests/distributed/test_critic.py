@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.test_redundant_log_probs import _scored_batch as scored_batch
-from tests.mcore_policy import OPTIMIZER, Layout, build_policy, export, make_batch
+from tests.mcore_policy import OPTIMIZER, Layout, build_policy, export, make_batch, scored_batch
 from tests.no_shortcuts import WithLogprobPass
+from tests.policy_batches import make_trainer
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import AlgorithmSection, CriticSection, McoreSection, ModelSection
@@ -57,13 +57,12 @@ def build_trainer(
         groups=groups,
         device=select_device("cpu"),
     )
-    return PolicyTrainer(
+    return make_trainer(
         policy,
         section,
-        groups=groups,
+        groups,
         micro_batch_tokens=micro_batch_tokens,
         temperature=0.8,
-        max_new_tokens=32,
         critic=CriticTrainer(model, critic, groups),
     )
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_redundant_log_probs import _scored_batch as scored_batch
-from tests.mcore_policy import VOCAB_SIZE, Layout, build_policy, export
+from tests.mcore_policy import VOCAB_SIZE, Layout, build_policy, export, scored_batch
+from tests.policy_batches import make_trainer
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import AlgorithmSection, OptimizerSection, RolloutSection
@@ -19,7 +19,6 @@ from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.mcore.initialize import destroy_model_parallel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import checksum_tensors
-from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.types import (
     KeptTokens,
@@ -83,14 +82,8 @@ def _run(path: Path, layout: Layout, micro_batch_tokens: int) -> dict[str, tuple
     results = {}
     for name, section in SECTIONS.items():
         policy, groups = build_policy(path, layout, keep_reference=section.kl_coef > 0)
-        trainer = PolicyTrainer(
-            policy,
-            section,
-            groups=groups,
-            micro_batch_tokens=micro_batch_tokens,
-            temperature=0.8,
-            max_new_tokens=32,
-        )
+        settings = {"micro_batch_tokens": micro_batch_tokens, "temperature": 0.8}
+        trainer = make_trainer(policy, section, groups, **settings)
         steps = []
         for seed in range(2 if name == "corrected" else 1):
             batch = scored_batch(seed)
@@ -185,10 +178,10 @@ def _learn(path: Path) -> dict[str, list[float]]:
             optimizer=OptimizerSection(lr=1e-3),
             keep_reference=section.kl_coef > 0,
         )
-        trainer = PolicyTrainer(
+        trainer = make_trainer(
             policy,
             section,
-            groups=groups,
+            groups,
             micro_batch_tokens=256,
             temperature=SAMPLING.temperature,
             max_new_tokens=SAMPLING.max_new_tokens,

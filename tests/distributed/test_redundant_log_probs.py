@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.mcore_policy import VOCAB_SIZE, Layout, build_policy, export
+from tests.mcore_policy import Layout, build_policy, export, scored_batch
 from tests.no_shortcuts import WithLogprobPass
+from tests.policy_batches import make_trainer
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
-from tlt_megatron.policy.policy_trainer import PolicyTrainer
-from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
 
 NUM_STEPS = 3
 LAYOUTS = [
@@ -29,49 +28,20 @@ LAYOUTS = [
 NAMES = ("tp1", "dp2", "tp2", "pp2", "pp2_recomputed", "tp2_pp2_selective")
 
 
-def _scored_batch(seed: int) -> list[ScoredGroup]:
-    generator = torch.Generator().manual_seed(seed)
-    batch = []
-    for i in range(3):
-        prompt = Prompt(prompt_id=str(i), draw_index=i, token_ids=tuple(range(2 + i)))
-        rollouts = []
-        for g in range(2):
-            length = 3 + 4 * g + 2 * i
-            logprobs = -5 * torch.rand(2, length, generator=generator)
-            rollouts.append(
-                Rollout(
-                    prompt_id=prompt.prompt_id,
-                    draw_index=i,
-                    sample_index=g,
-                    prompt_ids=prompt.token_ids,
-                    token_ids=torch.randint(0, VOCAB_SIZE, (length,), generator=generator),
-                    logprobs=logprobs[0],
-                    policy_logprobs=logprobs[1],
-                    finish_reason=FinishReason.STOP,
-                    policy_version=0,
-                )
-            )
-        group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
-        batch.append(ScoredGroup(group=group, rewards=(1.0, float(i))))
-    return batch
-
-
 def _run(
     path: Path, layout: Layout, mcore: dict[str, Any], dtype: str, kind: type[AlgorithmSection]
 ) -> Any:
     """Metrics of every step, tapped sequences and weights after the last."""
     policy, groups = build_policy(path, layout, dtype=dtype, keep_reference=True, **mcore)
     section = kind(advantage="rloo", tis_cap=2.0, kl_coef=0.1, entropy_coef=0.01)
-    trainer = PolicyTrainer(
-        policy, section, groups=groups, micro_batch_tokens=20, temperature=0.8, max_new_tokens=32
-    )
+    trainer = make_trainer(policy, section, groups, temperature=0.8)
     tapped: list[TappedSequence] = []
     steps = []
     for seed in range(NUM_STEPS):
         tap = HiddenStateTap(
             on_sequence=tapped.append, max_bytes=1 << 20, hidden_size=64, aux_layer_ids=(0, 2, 3)
         )
-        inference = trainer.infer_logprobs(_scored_batch(seed), tap)
+        inference = trainer.infer_logprobs(scored_batch(seed), tap)
         steps.append(inference.metrics | trainer.update(inference))
     states = [(s.token_ids, s.features, s.final_hidden, s.prompt_length) for s in tapped]
     return steps, states, export(policy)

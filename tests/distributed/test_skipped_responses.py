@@ -14,11 +14,11 @@ import torch
 
 from tests.mcore_policy import VOCAB_SIZE, Layout, build_policy, export
 from tests.no_shortcuts import WithEveryPass, WithLogprobPass, WithoutSkipping
+from tests.policy_batches import make_trainer, random_batch
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
-from tlt_megatron.policy.policy_trainer import PolicyTrainer
-from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
+from tlt_megatron.types import ScoredGroup
 
 # The reward of each response is the advantage of its last token. Of six responses in each step,
 # three have one, then one (so a data-parallel rank has none), then none, then two.
@@ -38,37 +38,18 @@ LAYOUTS = {
 
 
 def _scored_batch(step: int) -> list[ScoredGroup]:
-    generator = torch.Generator().manual_seed(step)
-    batch = []
-    for i, rewards in enumerate(REWARDS[step]):
-        prompt = Prompt(prompt_id=str(i), draw_index=i, token_ids=(5, 6, 7))
-        rollouts = []
-        for g, reward in enumerate(rewards):
-            length = 2 + 2 * i + g + (10 if reward else 0)
-            rollouts.append(
-                Rollout(
-                    prompt_id=prompt.prompt_id,
-                    draw_index=i,
-                    sample_index=g,
-                    prompt_ids=prompt.token_ids,
-                    token_ids=torch.randint(0, VOCAB_SIZE, (length,), generator=generator),
-                    logprobs=-5 * torch.rand(length, generator=generator),
-                    policy_logprobs=-5 * torch.rand(length, generator=generator),
-                    finish_reason=FinishReason.STOP,
-                    policy_version=0,
-                )
-            )
-        group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
-        batch.append(ScoredGroup(group=group, rewards=rewards))
-    return batch
+    rewards = REWARDS[step]
+    lengths = [
+        [2 + 2 * i + g + 10 * bool(reward) for g, reward in enumerate(row)]
+        for i, row in enumerate(rewards)
+    ]
+    return random_batch(step, VOCAB_SIZE, lengths, rewards)
 
 
 def _run(path: Path, layout: Layout, section: AlgorithmSection) -> Any:
     """Metrics of every step, tokens of the tapped sequences, and the weights after the last."""
     policy, groups = build_policy(path, layout)
-    trainer = PolicyTrainer(
-        policy, section, groups=groups, micro_batch_tokens=1, temperature=0.8, max_new_tokens=32
-    )
+    trainer = make_trainer(policy, section, groups, micro_batch_tokens=1, temperature=0.8)
     tapped: list[TappedSequence] = []
     steps = []
     for step in range(len(REWARDS)):

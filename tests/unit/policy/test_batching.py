@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tests.policy_batches import make_rollout
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy import batching
 from tlt_megatron.policy.batching import (
@@ -20,22 +21,12 @@ from tlt_megatron.policy.batching import (
     response_slices,
     split_evenly,
 )
-from tlt_megatron.types import FinishReason, Rollout
+from tlt_megatron.types import Rollout
 
 
 def rollout(prompt: tuple[int, ...], response: list[int], sample_index: int = 0) -> Rollout:
     logprobs = -torch.arange(1.0, len(response) + 1)
-    return Rollout(
-        prompt_id="p",
-        draw_index=0,
-        sample_index=sample_index,
-        prompt_ids=prompt,
-        token_ids=torch.tensor(response),
-        logprobs=logprobs,
-        policy_logprobs=logprobs,
-        finish_reason=FinishReason.STOP,
-        policy_version=0,
-    )
+    return make_rollout(prompt, torch.tensor(response), (0, sample_index), logprobs=logprobs)
 
 
 ROLLOUTS = [rollout((1, 2), [3, 4]), rollout((5,), [6, 7, 8], 1), rollout((9, 10, 11), [12], 2)]

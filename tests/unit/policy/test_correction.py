@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.policy_batches import make_packed
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.correction import correction_weights
@@ -19,19 +20,9 @@ RATIOS = [9.0, 4.0, 1.0, 9.0, 0.5, 0.25, 1.0]  # products 4 and 1/8, geometric m
 
 
 def batch() -> MicroBatch:
-    size = len(MASK)
-    return MicroBatch(
-        token_ids=torch.zeros(size, dtype=torch.int64),
-        labels=torch.zeros(size, dtype=torch.int64),
-        position_ids=torch.arange(size),
-        cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32),
-        loss_mask=torch.tensor(MASK),
-        loss_weights=torch.tensor(MASK),
-        advantages=torch.ones(size),
-        old_logprobs=torch.full((size,), -1.0),
-        rollout_logprobs=-1.0 - torch.tensor(RATIOS).log(),
-        loss_count=5,
-    )
+    bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
+    rollout_logprobs = -1.0 - torch.tensor(RATIOS).log()
+    return make_packed(MASK, cu_seqlens=bounds, rollout_logprobs=rollout_logprobs)
 
 
 def weights(**settings: object) -> tuple[list[float], dict[str, float]]:

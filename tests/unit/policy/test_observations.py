@@ -7,14 +7,13 @@ import dataclasses
 import pytest
 import torch
 
+from tests.policy_batches import make_rollout, make_trainer
 from tests.unit.policy.test_policy_trainer import SECTIONS, FakeModel, scored_batch
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.advantages import compute_advantages, generated_tokens
 from tlt_megatron.policy.batching import attach_targets, count_loss, pack_share
 from tlt_megatron.policy.policy_loss import policy_loss
-from tlt_megatron.policy.policy_trainer import PolicyTrainer
-from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
-from tlt_megatron.types import FinishReason, Rollout, ScoredGroup, TokenLogprobs
+from tlt_megatron.types import Rollout, ScoredGroup, TokenLogprobs
 
 
 def observed(rollout: Rollout) -> Rollout:
@@ -45,14 +44,7 @@ def test_metrics_of_a_batch_are_those_without_observations(section: AlgorithmSec
     """The fake model's log-probs depend on the label alone, so only counts and masks could differ."""
     found = []
     for scored in (scored_batch(), [with_observations(group) for group in scored_batch()]):
-        trainer = PolicyTrainer(
-            FakeModel(),
-            section,
-            groups=ProcessGroups(world=SINGLE),
-            micro_batch_tokens=40,
-            temperature=1.0,
-            max_new_tokens=32,
-        )
+        trainer = make_trainer(FakeModel(), section, micro_batch_tokens=40)
         inference = trainer.infer_logprobs(scored)
         advantages = {
             key: scored[key[0]].group.rollouts[key[1]].generated(advantage_T).tolist()
@@ -72,16 +64,10 @@ def test_a_masked_loss_and_its_gradient_by_hand(
     aggregation: str, weight: float, count: int
 ) -> None:
     """Prompt [1], turn [2 3], observation [4 5], turn [6]: -ratio * advantage of the three tokens of the policy alone."""
-    rollout = Rollout(
-        prompt_id="p",
-        draw_index=0,
-        sample_index=0,
-        prompt_ids=(1,),
-        token_ids=torch.tensor([2, 3, 4, 5, 6]),
+    rollout = make_rollout(
+        (1,),
+        torch.tensor([2, 3, 4, 5, 6]),
         logprobs=torch.tensor([-1.0, -2.0, 0.0, 0.0, -3.0]),
-        policy_logprobs=torch.tensor([-1.0, -2.0, 0.0, 0.0, -3.0]),
-        finish_reason=FinishReason.STOP,
-        policy_version=0,
         loss_mask=torch.tensor([True, True, False, False, True]),
     )
     section = AlgorithmSection(entropy_coef=0.5, aggregation=aggregation)

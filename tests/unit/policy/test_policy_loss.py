@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.policy_batches import make_packed
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.policy_loss import (
     clipped_surrogate,
@@ -17,23 +18,11 @@ from tlt_megatron.policy.policy_loss import (
 from tlt_megatron.types import MicroBatch, TokenLogprobs
 
 
-def micro_batch(advantages: list[float], mask: list[float], weights: list[float], **fields: object):
-    size = len(mask)
-    defaults = {
-        "old_logprobs": torch.full((size,), -1.0),
-        "rollout_logprobs": torch.full((size,), -1.0),
-        "loss_count": int(sum(mask)),
-        "cu_seqlens": torch.tensor([0, size], dtype=torch.int32),
-    }
-    return MicroBatch(
-        token_ids=torch.zeros(size, dtype=torch.int64),
-        labels=torch.zeros(size, dtype=torch.int64),
-        position_ids=torch.arange(size),
-        loss_mask=torch.tensor(mask),
-        loss_weights=torch.tensor(weights),
-        advantages=torch.tensor(advantages),
-        **{**defaults, **fields},
-    )
+def micro_batch(
+    advantages: list[float], mask: list[float], weights: list[float] | None = None, **fields: object
+) -> MicroBatch:
+    weights_P = torch.tensor(weights or mask)
+    return make_packed(mask, advantages=torch.tensor(advantages), loss_weights=weights_P, **fields)
 
 
 def predicted(logprobs: list[float]) -> TokenLogprobs:
@@ -65,7 +54,7 @@ def test_clipped_surrogate_by_hand(
 
 def test_a_clipped_token_has_no_gradient_and_an_unmasked_one_none_either() -> None:
     output = predicted([-1.0 + math.log(1.5), -1.0, -0.3])
-    batch = micro_batch([1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 0.0])
+    batch = micro_batch([1.0, 1.0, 1.0], [1.0, 1.0, 0.0])
     result = policy_loss(output, batch, AlgorithmSection(clip_low=0.2, clip_high=0.2))
     result.loss_sum.backward()
     assert output.logprobs.grad.tolist() == pytest.approx([0.0, -1.0, 0.0])
@@ -107,20 +96,20 @@ def test_in_the_reward_k1_has_the_gradient_of_the_divergence() -> None:
 
 def test_kl_loss_adds_its_coefficient_times_the_estimate() -> None:
     section = AlgorithmSection(kl_coef=0.1, kl_estimator="k2")
-    batch = micro_batch([0.0], [1.0], [1.0], ref_logprobs=torch.tensor([-2.0]))
+    batch = micro_batch([0.0], [1.0], ref_logprobs=torch.tensor([-2.0]))
     result = policy_loss(predicted([-1.0]), batch, section)
     assert float(result.loss_sum) == pytest.approx(0.1 * 0.5)
     assert float(result.metrics["kl_loss"]) == pytest.approx(0.5)
 
 
 def test_importance_weight_scales_the_surrogate() -> None:
-    batch = micro_batch([1.0], [1.0], [1.0], rollout_logprobs=torch.tensor([-0.5]))
+    batch = micro_batch([1.0], [1.0], rollout_logprobs=torch.tensor([-0.5]))
     result = policy_loss(predicted([-1.0]), batch, AlgorithmSection(tis_cap=2.0))
     assert float(result.loss_sum) == pytest.approx(-math.exp(-0.5))
 
 
 def test_entropy_bonus_lowers_the_loss() -> None:
-    batch = micro_batch([0.0], [1.0], [1.0])
+    batch = micro_batch([0.0], [1.0])
     result = policy_loss(predicted([-1.0]), batch, AlgorithmSection(entropy_coef=0.2))
     assert float(result.loss_sum) == pytest.approx(-0.2 * 0.5)
 
@@ -199,7 +188,7 @@ def test_first_update_of_a_batch_has_the_gradient_of_ppo(loss: str) -> None:
 
 def test_a_sequence_without_a_response_token_gives_nothing_under_gspo() -> None:
     section = AlgorithmSection(loss="gspo", aggregation="sequence_mean")
-    batch = micro_batch([1.0, 1.0], [0.0, 0.0], [0.0, 0.0], loss_count=0)
+    batch = micro_batch([1.0, 1.0], [0.0, 0.0])
     assert float(policy_loss(shifted(2.0, 2.0), batch, section).loss_sum) == 0
 
 
@@ -219,7 +208,7 @@ def test_a_users_loss_that_fails_is_named(tmp_path: Path, result: str, message: 
     )
     section = AlgorithmSection(loss=f"{tmp_path}/mine.py:total")
     with pytest.raises((ValueError, RuntimeError), match=r"mine\.py:total': " + message):
-        policy_loss(predicted([-1.0]), micro_batch([1.0], [1.0], [1.0]), section)
+        policy_loss(predicted([-1.0]), micro_batch([1.0], [1.0]), section)
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,14 @@ import torch
 import torch.distributed as dist
 
 from tests.no_shortcuts import WithLogprobPass
+from tests.policy_batches import make_rollout, make_trainer, score
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
 from tlt_megatron.types import (
-    FinishReason,
     LossFunction,
     MicroBatch,
     OptimizerStats,
-    Prompt,
-    Rollout,
-    RolloutGroup,
     ScoredGroup,
     TokenLogprobs,
 )
@@ -77,42 +73,23 @@ class FakeModel:
 
 def scored_batch(num_groups: int = 5, num_samples: int = 3) -> list[ScoredGroup]:
     generator = torch.Generator().manual_seed(2)
-    groups = []
+    batch = []
     for i in range(num_groups):
-        prompt = Prompt(prompt_id=str(i), draw_index=i, token_ids=(1, 2, 3))
         rollouts = []
         for g in range(num_samples):
             tokens = torch.randint(0, 9, (2 + 3 * g + i,), generator=generator)
-            rollouts.append(
-                Rollout(
-                    prompt_id=prompt.prompt_id,
-                    draw_index=i,
-                    sample_index=g,
-                    prompt_ids=prompt.token_ids,
-                    token_ids=tokens,
-                    logprobs=-tokens.float() / 10,
-                    policy_logprobs=-tokens.float() / 10 - 0.25,
-                    finish_reason=FinishReason.STOP,
-                    policy_version=0,
-                )
-            )
-        group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
-        groups.append(ScoredGroup(group=group, rewards=(1.0, 0.0, float(i % 2))))
-    return groups
+            logprobs = -tokens.float() / 10
+            known = {"logprobs": logprobs, "policy_logprobs": logprobs - 0.25}
+            rollouts.append(make_rollout((1, 2, 3), tokens, (i, g), **known))
+        batch.append(score(rollouts, (1.0, 0.0, float(i % 2))))
+    return batch
 
 
 def run(
     section: AlgorithmSection, groups: ProcessGroups, micro_batch_tokens: int = 20
 ) -> tuple[dict, dict, list[list[MicroBatch]]]:
     model = FakeModel()
-    trainer = PolicyTrainer(
-        model,
-        section,
-        groups=groups,
-        micro_batch_tokens=micro_batch_tokens,
-        temperature=1.0,
-        max_new_tokens=32,
-    )
+    trainer = make_trainer(model, section, groups, micro_batch_tokens=micro_batch_tokens)
     inference = trainer.infer_logprobs(scored_batch())
     return inference.metrics, trainer.update(inference), model.updates
 
@@ -189,14 +166,7 @@ def test_every_rank_knows_the_difference_of_every_response(
 
     def on_rank() -> dict[tuple[int, int], float]:
         everyone = group_of(dist.group.WORLD)
-        trainer = PolicyTrainer(
-            FakeModel(),
-            section,
-            groups=ProcessGroups(world=everyone, dp=everyone),
-            micro_batch_tokens=20,
-            temperature=1.0,
-            max_new_tokens=32,
-        )
+        trainer = make_trainer(FakeModel(), section, ProcessGroups(world=everyone, dp=everyone))
         trainer.update(trainer.infer_logprobs(scored_batch()))
         return trainer.engine_differences
 
@@ -220,14 +190,7 @@ class FakeTap:
 def passes_of(section: AlgorithmSection, tap: FakeTap) -> FakeModel:
     """The model of a trainer that was given one batch."""
     model = FakeModel()
-    trainer = PolicyTrainer(
-        model,
-        section,
-        groups=ProcessGroups(world=SINGLE),
-        micro_batch_tokens=20,
-        temperature=1.0,
-        max_new_tokens=32,
-    )
+    trainer = make_trainer(model, section)
     trainer.update(trainer.infer_logprobs(scored_batch(), tap))
     return model
 
@@ -235,14 +198,7 @@ def passes_of(section: AlgorithmSection, tap: FakeTap) -> FakeModel:
 def test_in_the_reward_the_default_estimate_of_kl_is_the_log_ratio() -> None:
     """It is 0.5 at every token of the fake model. Each token takes a tenth of it off the reward of its response."""
     section = AlgorithmSection(advantage="dr_grpo", kl_coef=0.1, kl_placement="reward")
-    trainer = PolicyTrainer(
-        FakeModel(),
-        section,
-        groups=ProcessGroups(world=SINGLE),
-        micro_batch_tokens=20,
-        temperature=1.0,
-        max_new_tokens=32,
-    )
+    trainer = make_trainer(FakeModel(), section)
     advantages = trainer.infer_logprobs(scored_batch(num_groups=1)).advantages
     # rewards 1, 0, 0 and 2, 5, 8 tokens: 1 - 0.1, -0.25 and -0.4, with the mean 0.25 / 3
     found = [float(advantages[0, g][0]) for g in range(3)]

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.no_shortcuts import WithLogprobPass, WithoutSkipping
+from tests.policy_batches import make_trainer
 from tests.ranks import run_ranks
 from tests.unit.policy.test_policy_trainer import scored_batch
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.health import TrainingHealth, UnhealthyTrainingError
-from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
 from tlt_megatron.types import (
@@ -119,35 +119,15 @@ def scored_with(rewards: Sequence[tuple[float, ...]] = REWARDS) -> list[ScoredGr
 
 def _train(
     section: AlgorithmSection,
-    rewards: Sequence[tuple[float, ...]] = REWARDS,
+    scored: Sequence[ScoredGroup] | None = None,
     *,
     groups: ProcessGroups | None = None,
     tap: FakeTap | None = None,
     health: TrainingHealth | None = None,
 ) -> tuple[BigramModel, dict[str, float]]:
-    return _train_on(section, scored_with(rewards), groups=groups, tap=tap, health=health)
-
-
-def _train_on(
-    section: AlgorithmSection,
-    scored: Sequence[ScoredGroup],
-    *,
-    groups: ProcessGroups | None = None,
-    tap: FakeTap | None = None,
-    health: TrainingHealth | None = None,
-) -> tuple[BigramModel, dict[str, float]]:
-    groups = groups or ProcessGroups(world=SINGLE)
-    model = BigramModel(groups)
-    trainer = PolicyTrainer(
-        model,
-        section,
-        groups=groups,
-        micro_batch_tokens=20,
-        temperature=1.0,
-        max_new_tokens=32,
-        health=health,
-    )
-    inference = trainer.infer_logprobs(scored, tap)
+    model = BigramModel(groups or ProcessGroups(world=SINGLE))
+    trainer = make_trainer(model, section, groups, health=health)
+    inference = trainer.infer_logprobs(scored or scored_with(), tap)
     return model, inference.metrics | trainer.update(inference)
 
 
@@ -230,7 +210,7 @@ def test_a_masked_response_has_no_part_in_the_gradient(
         cut.append(dataclasses.replace(each, group=whole))
         part = dataclasses.replace(each.group, rollouts=tuple(others))
         rest.append(dataclasses.replace(each, group=part, rewards=each.rewards[1:]))
-    (found, _), (expected, _) = _train_on(masked, cut), _train_on(masked, rest)
+    (found, _), (expected, _) = _train(masked, cut), _train(masked, rest)
     for mine, theirs in zip(found.gradients, expected.gradients, strict=True):
         assert (mine - theirs).abs().max() < 1e-12
         assert theirs.abs().max() > 1e-4
@@ -246,7 +226,7 @@ def test_a_users_loss_is_given_every_response(tmp_path: Path) -> None:
 
 
 def test_without_any_advantage_the_first_response_to_each_prompt_is_computed() -> None:
-    equal = ((1.0,) * 3,) * 5
+    equal = scored_with(((1.0,) * 3,) * 5)
     section = AlgorithmSection(num_minibatches=2)
     model, metrics = _train(section, equal)
     assert [len(update) for update in model.updated] == [2, 3]
@@ -258,7 +238,7 @@ def test_without_any_advantage_the_first_response_to_each_prompt_is_computed() -
 def test_without_any_advantage_engines_that_differ_still_stop_the_run() -> None:
     health = TrainingHealth(max_diff=None, dtypes=("float32", "float32"))
     with pytest.raises(UnhealthyTrainingError, match="compute different policies"):
-        _train(AlgorithmSection(), ((0.0,) * 3,) * 5, health=health)
+        _train(AlgorithmSection(), scored_with(((0.0,) * 3,) * 5), health=health)
 
 
 def test_a_tap_is_given_the_longest_responses_with_and_without_a_gradient() -> None:

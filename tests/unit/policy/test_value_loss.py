@@ -7,42 +7,25 @@ import math
 import pytest
 import torch
 
+from tests.policy_batches import make_rollout, make_trainer, score
 from tests.unit.policy.test_policy_trainer import FakeModel
 from tlt_megatron.config.schema import AlgorithmSection, CriticSection
 from tlt_megatron.policy.advantages import advantage_metrics
 from tlt_megatron.policy.batching import attach_targets, pack_share
 from tlt_megatron.policy.critic import CriticTrainer, value_loss, value_metrics
 from tlt_megatron.policy.health import UnhealthyTrainingError
-from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 from tlt_megatron.types import (
-    FinishReason,
     MicroBatch,
     OptimizerStats,
-    Prompt,
     Rollout,
-    RolloutGroup,
-    ScoredGroup,
     TokenValues,
 )
 
 
 def make_rollouts() -> list[Rollout]:
     """Responses of two tokens and of one, behind prompts of two and of one."""
-    return [
-        Rollout(
-            prompt_id="p",
-            draw_index=0,
-            sample_index=g,
-            prompt_ids=(7,) * (2 - g),
-            token_ids=torch.tensor([3, 4][: 2 - g]),
-            logprobs=torch.zeros(2 - g),
-            policy_logprobs=torch.zeros(2 - g),
-            finish_reason=FinishReason.STOP,
-            policy_version=0,
-        )
-        for g in range(2)
-    ]
+    return [make_rollout((7,) * (2 - g), torch.tensor([3, 4][: 2 - g]), (0, g)) for g in range(2)]
 
 
 def make_batch(aggregation: str) -> MicroBatch:
@@ -81,10 +64,7 @@ def test_value_loss_takes_the_larger_error_and_no_prompt(
 def test_statistics_of_values_and_returns() -> None:
     values = {(0, 0): torch.tensor([0.0, 1.0]), (0, 1): torch.tensor([2.0])}
     returns = {(0, 1): torch.tensor([3.0]), (0, 0): torch.tensor([0.0, 3.0])}
-    group = RolloutGroup(
-        prompt=Prompt(prompt_id="p", draw_index=0, token_ids=(7,)), rollouts=tuple(make_rollouts())
-    )
-    scored = [ScoredGroup(group=group, rewards=(1.0, 0.0))]
+    scored = [score(make_rollouts(), (1.0, 0.0))]
     metrics = value_metrics(scored, values, returns)
     metrics |= advantage_metrics(scored, values, returns)
     assert metrics["critic/values/mean"] == 1.0
@@ -117,15 +97,7 @@ def test_a_run_ends_after_skipped_updates_in_a_row() -> None:
     groups = ProcessGroups(world=SINGLE)
     model = BrokenCritic({1, 3, 4, 5})
     trainer = CriticTrainer(model, CriticSection(), groups)
-    whole = PolicyTrainer(
-        FakeModel(),
-        AlgorithmSection(advantage="gae"),
-        groups=groups,
-        micro_batch_tokens=8,
-        temperature=1.0,
-        max_new_tokens=8,
-        critic=trainer,
-    )
+    whole = make_trainer(FakeModel(), AlgorithmSection(advantage="gae"), critic=trainer)
     assert trainer.update(1, [[], []])["critic/num_skipped_updates"] == 1
     assert whole.is_last_update_good
     assert trainer.update(2, [[], []])["critic/num_skipped_updates"] == 2
