@@ -8,7 +8,7 @@ import pytest
 
 from tests.fake_megatron import PolicyBytes, measure_policy
 from tests.ranks import run_ranks
-from tests.unit.config.test_cluster_examples import EXAMPLES, QWEN_7B, QWEN_32B, write_example
+from tests.unit.config.test_example_settings import EXAMPLES, QWEN_7B, QWEN_32B, write_example
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.runtime.memory_claim import MemoryLedger
 from tlt_megatron.trainer.memory_ledger import make_ledger

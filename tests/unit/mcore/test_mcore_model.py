@@ -38,30 +38,21 @@ def _transformer(
     )
 
 
-def test_sizes_and_switches_come_from_the_model() -> None:
-    fields = _transformer()
-    assert (fields.num_layers, fields.hidden_size, fields.ffn_hidden_size) == (4, 32, 48)
-    assert (fields.num_attention_heads, fields.num_query_groups, fields.kv_channels) == (4, 2, 16)
-    assert fields.layernorm_epsilon == 1e-5
-    assert fields.qk_layernorm
-    assert not fields.add_qkv_bias
-    assert not fields.add_bias_linear
-
-
-def test_layout_and_dtype_come_from_the_sections() -> None:
+def test_fields_come_from_the_model_the_sections_and_what_correctness_rests_on() -> None:
     parallel = ParallelSection(tensor=2, pipeline=2)
     fields = _transformer(parallel=parallel, dtype=torch.bfloat16)
-    assert (fields.tensor_model_parallel_size, fields.pipeline_model_parallel_size) == (2, 2)
-    assert fields.sequence_parallel
-    assert fields.bf16
-    assert fields.params_dtype == fields.pipeline_dtype == torch.bfloat16
-
-
-def test_what_correctness_rests_on_is_set() -> None:
-    fields = _transformer()
-    assert fields.perform_initialization
-    assert fields.calculate_per_token_loss
-    assert fields.variable_seq_lengths
+    expected = {
+        **{"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4},
+        **{"num_query_groups": 2, "kv_channels": 16, "layernorm_epsilon": 1e-5},
+        **{"qk_layernorm": True, "add_qkv_bias": False, "add_bias_linear": False},
+        **{"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        **{"sequence_parallel": True, "bf16": True},
+        **{"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16},
+        **{"perform_initialization": True, "calculate_per_token_loss": True},
+        "variable_seq_lengths": True,
+    }
+    assert {name: getattr(fields, name) for name in expected} == expected
+    assert not _transformer().sequence_parallel
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.config.test_cluster_examples import EXAMPLES, QWEN_7B, QWEN_32B, write_example
+from tests.unit.config.test_example_settings import EXAMPLES, QWEN_7B, QWEN_32B, write_example
 from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.rewards.batch_rules import BatchRules
 from tlt_megatron.runtime.memory_claim import MemoryLedger, Phase

@@ -1,4 +1,4 @@
-"""The examples for clusters: their settings are known, their layouts divide, and they fit into GPUs of 80 GB."""
+"""Examples for clusters fit into GPUs of 80 GB, and the quickstart shows the whole system."""
 
 from __future__ import annotations
 
@@ -48,3 +48,18 @@ def test_a_cluster_example_fits(
     # Not by a wide margin: a third of it is not enough, so the ledger counts what there is.
     with pytest.raises(ValueError, match="usable"):
         ledger.check(GPU_FREE_BYTES // 3)
+
+
+def test_the_quickstart_speculates_and_trains_its_drafter_and_says_what_that_gained(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    for file in ("train.jsonl", "eval.jsonl"):
+        (tmp_path / file).touch()
+    here = [f"model.path={tmp_path}", f"data.train={tmp_path}/train.jsonl"]
+    config = load_config(EXAMPLES / "quickstart.yaml", [*here, f"data.eval={tmp_path}/eval.jsonl"])
+    assert config.speculation.enabled
+    assert config.speculation.selector == "cost_model"
+    assert config.speculation.drafter == ""  # from random weights
+    assert config.spot.enabled
+    assert config.speculation.measure_gain
