@@ -46,7 +46,10 @@ class TrainedModel:
         num_updates: int = 1,
         keep_reference: bool = False,
     ) -> None:
-        """`num_updates`: optimizer steps of the run, for a decay of the learning rate. `keep_reference`: keep the initial weights of this rank's shard in host memory."""
+        """`num_updates`: optimizer steps of the run, for a decay of the learning rate.
+
+        `keep_reference`: keep the initial weights of this rank's shard in host memory.
+        """
         from megatron.core.transformer.module import Float16Module
 
         dtype = _DTYPES[model.dtype]
@@ -66,9 +69,8 @@ class TrainedModel:
             wrapped = Float16Module(self._stage.config, self._stage)
         self._model = wrap_data_parallel(wrapped)
         self._optimizer = PolicyOptimizer(self._model, optimizer, dtype, num_updates)
-        self._count: int | None = (
-            None  # of the loss, for the gradients so far; None: there are none
-        )
+        # of the loss, for the gradients so far; None: there are none
+        self._count: int | None = None
         self._device = device
         self._offloads = mcore.offload_in_rollouts
         self._is_away = False

@@ -22,7 +22,6 @@ class ValueHead(torch.nn.Linear):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
         torch.nn.init.zeros_(self.weight)
-        self._is_gathered = config.sequence_parallel
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(
@@ -36,9 +35,7 @@ class ValueHead(torch.nn.Linear):
 
         # bfloat16 would round a value near 1 to steps of 0.008
         values_TB1 = linear(hidden_TBD.float(), self.weight.float())
-        if self._is_gathered:
-            # Every rank computes the whole loss, so its own part of the gradient is complete.
-            values_TB1 = gather_from_sequence_parallel_region(
-                values_TB1, tensor_parallel_output_grad=False
-            )
-        return values_TB1, None
+        # Every rank computes the whole loss, so its own part of the gradient is complete.
+        return gather_from_sequence_parallel_region(
+            values_TB1, tensor_parallel_output_grad=False
+        ), None
