@@ -165,5 +165,18 @@ def train(
     }
 
 
+def load_hf(path: Path) -> Any:
+    """The model by transformers, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path).float().eval()
+
+
+def hf_logits(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
+    """The logits [P, V] of transformers, one sequence at a time."""
+    sequences = micro_batch.token_ids.split(micro_batch.cu_seqlens.diff().tolist())
+    return torch.cat([model(token_ids[None]).logits[0] for token_ids in sequences])
+
+
 def export(policy: McorePolicyModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in policy.export_hf_weights()}

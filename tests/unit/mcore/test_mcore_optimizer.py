@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,8 @@ from tests.mcore_policy import (
     Layout,
     build_policy,
     export,
+    hf_logits,
+    load_hf,
     make_batch,
     make_micro_batch,
     tiny_loss,
@@ -115,18 +116,10 @@ def test_one_update_equals_adam_on_the_gradient_of_transformers(
 
 def _hf_gradients(path: Path) -> tuple[Weights, Weights]:
     """Weights, and d(sum of loss sums) / (sum of counts), from transformers and autograd."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path).float()
+    model = load_hf(path)
     loss, count = torch.zeros(()), 0
     for micro_batch in make_batch(1):
-        bounds = micro_batch.cu_seqlens.tolist()
-        logits_PV = torch.cat(
-            [
-                model(micro_batch.token_ids[None, start:end]).logits[0]
-                for start, end in itertools.pairwise(bounds)
-            ]
-        )
+        logits_PV = hf_logits(model, micro_batch)
         log_p_PV = torch.log_softmax(logits_PV / 0.8, dim=-1)
         logprobs_P = log_p_PV.gather(1, micro_batch.labels[:, None])[:, 0]
         result = tiny_loss(
