@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 from tlt_megatron.types import (
@@ -70,9 +71,11 @@ def random_batch(
 def make_trainer(
     model: Any, section: AlgorithmSection, groups: ProcessGroups | None = None, **settings: Any
 ) -> PolicyTrainer:
+    """Its engines may differ by any log-probs, unless `settings` have another `health`."""
+    health = TrainingHealth(max_diff=1e9, dtypes=("float32", "float32"))
     defaults = {"micro_batch_tokens": 20, "temperature": 1.0, "max_new_tokens": 32}
     groups = groups or ProcessGroups(world=SINGLE)
-    return PolicyTrainer(model, section, groups=groups, **defaults | settings)
+    return PolicyTrainer(model, section, groups=groups, **{"health": health} | defaults | settings)
 
 
 def make_packed(mask: Sequence[float], **fields: Any) -> MicroBatch:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tlt_megatron.config.schema import CriticSection
 from tlt_megatron.policy.advantages import generated_tokens, token_statistics
 from tlt_megatron.policy.batching import RolloutKey
-from tlt_megatron.policy.health import UpdateHealth, warn_of_skipped
+from tlt_megatron.policy.health import UpdateHealth
 from tlt_megatron.policy.interfaces import CriticModel
 from tlt_megatron.runtime.collectives import sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
@@ -24,7 +24,6 @@ from tlt_megatron.types import (
     TokenValues,
 )
 
-_UPDATES = "updates of the critic"  # in messages
 _VARIANCE_EPS = 1e-5  # verl's: explained variance stays finite where all returns are equal
 
 
@@ -40,7 +39,7 @@ class CriticTrainer:
         self.model = model
         self.section = section
         self.groups = groups
-        self._health = UpdateHealth(updates=_UPDATES, advice="critic.lr")
+        self._health = UpdateHealth(updates="updates of the critic", advice="critic.lr")
 
     @property
     def is_last_update_good(self) -> bool:
@@ -63,18 +62,17 @@ class CriticTrainer:
             for name, value in self.model.forward_backward(batches, loss_fn).items():
                 totals[name] += value
             stats.append(self.model.optimizer_step())
-        num_skipped = warn_of_skipped(step, stats, updates=_UPDATES, world=self.groups.world)
         sums = sum_metrics(totals, [self.groups.dp])
         loss_count, num_tokens = sums.pop("loss_count"), sums.pop("num_tokens")
         loss = sums["vf_loss"] / max(loss_count, 1)  # 0: all are masked
-        self._health.check_updates(step, [each.grad_norm for each in stats], loss)
+        self._health.check_updates(step, stats, loss, self.groups.world)
         return {
             "critic/vf_loss": loss,
             "critic/vf_clipfrac": sums["vf_clipfrac"] / num_tokens,
             "critic/vpred_mean": sums["vpred"] / num_tokens,
             "critic/grad_norm": sum(each.grad_norm for each in stats) / len(stats),
             "critic/lr": stats[-1].lr,
-            "critic/num_skipped_updates": float(num_skipped),
+            "critic/num_skipped_updates": float(sum(each.is_skipped for each in stats)),
         }
 
 

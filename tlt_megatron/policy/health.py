@@ -102,21 +102,30 @@ class UpdateHealth:
         self._advice = advice
         self.num_bad = 0  # updates in a row
 
-    def check_updates(self, step: int, grad_norms: Sequence[float], loss: float) -> None:
+    def check_updates(
+        self, step: int, stats: Sequence[OptimizerStats], loss: float, world: Group
+    ) -> None:
         """Raise UnhealthyTrainingError after MAX_BAD_UPDATES bad updates in a row.
 
-        `grad_norms` are those of the step's updates, in order. An update whose norm is not finite
-        was skipped.
+        `stats` are those of the step's updates, in order. The first rank logs those that were
+        skipped.
         """
+        grad_norm = stats[-1].grad_norm
+        num_skipped = sum(each.is_skipped for each in stats)
+        if num_skipped and world.is_first:
+            log.warning(
+                f"step {step}: {num_skipped} of {len(stats)} {self._updates} were skipped, gradient norm {grad_norm}:"
+                " weights and optimizer are unchanged"
+            )
         num_before = self.num_bad
-        for grad_norm in grad_norms:
-            self.num_bad = 0 if math.isfinite(grad_norm) else self.num_bad + 1
+        for each in stats:
+            self.num_bad = self.num_bad + 1 if each.is_skipped else 0
         if not math.isfinite(loss) and self.num_bad == 0:
             self.num_bad = num_before + 1
         if self.num_bad >= MAX_BAD_UPDATES:
             raise UnhealthyTrainingError(
                 f"step {step}: {self.num_bad} {self._updates} in a row were skipped or not finite: "
-                f"gradient norm {grad_norms[-1]}, loss {loss}. "
+                f"gradient norm {grad_norm}, loss {loss}. "
                 f"Check the rewards (critic/rewards/*), {self._advice}. The newest checkpoint is kept"
             )
 
@@ -158,19 +167,6 @@ class TrainingHealth(UpdateHealth):
                 "(rope, norm, biases, tied embeddings). algorithm.max_logprob_diff sets the bound. "
                 "No update was applied in this step"
             )
-
-
-def warn_of_skipped(
-    step: int, stats: Sequence[OptimizerStats], *, updates: str, world: Group
-) -> int:
-    """Return the number of skipped updates. The first rank logs them; every rank has the same `stats`."""
-    num_skipped = sum(each.is_skipped for each in stats)
-    if num_skipped and world.is_first:
-        log.warning(
-            "step %d: %d of %d %s were skipped, gradient norm %s: weights and optimizer are unchanged",
-            *(step, num_skipped, len(stats), updates, stats[-1].grad_norm),
-        )
-    return num_skipped
 
 
 def check_weights(version: int, nonfinite: Sequence[str]) -> None:

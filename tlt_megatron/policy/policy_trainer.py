@@ -28,7 +28,7 @@ from tlt_megatron.policy.batching import (
     split_evenly,
 )
 from tlt_megatron.policy.critic import CriticTrainer, value_metrics
-from tlt_megatron.policy.health import EngineDifference, TrainingHealth, warn_of_skipped
+from tlt_megatron.policy.health import EngineDifference, TrainingHealth
 from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.policy.policy_loss import kl_estimate, policy_loss
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects, sum_metrics
@@ -74,13 +74,10 @@ class PolicyTrainer:
         micro_batch_tokens: int,
         temperature: float,
         max_new_tokens: int,
-        health: TrainingHealth | None = None,
+        health: TrainingHealth,
         critic: CriticTrainer | None = None,
     ) -> None:
-        """`health` stops a run that trains wrongly. Without it, the numbers are only reported.
-
-        `critic` is given where `section.has_critic`, unless the run has no steps.
-        """
+        """`critic` is given where `section.has_critic`, unless the run has no steps."""
         self.model = model
         self.section = section
         self.groups = groups
@@ -98,7 +95,7 @@ class PolicyTrainer:
         """Return whether the newest updates, of policy and critic, had finite numbers; True before
         the first update."""
         is_critic_good = self.critic is None or self.critic.is_last_update_good
-        return is_critic_good and (self.health is None or self.health.num_bad == 0)
+        return is_critic_good and self.health.num_bad == 0
 
     def infer_values(self, scored: Sequence[ScoredGroup]) -> dict[RolloutKey, Tensor]:
         """Return the critic's values [T] of every response of the batch."""
@@ -195,7 +192,8 @@ class PolicyTrainer:
                 sums[name] += value
             stats.append(self.model.optimizer_step(skipped_count))
         means = self._means(sums)
-        self._check_updates(inference.version + 1, stats, means["actor/pg_loss"])
+        loss = means["actor/pg_loss"]
+        self.health.check_updates(inference.version + 1, stats, loss, self.groups.world)
         return {
             **means,
             **engines,
@@ -319,11 +317,6 @@ class PolicyTrainer:
             for name, value in sums.items()
         }
 
-    def _check_updates(self, step: int, stats: Sequence[OptimizerStats], loss: float) -> None:
-        warn_of_skipped(step, stats, updates="updates", world=self.groups.world)
-        if self.health is not None:
-            self.health.check_updates(step, [each.grad_norm for each in stats], loss)
-
     def _compare_engines(
         self, differences: dict[RolloutKey, EngineDifference], version: int
     ) -> dict[str, float]:
@@ -336,8 +329,7 @@ class PolicyTrainer:
         whole = EngineDifference.over(parts)
         if whole.num_tokens == 0:  # all are of earlier policies (partial rollouts)
             return {}
-        if self.health is not None:
-            self.health.check_engines(version + 1, whole)
+        self.health.check_engines(version + 1, whole)
         return whole.metrics()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,10 +124,10 @@ def _train(
     *,
     groups: ProcessGroups | None = None,
     tap: FakeTap | None = None,
-    health: TrainingHealth | None = None,
+    **settings: Any,
 ) -> tuple[BigramModel, dict[str, float]]:
     model = BigramModel(groups or ProcessGroups(world=SINGLE))
-    trainer = make_trainer(model, section, groups, health=health)
+    trainer = make_trainer(model, section, groups, **settings)
     inference = trainer.infer_logprobs(scored or scored_with(), tap)
     return model, inference.metrics | trainer.update(inference)
 
