@@ -1,4 +1,4 @@
-"""The fields of TransformerConfig that `mcore.transformer` may set, from mcore_fields.txt.
+"""The fields of TransformerConfig that `mcore.transformer` may set, from mcore_fields.yaml.
 
 They change only how and where the same numbers are computed. A list of forbidden fields could miss
 one of some 230 that changes the model: the trained policy would differ from the one that rolls out.
@@ -9,8 +9,11 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 _STAGE_FIELDS = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
@@ -22,14 +25,10 @@ class _Fields(NamedTuple):
 
 @functools.cache
 def read_fields() -> _Fields:
-    """Return the fields that mcore_fields.txt names."""
-    text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
-    allowed, _, instead = text.partition("[instead]\n")
-    names = [line for line in allowed.splitlines() if not line.startswith(("#", "["))]
-    pairs = [line.partition(" ") for line in instead.splitlines()]
-    return _Fields(
-        frozenset(" ".join(names).split()), {name: advice.strip() for name, _, advice in pairs}
-    )
+    """Return the fields that mcore_fields.yaml names."""
+    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    fields = yaml.safe_load(text)
+    return _Fields(frozenset(chain(*fields["allowed"].values())), fields["instead"])
 
 
 def check_transformer_fields(fields: Mapping[str, object]) -> None:
@@ -44,7 +43,7 @@ def check_transformer_fields(fields: Mapping[str, object]) -> None:
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
             f"mcore.transformer.{name}={value!r}: not allowed{meant}; the model is that of model.path, and only "
-            "kernels, fusions, memory, communication and pipeline stages may be set (tlt_megatron/config/mcore_fields.txt lists them)"
+            "kernels, fusions, memory, communication and pipeline stages may be set (tlt_megatron/config/mcore_fields.yaml lists them)"
         )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
+
+import yaml
 
 from tlt_megatron.config.schema import RunConfig
 
@@ -58,27 +59,18 @@ def _meaningless(config: RunConfig) -> list[str]:
 def _without_effect(config: RunConfig) -> str:
     """Return the settings that differ from their default and have no effect; an evaluation has none."""
     default, by_need, named = RunConfig(), [], set()
-    for names, need, shown in _needs():
+    text = Path(__file__).with_name("needs.yaml").read_text(encoding="utf-8")
+    for names, need, *shown in yaml.safe_load(text):
         keys = [key for name in names for key in _keys(default, name) if key not in named]
         changed = [k for k in keys if attrgetter(k)(config) != attrgetter(k)(default)]
         if changed and not _holds(config, need):
-            by_need.append(f"{', '.join(changed)} (need {shown})")
+            by_need.append(f"{', '.join(changed)} (need {shown[0] if shown else need})")
             named.update(changed)
     return "; ".join(by_need) if config.run.num_steps else ""
 
 
-def _needs() -> Iterator[tuple[list[str], str, str]]:
-    """Yield the rows of needs.txt: settings or sections, their condition, and its text."""
-    text = Path(__file__).with_name("needs.txt").read_text(encoding="utf-8")
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            names, _, rest = line.partition(":")
-            need, _, shown = rest.partition("#")
-            yield names.split(), need.strip(), shown.strip() or need.strip()
-
-
 def _holds(config: RunConfig, need: str) -> bool:
-    """Return whether a condition of needs.txt holds: `key`, `key=value or value`, `key!=value`."""
+    """Return whether a condition of needs.yaml holds: `key`, `key=value or value`, `key!=value`."""
     key, equals, values = need.partition("=")
     value = attrgetter(key.removesuffix("!"))(config)
     if not equals:
