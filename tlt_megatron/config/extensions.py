@@ -114,11 +114,9 @@ def load_extension(key: str, spec: str) -> Callable[..., Any]:
         )
     except Exception as error:
         raise ValueError(f"{key}={spec!r}: {place} fails to load: {error!r}") from error
-    if not hasattr(module, name):
-        raise ValueError(f"{key}={spec!r}: {place} has no {name!r}")
-    function = getattr(module, name)
+    function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{key}={spec!r}: {type(function).__name__} is not callable")
+        raise ValueError(f"{key}={spec!r}: {place} has no {name!r} that can be called")
     if spec in point.built_in or not point.parameters:
         return function
     signature = inspect.signature(function)

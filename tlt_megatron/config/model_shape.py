@@ -94,9 +94,7 @@ def load_model_config(path: str | Path, key: str = "model.path") -> ModelConfig:
     """
     file = Path(path) / "config.json"
     if not str(path) or not file.is_file():
-        is_gguf = str(path).endswith(".gguf") or any(Path(path).glob("*.gguf"))
-        hint = " and safetensors (GGUF cannot be trained)" if is_gguf else ""
-        raise ValueError(f"{key}={str(path)!r}: must be a folder with config.json{hint}")
+        raise ValueError(f"{key}={str(path)!r}: must be a folder with config.json and safetensors")
     hf = read_json(file)
     try:
         return _model_config(hf)
@@ -114,7 +112,9 @@ def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
     heads = _size(hf, "num_attention_heads")
     kv_heads = _size(hf, "num_key_value_heads", family.num_kv_heads or heads, heads)
     hidden = _size(hf, "hidden_size")
-    head_dim = _head_dim(hf, hidden, heads)
+    head_dim = _size(hf, "head_dim", family.head_dim or hidden // heads, hidden // heads)
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim}: must be even, rotary embeddings turn pairs")
     if heads % kv_heads:
         raise ValueError(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
@@ -153,10 +153,7 @@ def _check_options(hf: Mapping[str, Any]) -> None:
         raise ValueError(
             f"attention_bias=True is not supported for {kind} (it also puts a bias on o_proj)"
         )
-    layer_types = hf.get("layer_types") or []
-    if not isinstance(layer_types, list):
-        raise ValueError(f"layer_types={layer_types!r}: must be a list")
-    for other in layer_types:
+    for other in hf.get("layer_types") or []:
         if other != "full_attention":
             raise ValueError(f"layer_types with {other} is not supported; only full_attention")
 
@@ -180,21 +177,6 @@ def _number(hf: Mapping[str, Any], name: str, absent: float) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{name}={value!r}: must be finite")
     return float(value)
-
-
-def _head_dim(hf: Mapping[str, Any], hidden: int, heads: int) -> int:
-    default = FAMILIES[hf["model_type"]].head_dim
-    if hf.get("head_dim") is not None:
-        head_dim = _size(hf, "head_dim")
-    elif default is not None and "head_dim" not in hf:
-        head_dim = default
-    elif hidden % heads:
-        raise ValueError(f"hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
-    else:
-        head_dim = hidden // heads
-    if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim}: must be even, rotary embeddings turn pairs")
-    return head_dim
 
 
 def rope_config(hf: Mapping[str, Any]) -> RopeConfig:

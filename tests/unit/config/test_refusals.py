@@ -95,15 +95,6 @@ def shard_beside_single(folder: Path) -> None:
     index(**dict.fromkeys(write_model(folder / "model"), "part.safetensors"))(folder)
 
 
-def gguf(*missing: str) -> Callable[[Path], object]:
-    def change(folder: Path) -> None:
-        for name in missing:
-            (folder / "model" / name).unlink()
-        (folder / "model/q4.gguf").write_bytes(b"GGUF")
-
-    return change
-
-
 def index(**weight_map: str) -> Callable[[Path], object]:
     names = {name.replace("__", "."): file for name, file in weight_map.items()}
     return text(f"model/{INDEX}", json.dumps({"weight_map": names}))
@@ -124,9 +115,6 @@ CASES = [
     Case("absent model folder", r"model\.path='/absent': must be a folder", overrides=("model.path=/absent",)),
     Case("config is not JSON", r"config\.json: cannot be read as JSON", text("model/config.json", "{")),
     Case("config is nested too deeply", r"model/config\.json: cannot be read as JSON: .*recursion", text("model/config.json", "[" * 200_000)),
-    Case("GGUF folder", MODEL + r"must be a folder with config\.json and safetensors \(GGUF cannot be trained\)", gguf("config.json", "model.safetensors")),
-    Case("GGUF file", r"model\.path='[^']*/model/q4\.gguf': must be a folder with config\.json and safetensors \(GGUF cannot", gguf(), ("model.path={0}/model/q4.gguf",)),
-    Case("GGUF beside config.json", MODEL + r"must hold \.safetensors files \(others must be converted", gguf("model.safetensors")),
     Case("config is a list", r"config\.json: must hold a JSON object, not a list", text("model/config.json", "[]")),
     Case("model type", MODEL + r"config\.json model_type='mixtral' is not supported; must be one of llama, qwen2, qwen3", model(model_type="mixtral")),
     Case("no model type", r"model_type=None is not supported", model(model_type=None)),
@@ -138,7 +126,6 @@ CASES = [
     Case("attention bias", r"attention_bias=True is not supported for llama", model(attention_bias=True)),
     Case("sliding window", r"use_sliding_window=True is not supported", model(use_sliding_window=True)),
     Case("other attention in some layers", MODEL + r"config\.json layer_types with chunked_attention is not supported; only full_attention", model(layer_types=["full_attention", "chunked_attention"])),
-    Case("layer_types of another type", r"layer_types='full_attention': must be a list", model(layer_types="full_attention")),
     Case("yarn", r"rope_type='yarn' is not supported; must be one of default, linear, llama3", model(rope_parameters={"rope_type": "yarn", "factor": 4.0})),
     Case("yarn as transformers 4 wrote it", r"rope_type='yarn' is not supported", model(rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0})),
     Case("dynamic rope", r"rope_type='dynamic' is not supported", model(rope_parameters={"rope_type": "dynamic", "factor": 2.0})),

@@ -55,7 +55,7 @@ def test_async_functions_and_objects_are_told_apart(tmp_path: Path) -> None:
     "text,message",
     [
         ("x = 1\n", "has no 'grade'"),
-        ("grade = 5\n", "int is not callable"),
+        ("grade = 5\n", "has no .grade. that can be called"),
         ("def grade(a, b): ...\n", r"has parameters \(a, b\), must accept"),
         ("def grade(data_source, solution_str, ground_truth): ...\n", "must accept .*'extra_info'"),
         (f"def grade{SIGNATURE[:-1]}, *, more): ...\n", "must accept .*'more'"),
