@@ -120,9 +120,7 @@ def start(
     engine = SglangEngine(
         str(policy),
         RolloutSection(dtype="bfloat16", max_batch_size=8, max_new_tokens=48, num_samples=1),
-        SglangSection(
-            engine_args={"mem_fraction_static": 0.3} | engine_args, start_timeout_s=900.0
-        ),
+        SglangSection(engine_args={"mem_fraction_static": 0.3} | engine_args),
         select_device("cuda"),
         rank=rank,
         max_prompt_tokens=128,

@@ -86,11 +86,10 @@ def start_sglang(
     policy: Path, *, drafter: Path | None = None, strategies: Sequence[str] = (), **settings: object
 ) -> SglangEngine:
     """An engine that holds the weights at `policy` as VERSION. `settings`: selector, ranking, engine_args, rank,
-    start_timeout_s, request_timeout_s."""
+    request_timeout_s."""
     engine_args = dict(settings.pop("engine_args", {}))
     section = SglangSection(
         engine_args=engine_args,
-        start_timeout_s=settings.pop("start_timeout_s", 900.0),
         request_timeout_s=settings.pop("request_timeout_s", 300.0),
     )
     # Ports follow from the rank: not those of another test run that begins at the same moment, nor of ranks 0 and 1.

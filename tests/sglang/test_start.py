@@ -16,6 +16,7 @@ import pytest
 
 from tests.sglang.rollouts import engine_processes, is_of_engine, start_sglang
 from tests.tiny_task import REPO
+from tlt_megatron.engines.sglang import connection
 
 # A rank that starts an engine, stops its scheduler, asks for an answer and says what came of it.
 RANK = """
@@ -36,9 +37,12 @@ if __name__ == "__main__":
 ENDED_WITHIN_S = 300.0  # of a busy machine: imports of SGLang's processes, no more
 
 
-def test_an_engine_that_is_not_up_in_time_is_an_error(policy_folder: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"not up within sglang.start_timeout_s=3.0"):
-        start_sglang(policy_folder, start_timeout_s=3.0)
+def test_an_engine_that_is_not_up_in_time_is_an_error(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "START_TIMEOUT_S", 3.0)
+    with pytest.raises(RuntimeError, match="not up within 3 s"):
+        start_sglang(policy_folder)
     assert engine_processes() == []
 
 

@@ -113,7 +113,6 @@ class RolloutSection(Section):
 class SglangSection(Section):
     """The SGLang engine. `engine_args` are passed unchanged to its Engine, after ours."""
 
-    start_timeout_s: Positive = 600.0  # if an engine is not up by then, every rank raises an error
     # An engine that sends nothing for this long after a request is considered hung, which ends the
     # run. Set it longer than any prefill.
     request_timeout_s: Positive = 300.0

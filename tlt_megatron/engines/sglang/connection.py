@@ -38,6 +38,7 @@ _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
 SGLANG_VERSION = "0.5.23"  # the plugin's hooks fit this release
+START_TIMEOUT_S = 1800.0  # of weights of hundreds of GB from a network disk, and captured graphs
 TARGET, DRAFT = "target", "draft"  # values of SGLang's `selector`: which model's weights
 
 
@@ -54,7 +55,7 @@ class Connection:
         num_ranks: int,
     ) -> None:
         """Start the engine. ValueError for another release of SGLang. RuntimeError if it does not
-        start within `sglang.start_timeout_s` or the plugin is not loaded."""
+        start within START_TIMEOUT_S or the plugin is not loaded."""
         check_version()
         self._timeout_s = section.request_timeout_s
         self._place = f"rank {rank} on {socket.gethostname()}"
@@ -62,9 +63,7 @@ class Connection:
         self._processes = EngineProcesses()
         self._contexts_before = WeakSet(_message_contexts())
         self._signals = Signals(self._processes.complain)
-        self.engine = self._start(
-            arguments, section.start_timeout_s, _environment(is_cpu, num_ranks)
-        )
+        self.engine = self._start(arguments, _environment(is_cpu, num_ranks))
         self._is_closed = False
         atexit.register(self.close)
         try:
@@ -73,12 +72,10 @@ class Connection:
             self.close()
             raise
 
-    def _start(
-        self, arguments: Mapping[str, object], timeout_s: float, changes: Mapping[str, str | None]
-    ) -> Engine:
+    def _start(self, arguments: Mapping[str, object], changes: Mapping[str, str | None]) -> Engine:
         started = time.perf_counter()
         try:
-            with environment(changes), ended_if_late(self._processes, timeout_s) as is_late:
+            with environment(changes), ended_if_late(self._processes, START_TIMEOUT_S) as is_late:
                 import sglang
 
                 engine = sglang.Engine(  # pyright: ignore[reportAttributeAccessIssue]
@@ -91,7 +88,7 @@ class Connection:
             self._signals.restore()
             if not isinstance(error, Exception):
                 raise
-            late = f"not up within sglang.start_timeout_s={timeout_s}"
+            late = f"not up within {START_TIMEOUT_S:g} s"
             reason = late if is_late.is_set() else error
             raise RuntimeError(f"the sglang engine did not start: {reason}") from error
         atexit.unregister(engine.shutdown)
