@@ -73,6 +73,11 @@ def test_the_edges_of_the_ranges(
         ("rollout.temperature=11", r"rollout\.temperature=11\.0: must be in \(0, 10\]"),
         ("algorithm.advantage=vtrace", r"algorithm\.advantage='vtrace': must be one of grpo, "),
         ("algorithm.dual_clip=1", r"algorithm\.dual_clip=1\.0: must be 0 \(off\) or > 1"),
+        ("algorithm.loss=gspo", r"algorithm\.aggregation='token_mean': must be sequence_mean"),
+        ("algorithm.loss=cispo algorithm.dual_clip=3", r"algorithm\.dual_clip=3\.0: must be 0"),
+        ("algorithm.loss=grpo", r"algorithm\.loss='grpo': must be one of ppo, gspo, cispo, path"),
+        ("algorithm.rollout_rs_threshold=1", r"rollout_rs_threshold=1\.0: must be > 1"),
+        ("algorithm.rollout_rs_threshold_lower=1", r"rollout_rs_threshold_lower=1\.0: must be < 1"),
         ("algorithm.tis_cap=0.5", r"algorithm\.tis_cap=0\.5: must be 0 \(off\) or >= 1"),
         ("algorithm.rollout_is=sequence", r"algorithm\.rollout_is='sequence': must be token where"),
         (

@@ -45,12 +45,6 @@ def test_tokenizer_larger_than_the_vocabulary_is_refused(folder: Path) -> None:
         load_tokenizer(folder)
 
 
-def test_generation_config_with_wrong_eos_is_refused(folder: Path) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ["<eos>"]}))
-    with pytest.raises(ValueError, match=r"eos_token_id=\['<eos>'\] must be an integer"):
-        load_tokenizer(folder)
-
-
 def test_string_prompt_is_encoded_as_it_stands(tokenizer_folder: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_folder)
     token_ids = tokenizer.encode("a b  c")
@@ -74,19 +68,6 @@ def test_decode_leaves_special_tokens_out(tokenizer_folder: Path) -> None:
     token_ids = [*tokenizer.encode("it is 2 ."), 2]
     assert tokenizer.decode(token_ids) == "it is 2 ."
     assert tokenizer.decode(token_ids, skip_special_tokens=False) == "it is 2 .<eot>"
-
-
-def test_messages_without_a_template_are_refused(plain_tokenizer_folder: Path) -> None:
-    tokenizer = load_tokenizer(plain_tokenizer_folder)
-    assert not tokenizer.has_chat_template
-    with pytest.raises(ValueError, match=r"no chat template.*string prompts") as caught:
-        tokenizer.encode(MESSAGES)
-    assert str(plain_tokenizer_folder) in str(caught.value)
-
-
-def test_messages_that_the_template_refuses(tokenizer_folder: Path) -> None:
-    with pytest.raises(ValueError, match="refuses it: no judges"):
-        load_tokenizer(tokenizer_folder).encode([{"role": "judge", "content": "x"}])
 
 
 def test_a_template_that_fails_is_refused(folder: Path) -> None:
