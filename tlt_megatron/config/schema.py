@@ -313,7 +313,7 @@ def _check_partial_rollouts(rollout: RolloutSection, algorithm: AlgorithmSection
         f"0 (off), or < rollout.max_new_tokens={rollout.max_new_tokens}",
     )
     rollout.require(
-        not num_tokens or algorithm.tis_cap > 0 or algorithm.rollout_rs != "none",
+        not num_tokens or algorithm.has_correction,
         "partial_rollout_tokens",
         "0 without a correction for tokens of earlier policies: set algorithm.tis_cap=2"
         " (truncated importance sampling) or algorithm.rollout_rs=token (masked)",

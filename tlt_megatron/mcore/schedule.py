@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -77,19 +76,12 @@ def run_forward(
         return []
     device = next(model.parameters()).device
 
-    def keep(
-        micro_batch: MicroBatch, rows: OutputRows, output_1RX: Tensor, *, non_loss_data: bool
-    ) -> T:
-        assert non_loss_data  # Megatron's flag for a value that is not a loss
-        return _spread(predict(rows, output_1RX[0]), rows, micro_batch.num_tokens)
-
+    step = _forward_step(model, groups, predict, lambda predicted, _: predicted)
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            kept = _run_schedule(
-                model, micro_batches, _forward_step(model, groups, keep), is_forward_only=True
-            )
+            kept = _run_schedule(model, micro_batches, step, is_forward_only=True)
     finally:
         model.train(was_training)
     return _share_over_stages(kept, record, micro_batches, groups, device)
@@ -112,10 +104,7 @@ def run_forward_backward(
     totals: dict[str, Tensor] = {}
     counts: list[int] = []
 
-    def reduce(
-        micro_batch: MicroBatch, rows: OutputRows, output_1RX: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
-        predicted = _spread(predict(rows, output_1RX[0]), rows, micro_batch.num_tokens)
+    def reduce(predicted: T, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, None]:
         loss = loss_fn(predicted, micro_batch)
         for name, value in loss.metrics.items():
             totals[name] = totals.get(name, 0.0) + value.detach().double()
@@ -127,9 +116,8 @@ def run_forward_backward(
         )
 
     if micro_batches:
-        _run_schedule(
-            model, micro_batches, _forward_step(model, groups, reduce), is_forward_only=False
-        )
+        step = _forward_step(model, groups, predict, reduce)
+        _run_schedule(model, micro_batches, step, is_forward_only=False)
     return _share_metrics(totals, groups), sum(counts)
 
 
@@ -166,12 +154,15 @@ def _run_schedule(
 
 
 def _forward_step(
-    model: nn.Module, groups: ProcessGroups, finish: Callable[..., object]
+    model: nn.Module,
+    groups: ProcessGroups,
+    predict: Predict[T],
+    finish: Callable[[T, MicroBatch], object],
 ) -> ForwardStep:
     """Return Megatron's forward_step_func.
 
-    It runs the model on the next micro-batch; on the last stage, `finish` gets the rows and their
-    output [1, R, ...].
+    It runs the model on the next micro-batch; on the last stage, `finish` gets what is predicted
+    [P] and the micro-batch.
     """
     from megatron.core.utils import get_model_config
 
@@ -189,7 +180,13 @@ def _forward_step(
             output = model(
                 token_ids_1P, position_ids_1P, None, packed_seq_params=packing, **options
             )
-        return output, partial(finish, _to_device(micro_batch, device), rows)
+        on_device = _to_device(micro_batch, device)
+
+        def finish_output(output_1RX: Tensor, **_: bool) -> object:
+            predicted = predict(rows, output_1RX[0])
+            return finish(_spread(predicted, rows, micro_batch.num_tokens), on_device)
+
+        return output, finish_output
 
     return step
 
