@@ -4,12 +4,53 @@ counterpart is listed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tlt_megatron.config.load import load_config
 from tools.migrate import main
+
+
+class Migrated(NamedTuple):
+    """What a migration wrote and said."""
+
+    code: int
+    out: Path
+    printed: str
+    error: str
+
+    def check(self, expected: str) -> None:
+        """The config has these settings, written as `a.b=value ...`."""
+        assert self.code == 0, self.error
+        config = load_config(self.out)
+        for item in expected.split():
+            key, _, value = item.partition("=")
+            section, field = key.split(".")
+            assert str(getattr(getattr(config, section), field)).replace(" ", "") == value, key
+
+
+Migrate = Callable[..., Migrated]
+
+
+@pytest.fixture
+def migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Migrate:
+    """Migrate a script or a YAML. One that says nothing of its length runs 7 steps."""
+
+    def run(source: str, name: str = "run.sh", *, steps: int | None = 7) -> Migrated:
+        if steps and not any(word in source for word in ("total_training_steps", "num-rollout")):
+            flag = "--num-rollout " if "\n--" in f"\n{source}" else "trainer.total_training_steps="
+            source += f"\n{flag}{steps}"
+        (tmp_path / name).write_text(source)
+        out = tmp_path / "ours.yaml"
+        out.unlink(missing_ok=True)
+        code = main([str(tmp_path / name), "--out", str(out)])
+        return Migrated(code, out, *capsys.readouterr())
+
+    return run
+
 
 VERL_SCRIPT = """#!/usr/bin/env bash
 set -x
@@ -103,280 +144,230 @@ ray job submit --address="http://127.0.0.1:8265" -- python3 train.py --actor-num
    --actor-num-gpus-per-node 4 --colocate ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]}
 """
 VERL_OURS = """
-model.path: Qwen/Qwen3-8B, data.train: /data/dapo.parquet, data.eval: /data/aime.parquet, data.max_prompt_tokens: 1024,
-rollout.num_prompts: 256, rollout.num_samples: 8, rollout.max_new_tokens: 4096, rollout.top_k: 0, rollout.engine: sglang,
-rollout.dtype: bfloat16, algorithm.num_minibatches: 4, algorithm.clip_low: 0.2, algorithm.clip_high: 0.28,
-algorithm.kl_coef: 0.001, algorithm.kl_placement: loss, algorithm.aggregation: token_mean, parallel.tensor: 2,
-algorithm.tis_cap: 3.0, algorithm.rollout_is: sequence, algorithm.rollout_rs: none, algorithm.dynamic_sampling: True,
-algorithm.dynamic_sampling_metric: acc, reward.overlong_tokens: 512, reward.overlong_penalty: 0.5,
-logging.trackers: ['wandb'], optimizer.lr: 1e-06, reward.function: reward.py:score, eval.interval: 0, checkpoint.interval: 20, run.num_steps: 400
+model.path=Qwen/Qwen3-8B data.train=/data/dapo.parquet data.eval=/data/aime.parquet data.max_prompt_tokens=1024
+rollout.num_prompts=256 rollout.num_samples=8 rollout.max_new_tokens=4096 rollout.top_k=0 rollout.engine=sglang
+rollout.dtype=bfloat16 algorithm.num_minibatches=4 algorithm.clip_low=0.2 algorithm.clip_high=0.28
+algorithm.kl_coef=0.001 algorithm.kl_placement=loss algorithm.aggregation=token_mean parallel.tensor=2
+algorithm.tis_cap=3.0 algorithm.rollout_is=sequence algorithm.rollout_rs=none algorithm.dynamic_sampling=True
+algorithm.dynamic_sampling_metric=acc reward.overlong_tokens=512 reward.overlong_penalty=0.5
+logging.trackers=['wandb'] optimizer.lr=1e-06 reward.function=reward.py:score eval.interval=0 checkpoint.interval=20
+run.num_steps=400
 """
 YAML_OURS = """
-model.path: /models/policy, data.train: /data/train.parquet, rollout.num_prompts: 64, rollout.num_samples: 4,
-algorithm.advantage: dr_grpo, algorithm.clip_low: 1.0, algorithm.loss: cispo, algorithm.tis_cap: 0.0,
-reward.overlong_tokens: 0, algorithm.dynamic_sampling: False, algorithm.dynamic_sampling_metric: reward, algorithm.kl_coef: 0.0, optimizer.lr: 2e-06, checkpoint.resume: never
+model.path=/models/policy data.train=/data/train.parquet rollout.num_prompts=64 rollout.num_samples=4
+algorithm.advantage=dr_grpo algorithm.clip_low=1.0 algorithm.loss=cispo algorithm.tis_cap=0.0 reward.overlong_tokens=0
+algorithm.dynamic_sampling=False algorithm.dynamic_sampling_metric=reward algorithm.kl_coef=0.0 optimizer.lr=2e-06
+checkpoint.resume=never
 """
 SLIME_OURS = """
-model.path: /data/Qwen3-4B, data.train: /data/dapo-math-17k.jsonl, data.label_key: label, reward.function: math,
-run.num_steps: 3000, rollout.num_prompts: 32, rollout.num_samples: 8, rollout.max_new_tokens: 8192,
-rollout.temperature: 0.8, algorithm.num_minibatches: 2, algorithm.clip_high: 0.28, algorithm.kl_coef: 0.0,
-algorithm.aggregation: sequence_mean, data.eval: /data/aime-2024.jsonl, eval.interval: 20, eval.num_samples: 16,
-parallel.tensor: 2, mcore.recompute: full, mcore.micro_batch_tokens: 9216,
-optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
+model.path=/data/Qwen3-4B data.train=/data/dapo-math-17k.jsonl data.label_key=label reward.function=math
+run.num_steps=3000 rollout.num_prompts=32 rollout.num_samples=8 rollout.max_new_tokens=8192 rollout.temperature=0.8
+algorithm.num_minibatches=2 algorithm.clip_high=0.28 algorithm.kl_coef=0.0 algorithm.aggregation=sequence_mean
+data.eval=/data/aime-2024.jsonl eval.interval=20 eval.num_samples=16 parallel.tensor=2 mcore.recompute=full
+mcore.micro_batch_tokens=9216 optimizer.lr=1e-06 optimizer.beta2=0.98 checkpoint.interval=20
 """
+
+
+VERL_LISTED = (
+    "actor_rollout_ref.rollout.calculate_log_probs: True",
+    "trainer.default_local_dir: '$MY_UNSET_FOLDER/out'",
+    "algorithm.rollout_correction.bypass_mode: True",
+    "algorithm.rollout_correction.rollout_rs: 'seq_mean_k1'; see algorithm.rollout_rs",
+    "rollout_rs_threshold: '0.99_1.001'; see algorithm.rollout_rs_threshold (there lower_upper",
+)
+YAML_LISTED = (
+    "algorithm.rollout_correction.rollout_rs: 'token_k3'; see algorithm.rollout_rs",
+    "algorithm.rollout_correction.rollout_token_veto_threshold: 0.0001",
+    "loss_agg_mode: 'seq-mean-token-sum'",
+    "rollout.name: 'vllm'",
+    "rollout.prompt_length: '${data.max_prompt_length}'",
+)
+SLIME_LISTED = (
+    "balance_data: True",
+    "load: '/data/Qwen3-4B_slime/'; see checkpoint.resume (here auto, never or a folder)",
+    "force: True",  # without the words of the next line
+)
 
 
 @pytest.mark.parametrize(
     ("name", "source", "expected", "ranks", "listed"),
     [
-        (
-            "run.sh",
-            VERL_SCRIPT,
-            VERL_OURS,
-            "8 --nnodes 2",
-            (
-                "actor_rollout_ref.rollout.calculate_log_probs: True",
-                "trainer.default_local_dir: '$MY_UNSET_FOLDER/out'",
-                "algorithm.rollout_correction.bypass_mode: True",
-                "algorithm.rollout_correction.rollout_rs: 'seq_mean_k1'; see algorithm.rollout_rs",
-                "rollout_rs_threshold: '0.99_1.001'; see algorithm.rollout_rs_threshold (there lower_upper",
-            ),
-        ),
-        (
-            "ppo.yaml",
-            VERL_YAML,
-            YAML_OURS,
-            "N",
-            (
-                "algorithm.rollout_correction.rollout_rs: 'token_k3'; see algorithm.rollout_rs",
-                "algorithm.rollout_correction.rollout_token_veto_threshold: 0.0001",
-                "loss_agg_mode: 'seq-mean-token-sum'",
-                "rollout.name: 'vllm'",
-                "rollout.prompt_length: '${data.max_prompt_length}'",
-            ),
-        ),
-        (
-            "slime.sh",
-            SLIME_SCRIPT,
-            SLIME_OURS,
-            "4",
-            (
-                "balance_data: True",
-                "load: '/data/Qwen3-4B_slime/'; see checkpoint.resume (here auto, never or a folder)",
-                "force: True",  # without the words of the next line
-            ),
-        ),
+        ("run.sh", VERL_SCRIPT, VERL_OURS, "8 --nnodes 2", VERL_LISTED),
+        ("ppo.yaml", VERL_YAML, YAML_OURS, "N", YAML_LISTED),
+        ("slime.sh", SLIME_SCRIPT, SLIME_OURS, "4", SLIME_LISTED),
     ],
 )
 def test_a_run_of_theirs_becomes_one_of_ours(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-    name: str,
-    source: str,
-    expected: str,
-    ranks: str,
-    listed: tuple[str, ...],
+    migrate: Migrate, name: str, source: str, expected: str, ranks: str, listed: tuple[str, ...]
 ) -> None:
-    (tmp_path / name).write_text(source)
-    out = tmp_path / "ours.yaml"
-    assert main([str(tmp_path / name), "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
-    config = load_config(out)
-    for item in expected.replace("\n", " ").split(","):
-        key, _, value = item.strip().partition(": ")
-        section, field = key.split(".")
-        assert str(getattr(getattr(config, section), field)) == value, key
+    found = migrate(source, name)
+    found.check(expected)
     for line in listed:
-        assert line in printed
-        assert line in out.read_text()
-    assert printed.endswith(f"tlt train {out} --nproc-per-node {ranks}\n")
+        assert line in found.printed
+        assert line in found.out.read_text()
+    assert found.printed.endswith(f"tlt train {found.out} --nproc-per-node {ranks}\n")
+
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
 
 @pytest.mark.parametrize(
     ("source", "listed"),
     [
+        (f"data.train_batch_size=$OPEN {ACTOR}ppo_mini_batch_size=64", "ppo_mini_batch_size: 64"),
+        ("--rollout-batch-size $OPEN --n-samples-per-prompt $OPEN --global-batch-size 8", "global_batch_size: 8"),
+        ("--n-samples-per-prompt 8 --use-kl-loss --kl-loss-coef 0.01 --seed $OPEN", "kl_loss_type: 'k1'"),
         (
-            "data.train_batch_size=$MY_UNSET_SIZE actor_rollout_ref.actor.ppo_mini_batch_size=64",
-            "actor_rollout_ref.actor.ppo_mini_batch_size: 64",
+            f"algorithm.use_kl_in_reward=True {ACTOR}use_kl_loss=True {ACTOR}kl_loss_coef=0.02 x.seed=$OPEN",
+            f"{ACTOR}kl_loss_coef: 0.02",
+        ),
+        (f"{ACTOR}ppo_mini_batch_size='64' trainer.nnodes=$OPEN trainer.seed=$OPEN", "trainer.seed: '$OPEN'"),
+        (f"{ACTOR}ppo_mini_batch_size=many data.seed=$OPEN", f"{ACTOR}ppo_mini_batch_size: 'many'"),
+        ("--n-samples-per-prompt 8 --eval-prompt-data aime a.jsonl gpqa --seed $OPEN", "eval_prompt_data: ['aime', 'a.jsonl', 'gpqa']"),
+        ("none=0\n--n-samples-per-prompt 8 --lr $((1 / none)) --eval-prompt-data $((1 + 08)) --seed $OPEN", "lr: '$[1/0]'"),
+        # a value of another kind
+        ("trainer.save_freq=after_each_epoch x.y=$OPEN", "trainer.save_freq: 'after_each_epoch'"),
+        (f"{ACTOR}optim.betas=0.9 x.y=$OPEN", f"{ACTOR}optim.betas: 0.9"),
+        (f"{ACTOR}tis_imp_ratio_cap=none x.y=$OPEN", f"{ACTOR}tis_imp_ratio_cap: 'none'"),
+        # an environment is code of theirs
+        (
+            f"{ROLLOUT}multi_turn.enable=True x.y=$OPEN",
+            "enable: True; see rollout.environment (here empty for one turn)",
         ),
         (
-            "--rollout-batch-size $MY_UNSET_SIZE --n-samples-per-prompt $MY_UNSET_SIZE --global-batch-size 8",
-            "global_batch_size: 8",
-        ),
-        (
-            "--n-samples-per-prompt 8 --use-kl-loss --kl-loss-coef 0.01 --seed $MY_UNSET_SIZE",
-            "kl_loss_type: 'k1'",
-        ),
-        (
-            "algorithm.use_kl_in_reward=True actor_rollout_ref.actor.use_kl_loss=True"
-            " actor_rollout_ref.actor.kl_loss_coef=0.02 trainer.seed=$MY_UNSET_SIZE",
-            "actor_rollout_ref.actor.kl_loss_coef: 0.02",
-        ),
-        (
-            "actor_rollout_ref.actor.ppo_mini_batch_size='64' trainer.nnodes=$MY_UNSET_SIZE trainer.seed=$MY_UNSET_SIZE",
-            "trainer.seed: '$MY_UNSET_SIZE'",
-        ),
-        (
-            "actor_rollout_ref.actor.ppo_mini_batch_size=many data.seed=$MY_UNSET_SIZE",
-            "actor_rollout_ref.actor.ppo_mini_batch_size: 'many'",
-        ),
-        (
-            "--n-samples-per-prompt 8 --eval-prompt-data aime a.jsonl gpqa --lr $((1 / MY_UNSET_SIZE)) --seed $MY_UNSET_SIZE",
-            "eval_prompt_data: ['aime', 'a.jsonl', 'gpqa']",
-        ),
-        (
-            "none=0\n--n-samples-per-prompt 8 --lr $((1 / none)) --eval-prompt-data $((1 + 08)) --seed $MY_UNSET_SIZE",
-            "lr: '$[1/0]'",
+            f"{ROLLOUT}multi_turn.interaction_config_path=a.yaml x.y=$OPEN",
+            "'a.yaml'; see rollout.environment (path/to/file.py:name)",
         ),
     ],
-)
-def test_what_the_script_leaves_open_is_listed(
-    tmp_path: Path, capsys: pytest.CaptureFixture, source: str, listed: str
+)  # fmt: skip
+def test_what_is_open_or_has_no_counterpart_is_listed(
+    migrate: Migrate, source: str, listed: str
 ) -> None:
-    assert main([str(_written(tmp_path, source)), "--out", str(tmp_path / "ours.yaml")]) == 0
-    printed = capsys.readouterr().out
-    assert listed in printed
-    assert "'$MY_UNSET_SIZE'" in printed
+    found = migrate(source)
+    assert found.code == 0, found.error
+    assert listed in found.printed
+    assert "'$OPEN'" in found.printed
 
 
-def _written(folder: Path, source: str) -> Path:
-    """Write a script that says how many steps it runs, unless `source` does."""
-    if "total_epochs" not in source and "num-epoch" not in source:
-        is_slime = source.lstrip().startswith("--")
-        source += " --num-rollout 7" if is_slime else "\ntrainer.total_training_steps=7"
-    (folder / "run.sh").write_text(source)
-    return folder / "run.sh"
-
-
+TRANSFORMER = f"{ACTOR}megatron.override_transformer_config."
 CORRECTION = "algorithm.rollout_correction."
-TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
 
 
 @pytest.mark.parametrize(
     ("source", "ours"),
     [
         (  # a variable that holds several settings
-            'n=16\nROLLOUT="\n  actor_rollout_ref.rollout.name=sglang \\\n  actor_rollout_ref.rollout.n=$n"\n'
+            f'n=16\nROLLOUT="\n  {ROLLOUT}name=sglang \\\n  {ROLLOUT}n=$n"\n'
             "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo $ROLLOUT data.seed=3",
-            {"rollout": {"num_samples": 16}, "run": {"seed": 3}},
+            "rollout.num_samples=16 run.seed=3",
         ),
         (
-            f"+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3"
+            f"+{ROLLOUT}engine_kwargs.sglang.attention_backend=fa3"
             f" {TRANSFORMER}recompute_granularity=full {TRANSFORMER}recompute_num_layers=1",
-            {
-                "sglang": {"engine_args": {"attention_backend": "fa3"}},
-                "mcore": {"recompute": "full", "transformer": {"recompute_num_layers": 1}},
-            },
+            "sglang.engine_args={'attention_backend':'fa3'} mcore.recompute=full"
+            " mcore.transformer={'recompute_num_layers':1}",
         ),
-        (  # of the engine that a migrated run has
-            "actor_rollout_ref.rollout.enforce_eager=True",
-            {"sglang": {"engine_args": {"disable_cuda_graph": True}}},
-        ),
+        # of the engine that a migrated run has
+        (f"{ROLLOUT}enforce_eager=True", "sglang.engine_args={'disable_cuda_graph':True}"),
+        ("--n-samples-per-prompt 8 --sglang-disable-cuda-graph", "sglang.engine_args={'disable_cuda_graph':True}"),
+        # kl_loss_type is of the loss; kl_penalty is kl by default, the coefficient 0.001
         (
-            "--sglang-disable-cuda-graph --n-samples-per-prompt 8",
-            {"sglang": {"engine_args": {"disable_cuda_graph": True}}},
-        ),
-        (  # kl_loss_type is of the loss; kl_penalty is kl by default, the coefficient 0.001
-            "algorithm.use_kl_in_reward=True actor_rollout_ref.actor.kl_loss_type=low_var_kl",
-            {"algorithm": {"kl_placement": "reward", "kl_coef": 0.001, "used_kl_estimator": "k1"}},
+            f"algorithm.use_kl_in_reward=True {ACTOR}kl_loss_type=low_var_kl",
+            "algorithm.kl_placement=reward algorithm.kl_coef=0.001 algorithm.used_kl_estimator=k1",
         ),
         (
             "algorithm.kl_penalty=mse algorithm.kl_ctrl.kl_coef=0.1 algorithm.use_kl_in_reward=True",
-            {"algorithm": {"kl_placement": "reward", "kl_coef": 0.1, "used_kl_estimator": "k2"}},
+            "algorithm.kl_placement=reward algorithm.kl_coef=0.1 algorithm.used_kl_estimator=k2",
         ),
         (
-            "algorithm.kl_penalty=mse actor_rollout_ref.actor.use_kl_loss=True",
-            {"algorithm": {"kl_placement": "loss", "kl_coef": 0.001, "used_kl_estimator": "k3"}},
+            f"algorithm.kl_penalty=mse {ACTOR}use_kl_loss=True",
+            "algorithm.kl_placement=loss algorithm.kl_coef=0.001 algorithm.used_kl_estimator=k3",
+        ),
+        (  # what it leaves out are verl's defaults
+            "data.shuffle=False",
+            "algorithm.advantage=gae algorithm.dual_clip=3.0 algorithm.num_minibatches=4 data.max_prompt_tokens=512"
+            " data.shuffle=False eval.temperature=0.0 optimizer.beta2=0.999 rollout.num_prompts=1024 rollout.num_samples=1",
         ),
         (
-            "data.shuffle=False",  # what it leaves out are verl's defaults
-            {
-                "algorithm": {"advantage": "gae", "dual_clip": 3.0, "num_minibatches": 4},
-                "data": {"max_prompt_tokens": 512, "shuffle": False},
-                "eval": {"temperature": 0.0},
-                "optimizer": {"beta2": 0.999},
-                "rollout": {"num_prompts": 1024, "num_samples": 1},
-            },
-        ),
-        (
-            "algorithm.adv_estimator=reinforce_plus_plus actor_rollout_ref.actor.ppo_mini_batch_size=128"
+            f"algorithm.adv_estimator=reinforce_plus_plus {ACTOR}ppo_mini_batch_size=128"
             " algorithm.gamma=0.99 algorithm.lam=0.9",
-            {
-                "algorithm": {"num_minibatches": 8, "gamma": 0.99, "lam": 1.0},
-                "rollout": {"num_samples": 1},
-            },
+            "algorithm.num_minibatches=8 algorithm.gamma=0.99 algorithm.lam=1.0 rollout.num_samples=1",
         ),
         (
             "--rollout-batch-size 128 --global-batch-size 32 --advantage-estimator reinforce_plus_plus",
-            {
-                "algorithm": {"num_minibatches": 4},
-                "data": {"shuffle": False},
-                "rollout": {"num_samples": 1},
-            },
+            "algorithm.num_minibatches=4 data.shuffle=False rollout.num_samples=1",
         ),
+        ("--use-tis --rollout-temperature 0.6 --n-samples-per-prompt 8", "algorithm.tis_cap=2.0 eval.temperature=0.6"),
         (
-            "--n-samples-per-prompt 8 --use-tis --rollout-temperature 0.6",
-            {"algorithm": {"tis_cap": 2.0}, "eval": {"temperature": 0.6}},
-        ),
-        (
-            "--n-samples-per-prompt 8 --tis-clip 3 --rollout-temperature 0.6 --eval-temperature 0.9",
-            {"algorithm": {"tis_cap": 0.0}, "eval": {"temperature": 0.9}},
+            "--tis-clip 3 --rollout-temperature 0.6 --eval-temperature 0.9 --n-samples-per-prompt 8",
+            "algorithm.tis_cap=0.0 eval.temperature=0.9",
         ),
         (  # until verl 0.7.0
             f"{CORRECTION}rollout_is=token {CORRECTION}rollout_rs=token {CORRECTION}rollout_rs_threshold=3"
             f" {CORRECTION}rollout_rs_threshold_lower=0.25",
-            {"algorithm": {"rollout_rs_threshold": 3.0, "rollout_rs_threshold_lower": 0.25}},
+            "algorithm.rollout_rs_threshold=3.0 algorithm.rollout_rs_threshold_lower=0.25",
         ),
         (
             "--advantage-estimator cispo --n-samples-per-prompt 8 --rollout-seed 7 --attention-softmax-in-fp32"
             " --use-wandb --wandb-project math",
-            {
-                "algorithm": {"loss": "cispo", "aggregation": "sequence_mean"},
-                "data": {"input_key": "input"},
-                "logging": {"trackers": ["wandb"], "project": "math"},
-                "mcore": {"transformer": {"attention_softmax_in_fp32": True}},
-                "run": {"seed": 7},
-            },
+            "algorithm.loss=cispo algorithm.aggregation=sequence_mean data.input_key=input logging.project=math"
+            " logging.trackers=['wandb'] mcore.transformer={'attention_softmax_in_fp32':True} run.seed=7",
+        ),
+        ("data.val_files=[a.jsonl,b.parquet]", "data.eval=['a.jsonl','b.parquet']"),
+        ("--n-samples-per-prompt 8 --eval-prompt-data aime a.jsonl gpqa b.parquet", "data.eval=['a.jsonl','b.parquet']"),
+        (  # gae is verl's default
+            "trainer.nnodes=1 critic.model.path=rm critic.optim.lr=2e-5 algorithm.lam=0.9 trainer.critic_warmup=3",
+            "algorithm.advantage=gae algorithm.lam=0.9 critic.path=rm critic.lr=2e-05 critic.warmup_steps=3",
+        ),
+        (
+            "--advantage-estimator ppo --critic-lr 2e-5 --lambd 0.9 --num-critic-only-steps 3",
+            "algorithm.advantage=gae algorithm.lam=0.9 critic.path= critic.lr=2e-05 critic.warmup_steps=3",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_setting_or_its_absence_there_is_set_here(
-    tmp_path: Path, source: str, ours: dict[str, dict[str, object]]
+    migrate: Migrate, source: str, ours: str
 ) -> None:
-    assert main([str(_written(tmp_path, source)), "--out", str(tmp_path / "ours.yaml")]) == 0
-    config = load_config(tmp_path / "ours.yaml")
-    found = {s: {key: getattr(getattr(config, s), key) for key in keys} for s, keys in ours.items()}
-    assert found == ours
+    migrate(source).check(ours)
+
+
+def test_settings_of_a_critic_are_left_out_without_one(migrate: Migrate) -> None:
+    found = migrate(f"algorithm.adv_estimator=grpo {ROLLOUT}n=8 critic.optim.lr=2e-5")
+    assert "critic" not in found.out.read_text()
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "refused"),
     [
-        "data.val_files=[a.jsonl,b.parquet]",
-        "--n-samples-per-prompt 8 --eval-prompt-data aime a.jsonl gpqa b.parquet",
+        ("algorithm.adv_estimator=remax", "algorithm.advantage='remax': must be one of grpo,"),
+        ("algorithm.adv_estimator=$OPEN", "algorithm.advantage='$OPEN': must be"),
+        ("--advantage-estimator opo", "algorithm.advantage='opo': must be one of grpo,"),
+        (
+            f"algorithm.adv_estimator=grpo {ROLLOUT}n=8 {ACTOR}policy_loss.loss_mode=clip_cov",
+            "algorithm.loss='clip_cov': must be one of ppo,",
+        ),
+        ("trainer.total_epochs=15", "run.num_steps=None: must be int"),
+        ("--n-samples-per-prompt 8 --num-epoch 3", "run.num_steps=None: must be int"),
+        (f"{ROLLOUT}n=0", "rollout.num_samples=0"),
     ],
 )
-def test_several_files_to_evaluate_on_stay_several(tmp_path: Path, source: str) -> None:
-    assert main([str(_written(tmp_path, source)), "--out", str(tmp_path / "ours.yaml")]) == 0
-    assert load_config(tmp_path / "ours.yaml").data.eval == ["a.jsonl", "b.parquet"]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "trainer.nnodes=1 critic.model.path=rm critic.optim.lr=2e-5 algorithm.lam=0.9 trainer.critic_warmup=3",
-        "--advantage-estimator ppo --critic-lr 2e-5 --lambd 0.9 --num-critic-only-steps 3",
-    ],
-)
-def test_ppo_has_a_critic_and_the_others_leave_its_settings_out(
-    tmp_path: Path, source: str
+def test_what_would_train_otherwise_is_left_to_the_user(
+    migrate: Migrate, source: str, refused: str
 ) -> None:
-    """gae is verl's default."""
-    assert main([str(_written(tmp_path, source)), "--out", str(tmp_path / "ppo.yaml")]) == 0
-    config = load_config(tmp_path / "ppo.yaml")
-    assert (config.algorithm.advantage, config.algorithm.lam) == ("gae", 0.9)
-    assert config.critic.path == ("rm" if "path=rm" in source else "")
-    assert (config.critic.lr, config.critic.warmup_steps) == (2e-5, 3)
-    source = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 critic.optim.lr=2e-5"
-    assert main([str(_written(tmp_path, source)), "--out", str(tmp_path / "grpo.yaml")]) == 0
-    assert "critic" not in (tmp_path / "grpo.yaml").read_text()
+    """No default takes the place of an unknown estimator or loss, or of a number of epochs.
+
+    The config is written, and what does not pass the checks is named.
+    """
+    found = migrate(source, steps=None)
+    assert found.code == 2
+    assert f"to be changed before a run: {refused}" in found.error
+    assert "epoch" not in source or "see run.num_steps (there epochs" in found.out.read_text()
+
+
+def test_a_file_that_exists_or_holds_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("trainer: {x: 1}\n")
+    with pytest.raises(ValueError, match="exists already"):
+        main([str(tmp_path / "a.yaml"), "--out", str(tmp_path / "a.yaml")])
+    (tmp_path / "empty.yaml").touch()
+    with pytest.raises(ValueError, match=r"empty.yaml: holds no settings of verl or slime"):
+        main([str(tmp_path / "empty.yaml"), "--out", str(tmp_path / "other.yaml")])
