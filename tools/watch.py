@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tlt_megatron.cli import main as run_command
+
 if TYPE_CHECKING:
     from tools.run_report.live import LiveComparison, LiveRun
 
@@ -93,8 +95,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing: a page asks every few seconds."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Serve until Ctrl-C. Return 2 for a folder that is no run, a port in use, or an absent plotting package."""
+def main(arguments: list[str] | None = None) -> None:
+    """Serve until Ctrl-C.
+
+    ValueError for a folder that is no run, a port in use, or an absent plotting package.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a run, or a folder of runs"
@@ -103,29 +108,21 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         from tools.run_report.data import distinct_names, runs_below
-        from tools.run_report.live import LiveRun  # needs packages of [report]
-
-        run_dirs = [run for folder in options.run_dirs for run in runs_below(folder)]
-        runs = [LiveRun(*each) for each in zip(run_dirs, distinct_names(run_dirs), strict=True)]
-        server = WatchServer(runs, options.port)
+        from tools.run_report.live import LiveRun
     except ModuleNotFoundError as error:
         needed = f'needs the package {error.name}: pip install "tlt_megatron[report]"'
-        print(f"watch: {needed}", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(f"watch: {error}", file=sys.stderr)
-        return 2
+        raise ValueError(needed) from None
+    run_dirs = [run for folder in options.run_dirs for run in runs_below(folder)]
+    runs = [LiveRun(*each) for each in zip(run_dirs, distinct_names(run_dirs), strict=True)]
+    try:
+        server = WatchServer(runs, options.port)
     except (OSError, OverflowError) as error:
-        print(f"watch: --port {options.port}: {error}; must be free", file=sys.stderr)
-        return 2
+        raise ValueError(f"--port {options.port}: {error}; must be free") from None
     with server:
         print(f"watch: http://{_HOST}:{server.port}/ (Ctrl-C ends it)", flush=True)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-        except KeyboardInterrupt:
-            return 0
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(["watch", *sys.argv[1:]]))

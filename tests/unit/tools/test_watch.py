@@ -156,10 +156,13 @@ def test_a_run_that_starts_says_so_and_a_broken_file_is_named(tmp_path: Path) ->
     assert "1 of ? RL steps are done" in run.page([])
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path), "--port", "0"]) == 2
-    expected = f"watch: {tmp_path}: is no run folder and holds none: a run has lock or config.yaml"
-    assert capsys.readouterr().err.startswith(expected)
+def test_what_is_no_run_and_no_port_is_refused(tmp_path: Path) -> None:
+    message = f"{tmp_path}: is no run folder and holds none: a run has lock or config.yaml"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        main([str(tmp_path), "--port", "0"])
+    (tmp_path / "lock").touch()
+    with pytest.raises(ValueError, match="--port 65536: "):
+        main([str(tmp_path), "--port", "65536"])
 
 
 def test_a_folder_of_runs_stands_for_the_runs_below_it(tmp_path: Path) -> None:
@@ -245,14 +248,6 @@ def test_a_report_does_not_follow_a_link_in_the_run_folder(tmp_path: Path) -> No
     assert report([str(run_dir)]) == 0
     assert precious.read_text() == "mine"
     assert (run_dir / "report.html").stat().st_size > 1000
-
-
-def test_a_port_that_does_not_exist_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "lock").touch()
-    assert main([str(tmp_path), "--port", "65536"]) == 2
-    assert capsys.readouterr().err.startswith("watch: --port 65536: ")
 
 
 def test_responses_are_shown_as_text(tmp_path: Path) -> None:
