@@ -30,7 +30,7 @@ _HEADLINE = (  # name, and how it is shown from the numbers of summary.json
 _FACTS = (  # of the settings
     "{model[path]} · {rollout[engine]} engine, {rollout[dtype]} · {rollout[num_prompts]} prompts ×"
     " {rollout[num_samples]} responses a step, at most {rollout[max_new_tokens]} tokens ·"
-    " speculation: {speculation[enabled]} · spot training: {spot[enabled]}"
+    " speculation.enabled={speculation[enabled]} · spot.enabled={spot[enabled]}"
 )
 
 
