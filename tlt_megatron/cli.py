@@ -78,7 +78,7 @@ COMMANDS = {
         "tools.evaluate",
     ),
     "convert": Command(
-        "convert the policy between Hugging Face and Megatron checkpoints",
+        "write the policy of a run or a checkpoint as a Hugging Face folder",
         "tlt convert --from runs/mine --to exported",
         "tools.convert_checkpoint",
     ),
