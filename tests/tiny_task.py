@@ -115,6 +115,17 @@ def run_forked(num_ranks: int, *arguments: str | Path) -> list[tuple[int, str]]:
     return run_ranks(num_ranks, program, timeout_s=600, has_world=False)
 
 
+def run_ending(
+    code: int, num_ranks: int, config: Path, run_dir: Path, *arguments: str | Path
+) -> str:
+    """The whole program on forked ranks, which all end with this exit code: what they say. A failure prints no traceback."""
+    results = run_forked(num_ranks, "--config", config, f"run.dir={run_dir}", *arguments)
+    said = "".join(stderr for _, stderr in results)
+    assert [found for found, _ in results] == [code] * num_ranks, said[-5000:]
+    assert code == 0 or "Traceback" not in said
+    return said
+
+
 def launch(
     num_ranks: int, *arguments: str | Path, timeout_s: float = 600
 ) -> subprocess.CompletedProcess:
@@ -187,6 +198,11 @@ def check_same_tokens(run_dir: Path, expected: Path) -> None:
 def check_same_run(run_dir: Path, expected: Path) -> None:
     """Both drew the same tokens, and learned the same weights bit for bit."""
     check_same_tokens(run_dir, expected)
+    check_same_weights(run_dir, expected)
+
+
+def check_same_weights(run_dir: Path, expected: Path) -> None:
+    """Both learned the same weights bit for bit."""
     found = weights(run_dir)
     for name, tensor in weights(expected).items():
         assert torch.equal(found[name], tensor), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -40,7 +40,10 @@ class Job:
         *arguments: str,
         is_plain: bool = False,
         is_tlt: bool = False,
+        script: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`script` is started in place of the trainer, with the same settings."""
         self.folder, self.run_dir = config.parent, run_dir
         (self.folder / "called").unlink(missing_ok=True)
         (self.folder / "hold").touch()  # before the start, so that no step comes too early
@@ -50,14 +53,17 @@ class Job:
         if is_tlt:
             command[1:2] = ["-m", "tlt_megatron.cli", "train"]
             command.remove("launch/pretrain_rl.py")
+        if script is not None:
+            command = ["bash", str(script), str(config), f"run.dir={run_dir}", *arguments]
         self._output = run_dir.with_suffix(".out")
         self._skip = self._output.stat().st_size if self._output.exists() else 0
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
         with self._output.open("a") as output:
             self.process = subprocess.Popen(
                 command,
                 cwd=REPO,
-                env=environment,
+                env={**os.environ, **own, **(environment or {})},
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

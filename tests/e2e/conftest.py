@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def start_job() -> Iterator[Callable[..., Job]]:
     """`Job`; what still runs after the test is killed."""
     jobs: list[Job] = []
 
-    def start(config: Path, run_dir: Path, *arguments: str, **door: bool) -> Job:
+    def start(config: Path, run_dir: Path, *arguments: str, **door: Any) -> Job:
         jobs.append(Job(config, run_dir, *arguments, **door))
         return jobs[-1]
 

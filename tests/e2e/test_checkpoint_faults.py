@@ -1,5 +1,5 @@
-"""Run folders and checkpoints through the program itself: used folders, two runs at once, damage,
-crafted files, other settings.
+"""Run folders and checkpoints through the program itself: used folders, damage, crafted files, other settings, full
+disks, lost rows.
 """
 
 from __future__ import annotations
@@ -9,21 +9,16 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.tiny_models import make_tiny_hf
-from tests.tiny_task import (
-    REPO,
-    answers,
-    metric_rows,
-    run,
-    run_forked,
-    weights,
-)
+from tests.tiny_task import REPO, check_same_run, metric_rows, run, run_ending
+from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.runtime.durable import save_tensors
 from tlt_megatron.trainer.manifest import (
     Manifest,
     hash_file,
@@ -36,6 +31,8 @@ pytestmark = pytest.mark.e2e
 
 QUIET = ("logging.trackers=[]", "logging.trace=false", "logging.progress=none")
 EVERY_STEP = (*QUIET, "checkpoint.interval=1", "checkpoint.keep=0")
+RESUME = ("--resume", "auto", *EVERY_STEP)
+NO_EVAL = (*EVERY_STEP, "data.eval=")
 NEWEST = "iter_0000003"
 
 
@@ -65,13 +62,6 @@ def steps_of(run_dir: Path) -> list[int]:
     evaluated = [row["step"] for row in rows if "eval/accuracy" in row]
     assert len(evaluated) == len(set(evaluated))
     return [row["step"] for row in rows if "actor/pg_loss" in row]
-
-
-def resume(config: Path, run_dir: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and stderr of `--resume auto` on one rank."""
-    arguments = ("--config", str(config), f"run.dir={run_dir}", "--resume", "auto", *arguments)
-    [(code, stderr)] = run_forked(1, *arguments, *EVERY_STEP)
-    return code, stderr
 
 
 def flip_bit(path: Path) -> None:
@@ -113,22 +103,17 @@ def test_a_damaged_checkpoint_gives_a_warning_and_the_straight_run(
     copy: Path, straight: Path, config: Path
 ) -> None:
     flip_bit(copy / "checkpoints" / NEWEST / "policy" / "__1_0.distcp")
-    arguments = ("--config", config, f"run.dir={copy}", "--resume", "auto", *EVERY_STEP)
-    results = run_forked(2, *arguments)
-    assert [code for code, _ in results] == [0, 0], results
-    assert "iter_0000002 is the newest intact checkpoint" in results[0][1]
-    assert "__1_0.distcp is damaged" in results[0][1]
+    said = run_ending(0, 2, config, copy, *RESUME)
+    assert "iter_0000002 is the newest intact checkpoint" in said
+    assert "__1_0.distcp is damaged" in said
     assert steps_of(copy) == [1, 2, 3]
-    assert answers(copy) == answers(straight)
-    for name, tensor in weights(straight).items():
-        assert torch.equal(weights(copy)[name], tensor), name
+    check_same_run(copy, straight)
 
 
 def test_no_intact_checkpoint_is_one_clear_error(copy: Path, config: Path) -> None:
     for name in checkpoints(copy):
         flip_bit(copy / "checkpoints" / name / "trainer_state.json")
-    code, stderr = resume(config, copy)
-    assert code == 2
+    stderr = run_ending(2, 1, config, copy, *RESUME)
     (line,) = stderr.splitlines()
     assert "no checkpoint in" in line
     assert line.count("trainer_state.json is damaged") == 3
@@ -167,51 +152,32 @@ def test_a_crafted_index_runs_no_code_on_resume(copy: Path, config: Path, tmp_pa
     trace, newest = tmp_path / "trace", copy / "checkpoints" / NEWEST
     (newest / "policy" / ".metadata").write_bytes(pickle.dumps(MakeFolder(trace)))
     seal(newest, order=3)
-    code, stderr = resume(config, copy, "run.num_steps=4")
+    stderr = run_ending(2, 1, config, copy, *RESUME, "run.num_steps=4")
     assert not trace.exists()
-    assert code == 2
     assert ".metadata is not loaded: posix.mkdir is not a class of" in stderr
     common = newest / "policy" / "common.pt"
     torch.save({"identity": MakeFolder(trace)}, common)
     seal(newest, order=3)
-    code, stderr = resume(config, copy, "run.num_steps=4")
+    stderr = run_ending(2, 1, config, copy, *RESUME, "run.num_steps=4")
     assert not trace.exists()
-    assert code == 2
     assert "common.pt is not loaded" in stderr
 
 
 # ---- other settings
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("run.seed=7", "run.seed 0 -> 7"),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-            "rope.theta 1000000.0 -> 500000.0",
-        ),
-        ({"rms_norm_eps": 1e-3}, "rms_norm_eps 1e-06 -> 0.001"),
-        ({"tied": True}, "tie_word_embeddings False -> True"),
-        ({"vocab_size": 50}, "vocab_size 48 -> 50"),
-    ],
-)
 def test_another_model_or_seed_is_refused_by_name(
-    straight: Path,
-    config: Path,
-    tmp_path: Path,
-    override: str | dict[str, object],
-    named: str,
+    straight: Path, config: Path, tmp_path: Path
 ) -> None:
-    if isinstance(override, dict):
-        model = shutil.copytree(config.parent / "model", tmp_path / "model")  # for its tokenizer
-        like = {"vocab_size": 48, "num_layers": 2, "eos_token_id": 1, "pad_token_id": 0}
-        make_tiny_hf(model, "qwen2", **(like | override))
-        override = f"model.path={model}"
-    code, stderr = resume(config, straight, override)
-    assert code == 2
-    assert named in stderr
-    assert "Traceback" not in stderr
+    model = shutil.copytree(config.parent / "model", tmp_path / "model")  # for its tokenizer
+    sizes = {"vocab_size": 50, "num_layers": 2, "eos_token_id": 1, "pad_token_id": 0}
+    make_tiny_hf(model, "qwen2", **sizes)
+    for override, named in (
+        ("run.seed=7", "run.seed 0 -> 7"),
+        (f"model.path={model}", "vocab_size 48 -> 50"),
+    ):
+        stderr = run_ending(2, 1, config, straight, *RESUME, override)
+        assert named in stderr
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(config: Path, tmp_path: Path) -> None:
@@ -231,25 +197,19 @@ def test_a_refused_resume_leaves_the_run_as_it_was(config: Path, tmp_path: Path)
     rows = (config.parent / "train.jsonl").read_text().splitlines()
     other.write_text("\n".join(rows[1:]) + "\n")
     first = tmp_path / "run" / "checkpoints" / "iter_0000001"
-    arguments = ("--config", str(config), f"checkpoint.resume={first}", *logged)
-    for run_dir in (tmp_path / "run", tmp_path / "fork"):
-        wrong = (*arguments, f"run.dir={run_dir}", f"data.train={other}")
-        [(code, stderr)] = run_forked(1, *wrong)
-        assert code == 2
-        assert "the state belongs to the data set" in stderr
+    arguments = (f"checkpoint.resume={first}", *logged)
+    for name in ("run", "fork"):
+        said = run_ending(2, 1, config, tmp_path / name, *arguments, f"data.train={other}")
+        assert "the state belongs to the data set" in said
     assert content() == before
-    [(code, stderr)] = run_forked(1, *arguments, f"run.dir={tmp_path / 'fork'}")
-    assert code == 0, stderr
+    run(1, config, tmp_path / "fork", *arguments)
 
 
 def test_a_tracker_that_cannot_start_leaves_no_run_behind(config: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def tracker(**about):\n    raise OSError('no login')\n")
-    arguments = ("--config", str(config), f"run.dir={tmp_path / 'run'}", *QUIET)
-    [(code, stderr)] = run_forked(1, *arguments, f"logging.trackers=[{tmp_path}/mine.py:tracker]")
-    assert code == 2
-    assert "no login" in stderr
-    [(code, stderr)] = run_forked(1, *arguments, "run.num_steps=1")
-    assert code == 0, stderr
+    tracker = f"logging.trackers=[{tmp_path}/mine.py:tracker]"
+    assert "no login" in run_ending(2, 1, config, tmp_path / "run", *QUIET, tracker)
+    run(1, config, tmp_path / "run", *QUIET, "run.num_steps=1")
 
 
 @pytest.mark.parametrize("num_steps", ["0", "2"])
@@ -257,8 +217,7 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused(
     straight: Path, config: Path, num_steps: str
 ) -> None:
     before = (straight / "summary.json").read_bytes()
-    code, stderr = resume(config, straight, f"run.num_steps={num_steps}")
-    assert code == 2
+    stderr = run_ending(2, 1, config, straight, *RESUME, f"run.num_steps={num_steps}")
     assert f"run.num_steps={num_steps}: must be >= 3, the step of the checkpoint" in stderr
     assert (straight / "summary.json").read_bytes() == before
 
@@ -269,15 +228,13 @@ def test_a_finished_run_without_held_out_prompts_is_not_saved_again(
     run(1, config, tmp_path, *EVERY_STEP, "run.num_steps=1", "data.eval=")
     manifest = tmp_path / "checkpoints" / "iter_0000001" / "manifest.json"
     before = manifest.stat().st_ino, manifest.stat().st_mtime_ns
-    code, stderr = resume(config, tmp_path, "run.num_steps=1", "data.eval=")
-    assert code == 0, stderr
+    run_ending(0, 1, config, tmp_path, *RESUME, "run.num_steps=1", "data.eval=")
     assert (manifest.stat().st_ino, manifest.stat().st_mtime_ns) == before
 
 
 def test_the_evaluation_of_step_0_is_written_once(config: Path, tmp_path: Path) -> None:
     run(1, config, tmp_path, *QUIET, "run.num_steps=0")
-    code, stderr = resume(config, tmp_path, "run.num_steps=1")
-    assert code == 0, stderr
+    run_ending(0, 1, config, tmp_path, *RESUME, "run.num_steps=1")
     assert steps_of(tmp_path) == [1]
 
 
@@ -299,9 +256,70 @@ def test_changed_strategies_drafter_and_spot_settings_do_not_block_a_resume(
         ),
         start=4,
     ):
-        code, stderr = resume(config, tmp_path, *spot, *change, f"run.num_steps={step}")
-        assert code == 0, stderr
+        stderr = run_ending(
+            0, 1, config, tmp_path, *RESUME, *spot, *change, f"run.num_steps={step}"
+        )
         (line,) = (line for line in stderr.splitlines() if "written with other settings" in line)
         assert all(name.partition("=")[0] in line for name in change)
         assert "starts anew" in stderr
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+# ---- full disks, other weights, lost rows
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """2 MiB: a checkpoint of the tiny task has 1.7."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mount is refused here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_one_line_that_names_disk_and_folder(config: Path, small_disk: Path) -> None:
+    (small_disk / "run" / "logs").mkdir(parents=True)
+    (small_disk / "run" / "logs" / "rank_00000.log").symlink_to("/dev/full")
+    stderr = run_ending(1, 1, config, small_disk / "run", *NO_EVAL)
+    (line,) = (line for line in stderr.splitlines() if "pretrain_rl: " in line)
+    assert f"checkpoint {small_disk}/run/checkpoints/iter_0000002 was not written" in line
+    assert "No space left on device" in line
+    assert f"the disk at {small_disk} " in line
+    assert stderr.count("rank_00000.log: cannot be written: [Errno 28]") == 1
+
+
+def test_a_changed_kl_reference_is_refused_and_a_copy_is_not(config: Path, tmp_path: Path) -> None:
+    first = config.parent / "model"
+    model = shutil.copytree(first, tmp_path / "model", copy_function=shutil.copy)
+    options = (f"model.path={model}", "algorithm.kl_coef=0.1")
+    run(1, config, tmp_path / "run", *NO_EVAL, *options, "run.num_steps=1")
+    tensors = dict(HfReader(model).items())
+    tensors["model.layers.1.mlp.down_proj.weight"][-1, -1] += 1
+    save_tensors(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    stderr = run_ending(
+        2, 1, config, tmp_path / "run", *RESUME, "data.eval=", *options, "run.num_steps=2"
+    )
+    assert "belongs to another run: weights in model.path (the KL reference) " in stderr
+    copy = (f"model.path={first}", "algorithm.kl_coef=0.1")
+    run_ending(0, 1, config, tmp_path / "run", *RESUME, "data.eval=", *copy, "run.num_steps=1")
+
+
+def test_lost_rows_are_counted_and_a_damaged_file_is_kept(config: Path, tmp_path: Path) -> None:
+    arguments = (*NO_EVAL, "logging.trace=true")
+    run(1, config, tmp_path, *arguments, "run.num_steps=2")
+    metrics, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.1.jsonl"
+    damaged = ["{}", "[1]", "{\x00\x00", metrics.read_text().splitlines()[1]]
+    metrics.write_text("\n".join(damaged) + "\n")
+    (tmp_path / "speculation.jsonl").unlink()
+    (tmp_path / "rollouts" / "step_0000001.jsonl").write_text("")
+    (tmp_path / "timeline" / "rank_00000.jsonl").write_text("{}\n" + "\x00" * 64)
+    stderr = run_ending(
+        0, 1, config, tmp_path, *RESUME, "data.eval=", "logging.trace=true", "run.num_steps=3"
+    )
+    assert "metrics.jsonl: left out 3 lines that are no rows" in stderr
+    assert aside.read_text().splitlines() == damaged
+    assert [row["step"] for row in metric_rows(tmp_path)] == [2, 3]
+    for lost in ("metrics.jsonl 1 of 2", "speculation.jsonl 0 of ", "rollouts/ 1 of 2"):
+        assert lost in stderr
+    assert "timeline/rank_00000.jsonl: left out 2 lines that are no rows" in stderr

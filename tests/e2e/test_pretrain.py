@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import subprocess
-import time
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,25 +19,27 @@ from tests.tiny_task import (
     REPO,
     REWARD,
     answers,
+    check_same_run,
+    make_tiny_task,
     metric_rows,
     rollouts,
     run,
+    run_ending,
     run_forked,
-    torchrun,
     weights,
 )
+from tests.torchrun_job import HOLDING, Job, saved_step
 from tlt_megatron.models.hf_io import HfReader
 
 pytestmark = pytest.mark.e2e
 
-# Nothing is scored after the first checkpoint, so there is no second one.
-HELD = """
+# Nothing is scored after the first checkpoint while `hold` exists, so there is no second one.
+HELD = f"""{REWARD}
+{HOLDING}
 
 def held_score(data_source, solution_str, ground_truth, extra_info=None):
-    import pathlib, time
-
-    while pathlib.Path({pointer!r}).exists():
-        time.sleep(0.02)
+    if (FOLDER / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").exists():
+        hold()
     return compute_score(data_source, solution_str, ground_truth)
 """
 
@@ -108,24 +110,22 @@ def test_training_changed_the_weights_and_transformers_loads_them(
 
 
 def test_killed_and_resumed_equals_straight_run_bitwise(
-    straight: Path, config: Path, tmp_path: Path
+    straight: Path, tmp_path: Path, start_job: Callable[..., Job]
 ) -> None:
     """SIGKILL of everything as soon as the first checkpoint stands; then --resume auto."""
-    pointer = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
-    reward = tmp_path / "reward.py"
-    reward.write_text(REWARD + HELD.format(pointer=str(pointer)))
-    held = (f"reward.function={reward}:held_score", "reward.timeout_s=600")
-    process = start(2, config, tmp_path, "checkpoint.interval=1", "checkpoint.keep=0", *held)
-    wait_until(pointer.is_file, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    _, said = process.communicate()
-    assert pointer.read_text() == "1", said
-    again = ("--resume", "auto", "checkpoint.interval=1", "checkpoint.keep=0")
-    run(2, config, tmp_path, *again)
-    for name, tensor in weights(straight).items():
-        assert torch.equal(tensor, weights(tmp_path)[name]), name
-    assert answers(tmp_path) == answers(straight)
-    steps = [row["step"] for row in metric_rows(tmp_path) if "actor/pg_loss" in row]
+    config = make_tiny_task(tmp_path)
+    (tmp_path / "reward.py").write_text(HELD)
+    held = (f"reward.function={tmp_path}/reward.py:held_score", "reward.timeout_s=600")
+    again = ("checkpoint.interval=1", "checkpoint.keep=0", *held)
+    job = start_job(config, tmp_path / "run", *again)
+    job.wait_until_held()
+    os.killpg(job.process.pid, signal.SIGKILL)
+    job.process.wait()
+    (tmp_path / "hold").unlink()
+    assert saved_step(tmp_path / "run") == 1
+    run(2, config, tmp_path / "run", "--resume", "auto", *again)
+    check_same_run(tmp_path / "run", straight)
+    steps = [row["step"] for row in metric_rows(tmp_path / "run") if "actor/pg_loss" in row]
     assert steps == [1, 2, 3]
 
 
@@ -165,10 +165,7 @@ def test_other_layouts_train_to_the_same_weights(
 def test_bad_input_is_refused_with_key_value_and_what_is_allowed(
     config: Path, arguments: list[str], message: str
 ) -> None:
-    command = [torchrun(1)[0], "launch/pretrain_rl.py", "--config", str(config), *arguments]
-    done = subprocess.run(
-        command, cwd=REPO, capture_output=True, text=True, env=plain_environment()
-    )
+    done = python("launch/pretrain_rl.py", "--config", config, *arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -184,10 +181,7 @@ def test_bad_input_is_refused_with_key_value_and_what_is_allowed(
 def test_what_only_data_and_memory_show_is_refused_too(
     config: Path, tmp_path: Path, override: str, message: str
 ) -> None:
-    arguments = ["--config", config, override, f"run.dir={tmp_path}", "logging.progress=none"]
-    [(code, stderr)] = run_forked(1, *arguments)
-    assert code == 2
-    assert message in stderr
+    assert message in run_ending(2, 1, config, tmp_path, override)
 
 
 def test_a_risky_setting_is_warned_of_and_an_unusable_row_is_named_once(
@@ -213,50 +207,19 @@ def test_refusals_come_before_torch_is_imported(config: Path) -> None:
         "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)\n"
         "print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
     )
-    command = [torchrun(1)[0], "-c", program]
-    done = subprocess.run(
-        command, cwd=REPO, capture_output=True, text=True, env=plain_environment()
-    )
+    done = python("-c", program)
     assert done.stdout.split() == ["2", "False", "1"], done.stderr
 
 
 def test_printed_config_is_a_config(config: Path, tmp_path: Path) -> None:
-    command = [torchrun(1)[0], "launch/pretrain_rl.py", "--config", str(config), "--print-config"]
-    first = subprocess.run(
-        command, cwd=REPO, capture_output=True, text=True, env=plain_environment()
-    )
-    printed = tmp_path / "printed.yaml"
-    printed.write_text(first.stdout)
-    command[3] = str(printed)
-    second = subprocess.run(
-        command, cwd=REPO, capture_output=True, text=True, env=plain_environment()
-    )
-    assert second.stdout == first.stdout
-    assert "num_samples: 4" in first.stdout
+    program = ("launch/pretrain_rl.py", "--print-config", "--config")
+    first = python(*program, config).stdout
+    (tmp_path / "printed.yaml").write_text(first)
+    assert python(*program, tmp_path / "printed.yaml").stdout == first
+    assert "num_samples: 4" in first
 
 
-def start(num_ranks: int, config: Path, run_dir: Path, *arguments: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        torchrun(num_ranks, "--config", config, f"run.dir={run_dir}", *arguments),
-        cwd=REPO,
-        env=plain_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_until(
-    holds: Callable[[], bool], process: subprocess.Popen, timeout_s: float = 300
-) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            raise AssertionError(f"ended early, or not there in time:\n{process.communicate()[1]}")
-        time.sleep(0.02)
-
-
-def plain_environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, env=environment)

@@ -11,9 +11,8 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.tiny_task import check_same_run, make_tiny_task, run, weights
+from tests.tiny_task import check_same_run, check_same_weights, make_tiny_task, run
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import load_config
 
@@ -87,9 +86,7 @@ def test_speculation_and_a_resume_change_nothing(number: int, tmp_path: Path) ->
     check_same_run(tmp_path / "tlt", tmp_path / "plain")
     first = tmp_path / "tlt" / "checkpoints" / "iter_0000001"
     run(num_ranks, config, tmp_path / "resumed", *plain, *tlt, f"checkpoint.resume={first}")
-    resumed = weights(tmp_path / "resumed")
-    for name, tensor in weights(tmp_path / "plain").items():
-        assert torch.equal(resumed[name], tensor), name
+    check_same_weights(tmp_path / "resumed", tmp_path / "plain")
 
 
 def draw_run(config: Path, draw: random.Random) -> tuple[int, list[str], list[str]]:

@@ -11,18 +11,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-import torch
 
 from tests.ranks import free_port
-from tests.tiny_task import REPO, answers, make_tiny_task, run, weights
+from tests.tiny_task import REPO, check_same_run, make_tiny_task, run
+from tests.torchrun_job import HOLDING, Job, saved_step
 
 pytestmark = pytest.mark.e2e
 
@@ -48,43 +45,46 @@ exit $code
 SCONTROL = """#!/usr/bin/env bash
 if [[ $1 == show ]]; then echo node1; echo node2; else echo "$*" >> "$NOTES/scontrol.txt"; fi
 """
-NUM_CALLS = 8  # of the reward function in a step
-REWARD = f'''"""The tiny task's reward. While `hold` exists, a call after those of the first step does not return."""
-import pathlib
-import time
+REWARD = f'''"""The tiny task's reward. While `hold` exists, a call after the first step of a start waits."""
+{HOLDING}
 
-FOLDER = pathlib.Path(__file__).parent
+ROLLOUTS = FOLDER / "run" / "rollouts"
+NUM_STEPS = len(list(ROLLOUTS.glob("*")))
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    with open(FOLDER / "called", "a") as file:
-        file.write(".")
-    while (FOLDER / "called").stat().st_size > {NUM_CALLS} and (FOLDER / "hold").exists():
-        time.sleep(0.02)
+    if len(list(ROLLOUTS.glob("*"))) > NUM_STEPS:
+        hold()
     digits = [c for c in solution_str if c.isdigit()]
     return round(4 * sum(c < ground_truth for c in digits) / max(1, len(digits))) / 4
 '''
 SETTINGS = (
-    *("run.num_steps=3", "rollout.num_prompts=2", f"rollout.num_samples={NUM_CALLS // 2}"),
+    *("run.num_steps=3", "rollout.num_prompts=2", "rollout.num_samples=4"),
     *("data.eval=", "logging.trackers=[]", "rollout.max_new_tokens=12"),
     *("speculation.enabled=true", "speculation.strategies=['3_1_3']"),
     *("spot.enabled=true", "drafter.batch_tokens=64"),
 )
 
 
-class Start:
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    config = make_tiny_task(tmp_path)
+    (tmp_path / "reward.py").write_text(REWARD)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return config
+
+
+@pytest.fixture
+def start(task: Path, start_job: Callable[..., Job]) -> Callable[[], Job]:
     """One start of the batch script by Slurm: the first one, or that of a requeued job."""
 
-    def __init__(self, config: Path, run_dir: Path, name: str) -> None:
-        self.folder = config.parent
-        (self.folder / "called").unlink(missing_ok=True)
-        (self.folder / "hold").touch()
-        self._output = self.folder / f"{name}.out"
-        environment = os.environ | {
-            "PATH": f"{self.folder}:{os.environ['PATH']}",
-            "PYTHONPATH": str(REPO),
+    def start() -> Job:
+        slurm = {
+            "PATH": f"{task.parent}:{os.environ['PATH']}",
             "PYTHON": sys.executable,
-            "NOTES": str(self.folder),
+            "NOTES": str(task.parent),
             "RENDEZVOUS_PORT": str(free_port()),
             "SLURM_SUBMIT_DIR": str(REPO),
             "SLURM_JOB_ID": "77",
@@ -92,92 +92,35 @@ class Start:
             "SLURM_JOB_NUM_NODES": "2",
             "SLURM_GPUS_ON_NODE": "1",
         }
-        with self._output.open("w") as output:
-            self.process = subprocess.Popen(
-                [
-                    *("bash", REPO / "launch" / "slurm" / "multi_node.sbatch"),
-                    *(config, f"run.dir={run_dir}", *SETTINGS),
-                ],
-                cwd=REPO,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        script = REPO / "launch" / "slurm" / "multi_node.sbatch"
+        return start_job(task, task.parent / "run", *SETTINGS, script=script, environment=slurm)
 
-    @property
-    def output(self) -> str:
-        return self._output.read_text()
-
-    def stop_in_second_step(self, number: signal.Signals) -> int:
-        """Signal the batch script while a response of the second step waits for its score; the
-        script's exit code.
-        """
-        called = self.folder / "called"
-        deadline = time.monotonic() + 300
-        while not called.exists() or called.stat().st_size <= NUM_CALLS:
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < deadline, f"no second step:\n{self.output}"
-            time.sleep(0.02)
-        self.process.send_signal(number)
-        return self.process.wait(timeout=300)
-
-    @property
-    def requeued(self) -> str:
-        """What scontrol was asked to requeue by this and earlier starts."""
-        path = self.folder / "scontrol.txt"
-        return path.read_text() if path.exists() else ""
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[Path, str], Start]]:
-    config = make_tiny_task(tmp_path)
-    (tmp_path / "reward.py").write_text(REWARD)
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    starts: list[Start] = []
-
-    def start(run_dir: Path, name: str) -> Start:
-        starts.append(Start(config, run_dir, name))
-        return starts[-1]
-
-    yield start
-    for each in starts:
-        if each.process.poll() is None:
-            process = psutil.Process(each.process.pid)
-            for member in [process, *process.children(recursive=True)]:
-                member.kill()
-
-
-def saved_step(run_dir: Path) -> int:
-    return int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    return start
 
 
 def test_a_job_of_two_nodes_that_was_stopped_in_mid_step_and_requeued_equals_the_straight_run(
-    tmp_path: Path, start: Callable[[Path, str], Start]
+    task: Path, start: Callable[[], Job]
 ) -> None:
-    config, run_dir, straight = (tmp_path / n for n in ("config.yaml", "run", "straight"))
+    run_dir, straight = task.parent / "run", task.parent / "straight"
+    requeued = task.parent / "scontrol.txt"  # what scontrol was asked
 
     # Preempted in its second step: Slurm decides whether the job comes back.
-    preempted = start(run_dir, "preempted")
-    assert preempted.stop_in_second_step(signal.SIGTERM) == 0, preempted.output
+    job = start()
+    job.wait_until_held()
+    job.process.terminate()
+    job.end(0)
     assert saved_step(run_dir) == 1
-    assert preempted.requeued == ""
-    assert "Traceback" not in preempted.output
+    assert not requeued.exists()
 
     # It comes back, and its time limit is near in the third.
-    limited = start(run_dir, "limited")
-    assert limited.stop_in_second_step(signal.SIGUSR1) == 0, limited.output
-    assert re.search(r"restored \S*iter_0000001", limited.output), limited.output
+    job = start()
+    job.wait_until_held()
+    job.process.send_signal(signal.SIGUSR1)
+    job.end(0)
+    assert re.search(r"restored \S*iter_0000001", job.output), job.output
     assert saved_step(run_dir) == 2
-    assert limited.requeued == "requeue 77\n"
-    assert "Traceback" not in limited.output
+    assert requeued.read_text() == "requeue 77\n"
 
-    (tmp_path / "hold").unlink()
-    run(2, config, run_dir, *SETTINGS, "--resume", "auto")
-    run(2, config, straight, *SETTINGS)
-    assert answers(run_dir) == answers(straight)
-    for name, tensor in weights(straight).items():
-        assert torch.equal(weights(run_dir)[name], tensor), name
+    run(2, task, run_dir, *SETTINGS, "--resume", "auto")
+    run(2, task, straight, *SETTINGS)
+    check_same_run(run_dir, straight)

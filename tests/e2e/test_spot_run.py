@@ -8,11 +8,22 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from tests.tiny_task import answers, metric_rows, patient_engine, run, weights
-from tlt_megatron.drafter.eagle_folder import load_drafter
+from tests.tiny_models import make_tiny_hf
+from tests.tiny_task import (
+    answers,
+    check_same_run,
+    check_same_weights,
+    metric_rows,
+    patient_engine,
+    rollouts,
+    run,
+    run_ending,
+)
+from tlt_megatron.drafter.eagle_folder import load_drafter, save_drafter
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.metric_names import metric_tables
 
@@ -48,9 +59,18 @@ def test_full_tlt_changes_no_token_no_reward_and_no_weight(
 ) -> None:
     plain = ["run.num_steps=4", "data.eval=", "logging.trackers=[]", *UNEVEN]
     run(2, config, tmp_path / "off", *plain)
-    assert answers(straight) == answers(tmp_path / "off")
-    for name, tensor in weights(tmp_path / "off").items():
-        assert torch.equal(weights(straight)[name], tensor), name
+    check_same_run(straight, tmp_path / "off")
+    for run_dir in (straight, tmp_path / "off"):
+        found = rollouts(run_dir)
+        for row in found:
+            assert sum(row["token_characters"]) == len(row["response"])
+            assert len(row["token_characters"]) == len(row["token_ids"])
+            assert len(row["verify_starts"]) == len(row["accept_lengths"])
+            assert row["logprob_diff"] is None or 0 <= row["logprob_diff"] < 1e-4
+        assert any(row["logprob_diff"] is not None for row in found)
+        assert any(row["verify_starts"] for row in found) == (run_dir == straight)
+        accepted = ["rollout/spec_accept_length" in row for row in metric_rows(run_dir)]
+        assert accepted == [run_dir == straight] * 4
 
 
 def test_the_run_leaves_its_drafter_and_says_what_became_of_the_idle_time(
@@ -62,6 +82,11 @@ def test_the_run_leaves_its_drafter_and_says_what_became_of_the_idle_time(
     assert rows[-1]["drafter/version"] >= 1
     passes = [json.loads(x) for x in (straight / "speculation.jsonl").read_text().splitlines()]
     assert {row["step"] for row in passes} == {1, 2, 3, 4}
+    # both ranks after every update; the first step has the weights that the drafter was built with
+    events = [e["name"] for e in json.loads((straight / "trace.json").read_text())["traceEvents"]]
+    assert events.count("REFRESH-DRAFTER") >= 2 * 3
+    assert "KV tokens" in events
+    assert rows[0]["memory/planned_gb/update"] > 0
     assert {row["rank"] for row in passes} == {0, 1}
     summary = json.loads((straight / "summary.json").read_text())
     assert summary["idle_used_s"] <= summary["idle_s"]
@@ -95,15 +120,20 @@ def test_a_resumed_run_goes_on_with_drafter_data_and_policy(
     config: Path, straight: Path, tmp_path: Path
 ) -> None:
     first = straight / "checkpoints" / "iter_0000002"
-    root = tmp_path / "checkpoints"
-    root.mkdir()
-    (root / first.name).symlink_to(first)
-    (root / "latest_checkpointed_iteration.txt").write_text("2")
-    run(2, config, tmp_path / "resumed", "run.num_steps=4", *SPOT, f"checkpoint.resume={root}")
+    run(2, config, tmp_path / "resumed", "run.num_steps=4", *SPOT, f"checkpoint.resume={first}")
     assert answers(tmp_path / "resumed") == answers(straight)[len(answers(straight)) // 2 :]
-    for name, tensor in weights(straight).items():
-        assert torch.equal(weights(tmp_path / "resumed")[name], tensor), name
+    check_same_weights(tmp_path / "resumed", straight)
     saved = load_file(first / "drafter" / "training" / "state.safetensors")
     rows = metric_rows(tmp_path / "resumed")
     made = sum(row["spot/updates"] for row in rows)
     assert rows[-1]["drafter/num_updates"] == int(saved["num_updates"]) + made
+
+
+def test_a_drafter_of_another_policy_is_refused(config: Path, tmp_path: Path) -> None:
+    other = make_tiny_hf(tmp_path / "other", "qwen2", vocab_size=48, num_layers=2, seed=5)
+    reader = HfReader(other)
+    embedding, head = reader["model.embed_tokens.weight"], reader["lm_head.weight"]
+    about = make_draft_config(load_model_config(other), "eagle", embedding)
+    save_drafter(tmp_path / "it", DraftModel(about, embedding_VD=embedding, lm_head_VD=head))
+    named = ("speculation.enabled=true", f"speculation.drafter={tmp_path / 'it'}")
+    assert "belongs to another target" in run_ending(2, 1, config, tmp_path / "run", *named)

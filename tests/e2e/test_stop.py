@@ -19,10 +19,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 
-from tests.tiny_task import answers, make_tiny_task, run, weights
+from tests.tiny_task import check_same_run, make_tiny_task, run
 from tests.torchrun_job import HOLDING, LIMIT_S, Job, saved_step
 
 pytestmark = pytest.mark.e2e
@@ -115,9 +114,7 @@ def test_a_run_that_was_stopped_three_times_equals_the_straight_run(
 
     run(2, task, run_dir, *SETTINGS, FAST, *SPOT, *resume)
     run(2, task, task.parent / "straight", *SETTINGS, FAST)
-    assert answers(run_dir) == answers(task.parent / "straight")
-    for name, tensor in weights(task.parent / "straight").items():
-        assert torch.equal(weights(run_dir)[name], tensor), name
+    check_same_run(run_dir, task.parent / "straight")
 
 
 def check_loopback(job: Job) -> None:
@@ -185,13 +182,6 @@ def test_an_error_of_a_rank_is_one_line_and_ends_all(start: Callable[..., Job]) 
     logs = [path.read_text() for path in sorted((job.run_dir / "logs").iterdir())]
     assert sum("Traceback" in text for text in logs) >= 1
     assert sum("the run ends: " in text or "Traceback" in text for text in logs) == 2
-
-
-def test_bad_input_that_all_ranks_find_is_said_once(start: Callable[..., Job]) -> None:
-    job = start("refused", FAST, "data.max_prompt_tokens=2")
-    job.end(2)
-    line = job.line("pretrain_rl:")
-    assert "all 24 prompts are longer than data.max_prompt_tokens=2" in line
 
 
 def test_bad_input_that_one_rank_finds_ends_all_before_it_has_closed(

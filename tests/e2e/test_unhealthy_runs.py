@@ -7,18 +7,30 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
-from tests.ranks import run_ranks
-from tests.tiny_task import metric_rows, run, run_forked
-from tlt_megatron.policy.health import UnhealthyTrainingError
-from tlt_megatron.trainer.weight_sync import ChecksummedTensors
+from tests.tiny_task import metric_rows, run, run_ending
 from tools.report import main as report
 from tools.run_report.live import LiveRun
 
 pytestmark = pytest.mark.e2e
 
+ENGINE = """
+from tlt_megatron.models.hf_io import checksum_tensors
+from tlt_megatron.trainer.build_embedded import build_embedded_engine
+
+
+def engine(config, device, run_dir, world):
+    engine = build_embedded_engine(config, device, run_dir, world)
+    load = engine.load_weights
+
+    def load_others(tensors, *, version, checksum):
+        others = [(name, tensor * 1.01) for name, tensor in tensors]
+        load(others, version=version, checksum=lambda: checksum_tensors(others))
+
+    engine.load_weights = load_others
+    return engine
+"""
 EVERY_STEP = ("checkpoint.interval=1", "checkpoint.keep=0", "data.eval=")
 
 
@@ -26,8 +38,8 @@ def saved_steps(run_dir: Path) -> list[str]:
     return sorted(folder.name for folder in (run_dir / "checkpoints").glob("iter_*"))
 
 
-def said(stderr: str) -> list[str]:
-    """The error lines of a rank."""
+def errors(stderr: str) -> list[str]:
+    """The error lines of all ranks."""
     return [line for line in stderr.splitlines() if " ERROR " in line]
 
 
@@ -35,13 +47,8 @@ def test_weights_that_are_not_finite_end_the_run_and_are_not_saved(
     config: Path, tmp_path: Path
 ) -> None:
     run(2, config, tmp_path, "run.num_steps=1", *EVERY_STEP)
-    results = run_forked(
-        2,
-        *("--config", config, "--resume", "auto", f"run.dir={tmp_path}", *EVERY_STEP),
-        *("optimizer.lr=1e37", "optimizer.weight_decay=100", "run.num_steps=9"),
-    )
-    assert [code for code, _ in results] == [1, 1]
-    (line,) = [line for _, stderr in results for line in said(stderr)]
+    fast = ("optimizer.lr=1e37", "optimizer.weight_decay=100", "run.num_steps=9")
+    (line,) = errors(run_ending(1, 2, config, tmp_path, "--resume", "auto", *EVERY_STEP, *fast))
     assert "step 2: weights of the policy are NaN or infinite" in line
     assert "Check optimizer.lr" in line
     assert saved_steps(tmp_path) == ["iter_0000001"]
@@ -56,13 +63,8 @@ def test_updates_skipped_in_a_row_end_the_run_and_keep_the_good_checkpoints(
     """Weights of 1e15 are finite, but what is computed with them is not: every further update is skipped."""
     run(2, config, tmp_path, layout, "run.num_steps=1", *EVERY_STEP)
     again = ("--resume", "auto", "checkpoint.interval=1", "checkpoint.keep=2", "data.eval=")
-    results = run_forked(
-        2,
-        *("--config", config, f"run.dir={tmp_path}", layout, *again),
-        *("optimizer.lr=1e15", "run.num_steps=99"),
-    )
-    assert [code for code, _ in results] == [1, 1]
-    (line,) = [line for _, stderr in results for line in said(stderr)]
+    fast = ("optimizer.lr=1e15", "run.num_steps=99")
+    (line,) = errors(run_ending(1, 2, config, tmp_path, layout, *again, *fast))
     assert "step 5: 3 updates in a row were skipped or not finite" in line
     assert "gradient norm nan" in line
     assert saved_steps(tmp_path) == ["iter_0000001", "iter_0000002"]
@@ -81,16 +83,13 @@ def test_a_model_with_nan_in_it_is_refused_before_the_first_step(
     tensors = load_file(shard)
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, shard, metadata={"format": "pt"})
-    [(code, stderr)] = run_forked(
-        1, "--config", config, f"run.dir={tmp_path}/run", f"model.path={model}"
-    )
-    assert code == 1
+    stderr = run_ending(1, 1, config, tmp_path / "run", f"model.path={model}")
     assert "step 0: weights of the policy are NaN or infinite, model.norm.weight" in stderr
     assert saved_steps(tmp_path / "run") == []
     (state,) = LiveRun(tmp_path / "run").states()  # `tlt watch` quotes what the terminal says
-    (line,) = said(stderr)
+    (line,) = errors(stderr)
     assert state.alarm == f"The run has failed: {line.partition('launch.pretrain_rl: ')[2]}"
-    assert state.sentence == "No RL step is done."
+    assert state.sentence == "0 of ? RL steps are done."
     assert report([str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert f"<li>{html.escape(state.alarm, quote=False)}</li>" in page
@@ -103,52 +102,19 @@ def test_a_model_with_nan_in_it_is_refused_before_the_first_step(
 def test_engine_with_other_weights_is_noticed_before_the_first_update(
     config: Path, tmp_path: Path, num_epochs: int, layout: str
 ) -> None:
-    """The engine is given weights of its own after the run's: it rolls out another policy than the one in training."""
-    from contextlib import ExitStack
-
-    from tlt_megatron.config.load import load_config
-    from tlt_megatron.runtime.device import select_device
-    from tlt_megatron.runtime.process_groups import init_world
-    from tlt_megatron.runtime.stop import StopRequest
-    from tlt_megatron.trainer.build import build_run
-    from tlt_megatron.trainer.run_site import open_site
-
-    settings = load_config(
-        str(config), [layout, f"algorithm.num_epochs={num_epochs}", "data.eval="]
-    )
-
-    def rank() -> tuple[str, bool]:
-        device = select_device("cpu")
-        world = init_world(device.backend, 60.0)
-        with ExitStack() as stack:
-            stop = StopRequest(world.rank)
-            built = build_run(open_site(settings, tmp_path, world, device, stack, stop))
-            before = {
-                name: tensor.clone()
-                for name, tensor in built.trainer.policy_trainer.model.export_hf_weights()
-            }
-            other = ChecksummedTensors(
-                ((name, tensor * 1.01) for name, tensor in before.items()), torch.float64
-            )
-            built.trainer.engine.load_weights(other, version=0, checksum=other.checksum)
-            with pytest.raises(UnhealthyTrainingError) as caught:
-                built.train()
-            after = dict(built.trainer.policy_trainer.model.export_hf_weights())
-            return str(caught.value), all(torch.equal(before[n], after[n]) for n in before)
-
-    for message, is_unchanged in run_ranks(2, rank, has_world=False):
-        assert "step 1: training and rollout log-probs of " in message
-        assert "differ by max" in message
-        assert "rope" in message
-        assert is_unchanged
-    assert saved_steps(tmp_path) == []
+    (tmp_path / "mine.py").write_text(ENGINE)
+    own = (f"rollout.engine={tmp_path}/mine.py:engine", f"algorithm.num_epochs={num_epochs}")
+    (line,) = errors(run_ending(1, 2, config, tmp_path / "run", layout, "data.eval=", *own))
+    assert "step 1: training and rollout log-probs of " in line
+    assert "differ by max" in line
+    assert "rope" in line
+    assert saved_steps(tmp_path / "run") == []
+    assert metric_rows(tmp_path / "run") == []
 
 
 def test_difference_above_the_users_bound_ends_the_run(config: Path, tmp_path: Path) -> None:
     arguments = ("rollout.dtype=bfloat16", "algorithm.max_logprob_diff=1e-5", *EVERY_STEP)
-    results = run_forked(2, "--config", config, f"run.dir={tmp_path}", *arguments)
-    assert [code for code, _ in results] == [1, 1]
-    (line,) = [line for _, stderr in results for line in said(stderr)]
+    (line,) = errors(run_ending(1, 2, config, tmp_path, *arguments))
     assert "allowed is mean 1e-05 (model.dtype=float32, rollout.dtype=bfloat16)" in line
     assert saved_steps(tmp_path) == []
 
@@ -165,8 +131,7 @@ def test_a_run_that_fails_closes_its_trackers_as_failed(config: Path, tmp_path: 
     tracked = (f"logging.trackers=['{tmp_path}/own.py:Mine']", *EVERY_STEP, "run.num_steps=1")
     failing = ("rollout.dtype=bfloat16", "algorithm.max_logprob_diff=1e-5")
     for name, more, code in (("failed", failing, 1), ("ended", (), 0)):
-        arguments = ("--config", config, f"run.dir={tmp_path / name}", *tracked, *more)
-        assert [code for code, _ in run_forked(1, *arguments)] == [code]
+        run_ending(code, 1, config, tmp_path / name, *tracked, *more)
         assert (tmp_path / name / "ends").read_text() == f"{name == 'failed'}\n"
 
 
@@ -180,12 +145,7 @@ def test_rewards_that_cannot_be_compared_are_refused_with_their_prompt(
         "    return 1e200 * len(solution_str)\n"
     )
     zero = ("reward.on_error=zero", "run.num_steps=1", "data.eval=")
-    [(code, stderr)] = run_forked(
-        1,
-        *("--config", config, f"run.dir={tmp_path}", f"reward.function={tmp_path}/huge.py:huge"),
-        *zero,
-    )
-    assert code == 0
+    stderr = run_ending(0, 1, config, tmp_path, f"reward.function={tmp_path}/huge.py:huge", *zero)
     assert "prompt_id='train:" in stderr
     assert "must be a finite number from -1e+06 to 1e+06" in stderr
     (row,) = metric_rows(tmp_path)
@@ -196,13 +156,8 @@ def test_rewards_that_cannot_be_compared_are_refused_with_their_prompt(
 
 def test_reward_that_fails_to_load_is_said_once_in_one_line(config: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_package\n")
-    spec = f"{tmp_path}/broken.py:act"
-    results = run_forked(
-        2, "--config", config, f"run.dir={tmp_path}/run", f"reward.function={spec}"
-    )
-    assert [code for code, _ in results] == [2, 2]
-    said_by_all = "".join(stderr for _, stderr in results)
-    assert said_by_all.count("no_such_package") == 1, said_by_all
-    assert "Traceback" not in said_by_all
+    broken = f"reward.function={tmp_path}/broken.py:act"
+    said = run_ending(2, 2, config, tmp_path / "run", broken)
+    assert said.count("no_such_package") == 1, said
     logs = [path.read_text() for path in (tmp_path / "run" / "logs").glob("rank_*.log")]
     assert any("Traceback" in text and "no_such_package" in text for text in logs)
