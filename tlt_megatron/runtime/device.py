@@ -61,7 +61,7 @@ class Device:
             torch.cuda.empty_cache()
 
     def reset_peak(self) -> None:
-        """Restart the measurement of `peak_bytes` and `peak_allocated_bytes`."""
+        """Restart the measurement of `peak_bytes`."""
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.torch_device)
         else:
@@ -77,10 +77,6 @@ class Device:
         status = _STATUS.read_text() if _STATUS.exists() else ""
         peak = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)  # gVisor leaves it out
         return int(peak[1]) * 1024 if peak else 0
-
-    def peak_allocated_bytes(self) -> int:
-        """Return the most bytes of tensors on the GPU since `reset_peak`; 0 on a CPU."""
-        return torch.cuda.max_memory_allocated(self.torch_device) if self.is_cuda else 0
 
     def synchronize(self) -> None:
         """Wait for the device. For timing only, never on a hot path."""

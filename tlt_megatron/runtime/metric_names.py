@@ -91,8 +91,6 @@ timing_s/{gen,reward,wait,publish_drafter,values,old_log_prob,update_critic,upda
 timing_s/save_checkpoint | s | the checkpoint before this step, which `timing_s/step` does not contain
 perf/{time_per_step,total_num_tokens} | s, tokens | verl's names of `timing_s/step` and `rollout/num_tokens`
 perf/cpu_memory_used_gb | GB | host memory in use by all processes, on the machine of rank 0
-perf/max_memory_reserved_gb | GB | the largest `memory/peak_gb/*` of the step
-perf/max_memory_allocated_gb | GB | the same of tensors alone; on GPUs
 perf/mfu/{actor,actor_infer} | share | model FLOPs of the update, and of the log-prob passes before it, over the
   bfloat16 peak of all GPUs and the time of the phase. On GPUs of `trainer/flops.py` with `model.dtype=bfloat16`; a
   CPU and other GPUs have no known peak. The count is verl's, but skipped responses are not counted

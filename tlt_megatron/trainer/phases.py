@@ -45,7 +45,6 @@ class Phases:
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
         self._peak_bytes: dict[Phase, int] = {}
-        self._allocated_bytes = 0
 
     @contextmanager
     def __call__(self, name: str, timing: str, **args: Any) -> Iterator[None]:
@@ -68,8 +67,6 @@ class Phases:
             if ledger_phase:
                 peak = max(self._device.peak_bytes(), self._peak_bytes.get(ledger_phase, 0))
                 self._peak_bytes[ledger_phase] = peak
-                allocated = self._device.peak_allocated_bytes()
-                self._allocated_bytes = max(allocated, self._allocated_bytes)
         self._seconds[timing] = self._seconds.get(timing, 0.0) + time.perf_counter() - start
 
     def take_timings(self) -> dict[str, float]:
@@ -81,8 +78,3 @@ class Phases:
         """Return peak bytes by phase since the last call: resident on a CPU, reserved on a GPU."""
         peaks, self._peak_bytes = self._peak_bytes, {}
         return peaks
-
-    def take_allocated(self) -> int:
-        """Return the peak bytes of tensors on the GPU since the last call; 0 on a CPU."""
-        allocated, self._allocated_bytes = self._allocated_bytes, 0
-        return allocated

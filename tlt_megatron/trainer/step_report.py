@@ -83,11 +83,7 @@ class RunReport:
         if self._utilization is not None:
             metrics |= self._utilization.metrics(inference, metrics)
         metrics["training/global_step"] = metrics["training/policy_version"] = float(step)
-        memory = self._memory()
-        peaks = [gb for name, gb in memory.items() if name.startswith("memory/peak_gb/")]
-        metrics |= memory | ({"perf/max_memory_reserved_gb": max(peaks)} if peaks else {})
-        if allocated := max(gather_objects(self.phases.take_allocated(), self.world)):
-            metrics["perf/max_memory_allocated_gb"] = allocated / 1e9
+        metrics |= self._memory()
         self._write(step, metrics)
         self.phases.progress.step(step, metrics)
         self.phases.timeline.flush()
