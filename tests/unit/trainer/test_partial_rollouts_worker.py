@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.rollout_stand_ins import Rewards, make_worker
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
@@ -19,15 +19,10 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.rewards.open_responses import load_carried, save_carried
-from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.runtime.device import select_device
-from tlt_megatron.runtime.process_groups import SINGLE
-from tlt_megatron.runtime.progress import Progress
-from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.speculation.sampling import request_seed, sample
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.trainer.phases import Phases
-from tlt_megatron.trainer.rollout_worker import Collected, RolloutWorker
+from tlt_megatron.trainer.rollout_worker import Collected
 from tlt_megatron.types import Prompt, Rollout, SamplingParams, ScoredGroup
 
 PARAMS = SamplingParams(
@@ -35,22 +30,6 @@ PARAMS = SamplingParams(
 )
 RULES = BatchRules(num_prompts=4, round_tokens=6, num_drawn=6)
 NUM_STEPS = 5
-
-
-class Rewards:
-    """The reward is the length; a response is scored once, when it has ended."""
-
-    def __init__(self) -> None:
-        self.keys: list[Hashable] = []
-        self._outcomes: dict[Hashable, Outcome] = {}
-
-    def submit(self, key: Hashable, prompt: Prompt, text: str) -> None:
-        self.keys.append(key)
-        self._outcomes[key] = Outcome(score=float(text), details={"own": 1.0})
-
-    def collect(self, should_stop: object) -> dict[Hashable, Outcome]:
-        outcomes, self._outcomes = self._outcomes, {}
-        return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +53,8 @@ def run(path: Path, folder: Path, strategy: str = "") -> tuple[list[Collected], 
         RolloutSection(dtype="float64", max_batch_size=16),
         select_device("cpu"),
     )
-    progress = Progress("none", 1, enabled=False)
-    phases = Phases(Timeline(None, 0), progress, select_device("cpu"), on_phase=lambda: None)
-    rewards = Rewards()
-    worker = RolloutWorker(
-        engine, rewards, lambda ids: str(len(ids)), replicas=SINGLE, phases=phases
-    )
+    rewards = Rewards(float)  # the reward is the length
+    worker = make_worker(engine, rewards)
     num_drawn = 0
 
     def draw(count: int) -> list[Prompt]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
+from tests.rollout_stand_ins import make_prompts, make_rollout
 from tlt_megatron.rewards.batch_rules import right_responses
 from tlt_megatron.runtime.process_groups import group_of
 from tlt_megatron.trainer.evaluation import (
@@ -25,8 +26,6 @@ from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import (
     FinishReason,
     KeptTokens,
-    Prompt,
-    Rollout,
     RolloutGroup,
     SamplingParams,
     ScoredGroup,
@@ -37,22 +36,14 @@ from tlt_megatron.types import (
 def scored(
     lengths: tuple[int, ...], rewards: tuple[float, ...], limit: int, data_source: str = ""
 ) -> ScoredGroup:
-    prompt = Prompt(prompt_id="p", draw_index=0, token_ids=(1, 2), data_source=data_source)
-    rollouts = tuple(
-        Rollout(
-            prompt_id="p",
-            draw_index=0,
-            sample_index=g,
-            prompt_ids=prompt.token_ids,
-            token_ids=torch.zeros(length, dtype=torch.int64),
-            logprobs=torch.full((length,), -0.5),
-            policy_logprobs=torch.zeros(length),
-            finish_reason=FinishReason.LENGTH if length == limit else FinishReason.STOP,
-            policy_version=0,
-        )
-        for g, length in enumerate(lengths)
-    )
-    return ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=rollouts), rewards=rewards)
+    (prompt,) = make_prompts([0], data_source)
+    rollouts = [make_rollout(prompt, (0,) * length, g) for g, length in enumerate(lengths)]
+    rollouts = [
+        replace(r, finish_reason=FinishReason.LENGTH) if length == limit else r
+        for r, length in zip(rollouts, lengths, strict=True)
+    ]
+    group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+    return ScoredGroup(group=group, rewards=rewards)
 
 
 def test_rollout_metrics_by_hand() -> None:

@@ -187,20 +187,15 @@ def test_an_old_checkpoint_that_cannot_be_deleted_costs_a_warning(
     assert "iter_0000001" in caplog.text
 
 
-def _remove(folder: Path) -> None:
-    (folder / "policy" / "value").unlink()
+def _craft(folder: Path, name: str) -> None:
+    empty = FileRecord(num_bytes=0, sha256=hashlib.sha256().hexdigest())
+    manifest = read_manifest(folder)
+    write_manifest(folder, replace(manifest, files={**manifest.files, name: empty}))
 
 
-def _truncate(folder: Path) -> None:
-    (folder / "policy" / "value").write_text("")
-
-
-def _flip(folder: Path) -> None:
-    flip_bit(folder / "policy" / "value")
-
-
-def _flip_state(folder: Path) -> None:
-    flip_bit(folder / "trainer_state.json")
+def _make_pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
 
 
 def _flip_order(folder: Path) -> None:
@@ -208,61 +203,34 @@ def _flip_order(folder: Path) -> None:
     (folder / MANIFEST).write_text(text)
 
 
-def _unseal(folder: Path) -> None:
-    (folder / MANIFEST).unlink()
+# Each damages a checkpoint, and the error that follows begins with the name of the file.
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "manifest.json is not a regular file": lambda folder: _make_pipe(folder / MANIFEST),
+    "manifest.json is missing": lambda folder: (folder / MANIFEST).unlink(),
+    "manifest.json is damaged": _flip_order,
+    "policy/value is missing": lambda folder: (folder / "policy/value").unlink(),
+    "policy/value is missing or not a regular file": lambda f: _make_pipe(f / "policy/value"),
+    "policy/value has 0 bytes, 1 were": lambda folder: (folder / "policy/value").write_text(""),
+    "policy/value is damaged": lambda folder: flip_bit(folder / "policy/value"),
+    "trainer_state.json is damaged": lambda folder: flip_bit(folder / "trainer_state.json"),
+    "manifest.json names 'policy/../../outside': must be in its folder": lambda folder: _craft(
+        folder, "policy/../../outside"
+    ),
+    "manifest.json names '/dev/null': must be in": lambda folder: _craft(folder, "/dev/null"),
+}
 
 
-def _craft(folder: Path, name: str) -> None:
-    empty = FileRecord(num_bytes=0, sha256=hashlib.sha256().hexdigest())
-    manifest = read_manifest(folder)
-    write_manifest(folder, replace(manifest, files={**manifest.files, name: empty}))
-
-
-def _name_outside(folder: Path) -> None:
-    _craft(folder, "policy/../../outside")
-    (folder.parent / "outside").touch()
-
-
-def _name_absolute(folder: Path) -> None:
-    _craft(folder, "/dev/null")
-
-
-def _make_pipe(folder: Path) -> None:
-    _craft(folder, "policy/pipe")
-    os.mkfifo(folder / "policy" / "pipe")
-
-
-def _make_pipe_of_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-    os.mkfifo(folder / "manifest.json")
-
-
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (_make_pipe_of_manifest, "manifest.json is not a regular file"),
-        (_remove, "policy/value is missing"),
-        (_truncate, "policy/value has 0 bytes, 1 were written"),
-        (_flip, "policy/value is damaged"),
-        (_flip_state, "trainer_state.json is damaged"),
-        (_flip_order, "manifest.json is damaged"),
-        (_unseal, "manifest.json is missing"),
-        (_name_outside, "manifest.json names 'policy/../../outside': must be in its folder"),
-        (_name_absolute, "manifest.json names '/dev/null': must be in its folder"),
-        (_make_pipe, "policy/pipe is missing"),
-    ],
-)
+@pytest.mark.parametrize("named", DAMAGES)
 def test_the_newest_intact_one_is_taken_and_the_broken_file_is_named(
     tmp_path: Path,
     model: FileModel,
-    damage: Callable[[Path], None],
     named: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     checkpoints = manager(tmp_path, model)
     for step in (1, 2):
         checkpoints.save(step, {})
-    damage(tmp_path / "iter_0000002")
+    DAMAGES[named](tmp_path / "iter_0000002")
     assert find(tmp_path).step == 1
     assert f"iter_0000002/{named}" in caplog.text
     damage_all = tmp_path / "iter_0000001" / "policy" / "half"
