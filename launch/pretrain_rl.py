@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
     stop = StopRequest(rank, is_first_of_node=is_first_of_node)
     stop.listen()
-    with folder or nullcontext():  # this run's until the process ends
+    with closing(folder) if folder else nullcontext():  # this run's until the process ends
         return _Launch(config, stop, rank).run(folder)
 
 

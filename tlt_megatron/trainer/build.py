@@ -47,7 +47,7 @@ from tlt_megatron.trainer.loop import RLTrainer, StepSettings
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
-from tlt_megatron.trainer.run import Run, Schedule
+from tlt_megatron.trainer.run import Run
 from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun
 from tlt_megatron.trainer.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.run_site import Site
@@ -129,12 +129,10 @@ def build_run(site: Site) -> Run:
     )
     carried = load_carried(folder, sampler.prompt_at) if folder else ()
     run = Run(
-        Schedule(
-            num_steps=config.run.num_steps,
-            eval_interval=config.eval.interval,
-            checkpoint_interval=config.checkpoint.interval,
-        ),
         trainer,
+        num_steps=config.run.num_steps,
+        eval_interval=config.eval.interval,
+        checkpoint_interval=config.checkpoint.interval,
         evaluator=Evaluator(
             worker, held_out, _eval_sampling(config, tokenizer), config.reward.right_score
         ),

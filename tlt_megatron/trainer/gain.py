@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
 from tlt_megatron.runtime.collectives import barrier, gather_objects
@@ -21,21 +20,11 @@ from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
 _ROUNDS = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationGain:
-    """Wall seconds until the last rank is done, summed over steps; medians of interleaved rounds."""
+class SpeculationGain(NamedTuple):
+    """What speculation changes in the rollouts of the same prompts."""
 
-    rollout_s_on: float
-    rollout_s_off: float
+    rollout_speedup: float  # the ratio of wall seconds until the last rank is done
     num_differing: int  # responses that differ between both ways: by rounding, unless in float64
-
-    @property
-    def rollout_speedup(self) -> float:
-        return self.rollout_s_off / self.rollout_s_on
-
-    def step_speedup(self, step_s: float, gen_s: float) -> float:
-        """Return the speedup of a step of `step_s` seconds, `gen_s` of them in rollouts."""
-        return (step_s - gen_s + gen_s * self.rollout_speedup) / step_s
 
 
 def measure_gain(
@@ -54,7 +43,7 @@ def measure_gain(
     n-grams, so no prompt of the run comes again. A switch drops captured graphs, so the first generation after it is not timed.
     Returns None if the engine cannot decode without speculation, or if any rank was told to stop.
     """
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    seconds = {True: 0.0, False: 0.0}
     tokens: dict[bool, list[list[int]]] = {True: [], False: []}
 
     def generate(prompts: Sequence[Prompt]) -> tuple[float, list[RolloutGroup]]:
@@ -78,19 +67,16 @@ def measure_gain(
             if not engine.pause_speculation(not is_on):
                 return None
             generate(first)
-            spent = 0.0
             for prompts in batches:
                 batch_s, groups = generate(prompts)
-                spent += batch_s
-                if math.isinf(spent):
+                if math.isinf(batch_s):
                     return None
+                seconds[is_on] += batch_s
                 tokens[is_on] += [r.token_ids.tolist() for g in groups for r in g.rollouts]
-            seconds[is_on].append(spent)
     engine.pause_speculation(False)
     engine.take_passes()
     differing = sum(on != off for on, off in zip(tokens[True], tokens[False], strict=True))
     return SpeculationGain(
-        rollout_s_on=statistics.median(seconds[True]),
-        rollout_s_off=statistics.median(seconds[False]),
+        rollout_speedup=seconds[False] / seconds[True],
         num_differing=sum(gather_objects(differing, replicas)),
     )

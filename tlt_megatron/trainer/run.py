@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_megatron.engines.base import GenerationStopped
@@ -19,28 +18,24 @@ from tlt_megatron.types import ScoredGroup
 _GAIN_STEPS = 4  # batches that measure the speedup of speculation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """Lengths and intervals, in RL steps."""
-
-    num_steps: int
-    eval_interval: int  # 0: only before the first step and after the last
-    checkpoint_interval: int  # 0: only after the last step
-
-
 class Run:
     """Trains, evaluates, saves, stops and resumes. Every method is a collective of all ranks."""
 
     def __init__(
         self,
-        schedule: Schedule,
         trainer: RLTrainer,
         *,
+        num_steps: int,
+        eval_interval: int,
+        checkpoint_interval: int,
         evaluator: Evaluator,
         checkpoints: CheckpointManager,
         report: RunReport,
     ) -> None:
-        self.schedule = schedule
+        """Intervals are in RL steps. Further evaluations come before the first step and after the last, and a checkpoint then."""
+        self.num_steps = num_steps
+        self.eval_interval = eval_interval
+        self.checkpoint_interval = checkpoint_interval
         self.trainer = trainer
         self.evaluator = evaluator
         self.checkpoints = checkpoints
@@ -56,7 +51,7 @@ class Run:
         is the state at its beginning. A running update is finished first.
         """
         self.is_stopped = not self._run_steps()
-        if self.is_stopped or self.schedule.num_steps:  # not after an evaluation alone
+        if self.is_stopped or self.num_steps:  # not after an evaluation alone
             self.save_checkpoint()
 
     def _run_steps(self) -> bool:
@@ -64,7 +59,7 @@ class Run:
         trainer = self.trainer
         try:
             self._evaluate_if_due()
-            while trainer.step < self.schedule.num_steps:
+            while trainer.step < self.num_steps:
                 self.report.begin_step(trainer.step + 1)
                 trained = trainer.train_step()
                 self.num_new_steps += 1
@@ -75,7 +70,7 @@ class Run:
                 self._evaluate_if_due()
                 # checkpoints of steps without an update would replace the last good one
                 is_good = trainer.policy_trainer.is_last_update_good
-                if is_good and self._is_due(self.schedule.checkpoint_interval):
+                if is_good and self._is_due(self.checkpoint_interval):
                     self.save_checkpoint()
         except GenerationStopped:  # on all ranks
             return False
@@ -83,14 +78,14 @@ class Run:
 
     def _is_due(self, interval: int) -> bool:
         step = self.trainer.step
-        return interval > 0 and step % interval == 0 and step < self.schedule.num_steps
+        return interval > 0 and step % interval == 0 and step < self.num_steps
 
     def _evaluate_if_due(self) -> None:
         """Evaluate at the first step, the last and the interval, unless done before a resume."""
         step = self.trainer.step
-        is_end = step in (0, self.schedule.num_steps)
+        is_end = step in (0, self.num_steps)
         is_done = self.report.last_eval_step == step
-        if is_done or not (is_end or self._is_due(self.schedule.eval_interval)):
+        if is_done or not (is_end or self._is_due(self.eval_interval)):
             return
         with self.trainer.phases("EVAL", "testing"):
             result = self.evaluator.evaluate(step)

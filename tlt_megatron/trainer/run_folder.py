@@ -58,12 +58,6 @@ class RunFolder:
             self.close()
             raise self._not_writable(error) from error
 
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def close(self) -> None:
         self._file.close()
 

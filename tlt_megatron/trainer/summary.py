@@ -51,7 +51,8 @@ def summarize(
         summary["idle_s"], summary["idle_used_s"] = sum(column("bubble/idle_s")), sum(used_s)
         summary["stall_s"] = sum(column("bubble/stall_s"))
     if gain is not None:
-        step_speedup = gain.step_speedup(statistics.median(step_s), statistics.median(gen_s))
-        summary |= {"rollout_speedup": gain.rollout_speedup, "step_speedup": step_speedup}
+        step, rollout = statistics.median(step_s), statistics.median(gen_s)
+        summary["rollout_speedup"] = gain.rollout_speedup
+        summary["step_speedup"] = (step - rollout + rollout * gain.rollout_speedup) / step
         summary["responses_differing"] = float(gain.num_differing)
     return summary

@@ -45,8 +45,8 @@ class ChecksummedTensors:
 
 def push_policy(
     model: PolicyModel, engine: RolloutEngine, version: int, *, dtype: torch.dtype, world: Group
-) -> int:
-    """Load the policy into every engine as `version`; return its checksum. A collective.
+) -> None:
+    """Load the policy into every engine as `version`. A collective.
 
     Extra memory is at most one layer. On every rank, RuntimeError names the ranks that were sent
     other weights, and UnhealthyTrainingError the weights that are not finite.
@@ -61,4 +61,3 @@ def push_policy(
         raise RuntimeError(
             f"policy version {version}: ranks {strays} were sent other weights than rank 0"
         )
-    return checksums[0]

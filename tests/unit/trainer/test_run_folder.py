@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path) -> Non
 def test_a_lock_file_without_a_holder_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text('{"pid": 1')
     assert not owner_has_ended(tmp_path)  # not known
-    with RunFolder(tmp_path):
+    with closing(RunFolder(tmp_path)):
         assert f'"pid": {os.getpid()}' in (tmp_path / LOCK_FILE).read_text()
 
 

@@ -14,7 +14,7 @@ def test_a_summary_by_hand() -> None:
         step | {"rollout/spec_accept_length": None, "memory/peak_gb/rollout": 3.0},
         step | {"timing_s/gen": 6.0, "perf/rollout_tokens_per_s": 20.0, "eval/accuracy": 0.5},
     ]
-    gain = SpeculationGain(rollout_s_on=1.0, rollout_s_off=2.0, num_differing=1)
+    gain = SpeculationGain(rollout_speedup=2.0, num_differing=1)
     assert summarize(rows, seconds=20.0, gain=gain) == {
         "eval_accuracy_first": 0.25,
         "eval_accuracy_last": 0.5,
