@@ -53,6 +53,8 @@ def main() -> None:
     """Convert and print what was done. ValueError if that is impossible."""
     options = _parse()
     source, target = Path(options.source), Path(options.to)
+    if not source.is_dir():
+        raise ValueError(f"--from {source}: no such folder")
     world = init_world("gloo", _TIMEOUT_S)
     try:
         policy, name = find_policy(source, world), options.model
