@@ -162,41 +162,6 @@ def test_a_frozen_rank_is_named_by_ranks_that_poll(
         assert message.endswith("its process is stopped")
 
 
-def test_ranks_in_a_collective_with_a_frozen_one_end_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their main threads cannot: the heartbeat ends the process."""
-    victim, markers = 0, Markers(tmp_path)
-
-    def body() -> None:
-        pids = gather_objects(os.getpid(), world_group())
-        with one_rank(TIMEOUT_S) as (world, heartbeat, _):
-            begin_phase(heartbeat, "UPDATE")
-            monkeypatch.setattr(
-                "tlt_megatron.runtime.heartbeat.end_process", lambda code, *_, **__: end_with(code)
-            )
-            await_phase_of_rank_0(heartbeat, "UPDATE")
-            barrier(world)
-
-            def end_with(code: int) -> None:
-                (tmp_path / f"code {world.rank}").write_text(f"{code} {heartbeat.loss}")
-                markers.set(f"rank {world.rank} has ended")
-                for rank in {0, 1, 2} - {victim}:
-                    markers.await_(f"rank {rank} has ended")
-                os.kill(pids[victim], signal.SIGKILL)
-                os._exit(code)
-
-            if world.rank == victim:
-                freeze()
-            gather_objects(0, world)
-
-    assert run_ranks(3, body, killed=(0, 1, 2)) == [None] * 3
-    for rank in {0, 1, 2} - {victim}:
-        text = (tmp_path / f"code {rank}").read_text()
-        assert text.startswith(f"1 rank {victim} (host ")
-        assert "in phase UPDATE: its process is stopped" in text
-
-
 def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path) -> None:
     def fail() -> None:
         raise OSError("disk full")
@@ -204,26 +169,6 @@ def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path) -> None:
     texts = what_they_say(1, fail, tmp_path, waits_in="store", killed=())
     told = "rank 1 failed: OSError: disk full"
     assert texts == [told, "disk full", told]
-
-
-def test_ranks_that_are_frozen_together_go_on(tmp_path: Path) -> None:
-    """As on a laptop that was closed: for longer than the timeout, all at once."""
-    timeout_s = 2.0
-
-    def body() -> None:
-        pids = gather_objects(os.getpid(), world_group())
-        with one_rank(timeout_s) as (world, heartbeat, _):
-            begin_phase(heartbeat, "ROLLOUT")
-            if world.is_first and os.fork() == 0:
-                for number in (signal.SIGSTOP, signal.SIGCONT):
-                    for pid in pids:
-                        os.kill(pid, number)
-                    time.sleep(2 * timeout_s)
-                (tmp_path / "thawed").touch()
-                os._exit(0)
-            wait(heartbeat, (tmp_path / "thawed").exists)
-
-    assert run_ranks(3, said(body)) == ["nothing"] * 3
 
 
 def test_a_collective_that_times_out_says_the_value_that_was_set_and_who_was_not_there() -> None:
