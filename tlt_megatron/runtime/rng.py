@@ -1,8 +1,8 @@
-"""Seeds the global random generators of this process.
+"""Seeds the global random generators of this process, which functions of the user may draw from.
 
 Each RL step seeds them, so a resumed run needs no saved states: it draws in a step what a straight run
-draws. Sampling noise is not from these generators: it is counter-based. Megatron saves the generators of
-its own with the policy (mcore/megatron_checkpoint.py).
+draws. Sampling noise is not from these generators: it is counter-based. Megatron draws nothing: there is
+no dropout.
 """
 
 from __future__ import annotations
