@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import numbers
 import shutil
 from pathlib import Path
 
@@ -34,12 +33,14 @@ class MetricsWriter:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of `step`; NaN and infinities become null. ValueError for a value that
-        is not a number.
+        """Write the metrics of `step`; NaN and infinities become null.
 
         A step may get a second row with other keys (its evaluation). Readers merge rows by step.
         """
-        values = {name: _to_number(name, value) for name, value in metrics.items()}
+        values = {
+            name: value if isinstance(value, int) else float(value)
+            for name, value in metrics.items()
+        }
         row = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         self._file.flush()
@@ -52,14 +53,6 @@ class MetricsWriter:
         """Close all outputs, of a run that `failed` as such."""
         self._file.close()
         self.trackers.close(failed=failed)
-
-
-def _to_number(name: str, value: object) -> float | int:
-    if name == "step":
-        raise ValueError("metric 'step': this key holds the number of the step")
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"metric {name!r}={value!r}: must be a number, not {type(value).__name__}")
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def keep_rows(path: Path, resume_step: int | None) -> int:
