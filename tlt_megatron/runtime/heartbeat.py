@@ -34,7 +34,7 @@ from tlt_megatron.runtime.events import Beats, Event, EventKind, EventLog
 from tlt_megatron.runtime.job_store import JobStore
 from tlt_megatron.runtime.log import FILE_ONLY
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.runtime.rank_process import ProcessState, RankProcess, state_of
+from tlt_megatron.runtime.rank_process import ProcessState, RankProcess, find_process, state_of
 from tlt_megatron.runtime.status import RankStatus
 from tlt_megatron.runtime.stop import StopRequest, end_process
 
@@ -98,6 +98,12 @@ class Heartbeat:
         self._is_unwinding = False  # the main thread is ending
         watched = watched_by(rank, [process.machine for process in ranks])
         self._watched = [_Watched(process=ranks[other]) for other in watched]
+        # found now, while they run: a process that gets the pid later is another one
+        self._local = {
+            other: find_process(ranks[other].pid)
+            for other in {0, *watched}
+            if ranks[other].machine == ranks[rank].machine
+        }
         self._num_rounds = 0  # of the heartbeat thread
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._store_watch = threading.Thread(target=self._watch_store, daemon=True)
@@ -234,8 +240,9 @@ class Heartbeat:
 
     def _state_of(self, process: RankProcess) -> ProcessState:
         """Return what this machine knows of a process: nothing if it runs on another one."""
-        is_local = process.machine == self.ranks[self.status.rank].machine
-        return state_of(process) if is_local else ProcessState(is_gone=False)
+        if process.rank not in self._local:
+            return ProcessState(is_gone=False)
+        return state_of(self._local[process.rank])
 
     def _describe(self, process: RankProcess, state: ProcessState, phase: str, silence: str) -> str:
         """Return why a rank is lost. `silence` says it of one whose process may be alive."""

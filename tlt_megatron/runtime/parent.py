@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from tlt_megatron.runtime.rank_process import has_ended
+from tlt_megatron.runtime.rank_process import find_process, state_of
 
 AGENT_PID = "TLT_AGENT_PID"  # set by launch/torchrun.py: the process that starts the ranks
 # the process of a `Trainer`: launch/torchrun.py saves and stops the run when that ends
@@ -36,5 +36,5 @@ def end_with_parent() -> None:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
     # A profiler or a shell script may stand between the two.
-    if os.getppid() != parent and has_ended(parent):  # before the kernel knew
+    if os.getppid() != parent and state_of(find_process(parent)).is_gone:  # before the kernel knew
         os._exit(1)

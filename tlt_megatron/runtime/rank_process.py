@@ -1,13 +1,12 @@
 """Identifies the process of each rank and reads its state.
 
-Used by heartbeat.py, job_store.py and spot/rank_state.py.
+Used by heartbeat.py, parent.py and spot/rank_state.py.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,6 @@ class RankProcess:
     host: str
     machine: str  # equal for two ranks if and only if they share process ids and monotonic clock
     pid: int
-    started: float  # `_start_of` the process: detects a reused pid
 
     @staticmethod
     def own(rank: int) -> RankProcess:
@@ -34,7 +32,6 @@ class RankProcess:
             host=socket.gethostname(),
             machine=machine_id(),
             pid=os.getpid(),
-            started=_start_of(psutil.Process()),
         )
 
     def __str__(self) -> str:
@@ -50,44 +47,30 @@ class ProcessState:
     cpu_s: float = 0.0  # CPU time that it has used
 
 
-def state_of(process: RankProcess) -> ProcessState:
-    """Return the state of a rank on this machine.
+def find_process(pid: int) -> psutil.Process | None:
+    """Return the process of this machine that has `pid` now; None if there is none."""
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
 
-    A zombie counts as gone: it only waits for its parent.
+
+def state_of(process: psutil.Process | None) -> ProcessState:
+    """Return the state of a process that `find_process` has found.
+
+    A zombie counts as gone: it only waits for its parent. So does one whose pid has been reused.
     """
     try:
-        seen = psutil.Process(process.pid)
-        if _start_of(seen) != process.started:
+        if process is None or not process.is_running():
             return ProcessState(is_gone=True)
-        with seen.oneshot():
-            status, cpu = seen.status(), seen.cpu_times()
+        with process.oneshot():
+            status, cpu = process.status(), process.cpu_times()
     except psutil.NoSuchProcess:
         return ProcessState(is_gone=True)
     if status in _ENDED:
         return ProcessState(is_gone=True)
     is_stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return ProcessState(is_gone=False, is_stopped=is_stopped, cpu_s=cpu.user + cpu.system)
-
-
-def has_ended(pid: int) -> bool:
-    """Return whether a process has ended, even if its parent has not noticed yet."""
-    try:
-        return psutil.Process(pid).status() in _ENDED
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _start_of(process: psutil.Process) -> float:
-    """Return when a process started: clock ticks since boot. psutil's create_time() changes when
-    the wall clock is set.
-    """
-    if sys.platform != "linux":
-        return process.create_time()
-    try:
-        stat = Path(f"/proc/{process.pid}/stat").read_text(errors="replace")
-        return float(stat.rpartition(")")[2].split()[19])
-    except (FileNotFoundError, ProcessLookupError):
-        raise psutil.NoSuchProcess(process.pid) from None
 
 
 def machine_id() -> str:

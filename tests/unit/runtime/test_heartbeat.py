@@ -112,16 +112,11 @@ def test_the_first_event_of_an_end_counts() -> None:
     assert neighbours.stop.is_requested
 
 
-def test_a_reused_pid_is_not_the_rank() -> None:
-    own = RankProcess.own(0)
-    assert not state_of(own).is_gone
-    assert state_of(replace(own, started=own.started - 5.0)).is_gone
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_a_clock_that_is_set_makes_no_process_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux computes the boot time from the wall clock: it changes when NTP sets the clock."""
-    own, created_s = RankProcess.own(0), psutil.Process().create_time()
+    own = psutil.Process()
+    created_s = own.create_time()
     boot_s = psutil.boot_time()
     monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_s + 1.0)
     assert psutil.Process().create_time() == created_s + 1.0
