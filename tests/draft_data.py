@@ -11,7 +11,6 @@ from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence
 
 HIDDEN_SIZE = 4
-ALL = {"holdout_share": 0.0}  # nothing is held out
 
 
 def make_sequence(name: int, num_tokens: int, *, loss_start: int = 2) -> DraftSequence:
@@ -39,16 +38,27 @@ def names_kept(buffer: DataBuffer) -> set[int]:
     return {int(t[0]) for n, t in buffer.state_dict()["tensors"].items() if n.endswith("token_ids")}
 
 
+def tail_in(buffer: DataBuffer) -> set[int]:
+    """The names of the long tail."""
+    state = buffer.state_dict()
+    keys = [sample["key"] for sample in state["values"]["samples"] if sample["is_tail"]]
+    return {int(state["tensors"][f"{key}.token_ids"][0]) for key in keys}
+
+
 def make_buffer(**settings: Any) -> DataBuffer:
-    """`settings`: of SpotSection, or a share of the buffer."""
-    shares = {name: settings.pop(name) for name in list(settings) if name.endswith("_share")}
-    return DataBuffer(SpotSection(**settings), **shares)
+    return DataBuffer(SpotSection(**settings))
 
 
 def fill(buffer: DataBuffer, step: int, lengths: dict[int, int]) -> None:
+    """Sequences of the step that the buffer is in."""
+    assert buffer.step == step
     for name, num_tokens in lengths.items():
-        buffer.add(make_sequence(name, num_tokens), step)
+        buffer.add(make_sequence(name, num_tokens))
 
 
-def num_tail(buffer: DataBuffer) -> int:
-    return sum(buffer._is_tail(sample) for sample in buffer._samples.values())
+def take(buffer: DataBuffer, max_tokens: int) -> tuple[list[int], DraftBatch]:
+    """The next batch and the names in it; it counts as trained on."""
+    batch = buffer.next_batch(max_tokens)
+    assert batch is not None
+    buffer.mark_trained()
+    return names_in(batch), batch

@@ -70,8 +70,8 @@ class RandomBatches:
         seed = self._rng.randrange(1000)
         return pack_batch([make_sequence(self._model, num_tokens, seed=seed)])
 
-    def put_back(self) -> None:
-        """One is as good as another."""
+    def mark_trained(self) -> None:
+        """The next batch is another one in any case."""
 
 
 class HookedStore(dist.Store):

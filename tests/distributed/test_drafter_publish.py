@@ -44,7 +44,7 @@ def make_lifecycle(engine: Shelf, run_dir: Path) -> DrafterLifecycle:
     section = SpotSection(enabled=True)
     return DrafterLifecycle(
         make_drafter_trainer(batch_tokens=16),
-        DataBuffer(section, torch.float64, holdout_share=0.3),
+        DataBuffer(section, torch.float64),
         engine,
         section,
         ranks=SpotRanks(
@@ -72,7 +72,7 @@ def test_every_engine_gets_the_same_drafter_at_the_same_phase_boundary(tmp_path:
             lifecycle.start_step(step)
             for index in range(8):
                 seed = 1000 * step + 10 * index + rank
-                lifecycle.buffer.add(make_sequence(data, 6 + index, seed=seed), step)
+                lifecycle.buffer.add(make_sequence(data, 6 + index, seed=seed))
             dist.barrier()
             time.sleep(0.1 * step * ((rank + step) % NUM_RANKS) / (NUM_RANKS - 1))
             lifecycle.run_until_preempted(step)

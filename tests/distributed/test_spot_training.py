@@ -48,12 +48,10 @@ class Shares:
         if self.update == NUM_UPDATES:
             self.when_done()
             return None
-        sequences = self.sequences(self.update)
-        self.update += 1
-        return pack_batch(sequences) if sequences else None
+        return pack_batch(self.sequences(self.update))
 
-    def put_back(self) -> None:
-        self.update -= 1
+    def mark_trained(self) -> None:
+        self.update += 1
 
 
 @pytest.mark.parametrize("num_members", [2, 3])

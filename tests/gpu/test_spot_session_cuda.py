@@ -44,8 +44,8 @@ class Batches:
         self._count += 1
         return self._batches[self._count % len(self._batches)]
 
-    def put_back(self) -> None:
-        """One is as good as another."""
+    def mark_trained(self) -> None:
+        """The next batch is another one in any case."""
 
 
 def make_trainer(

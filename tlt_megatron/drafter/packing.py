@@ -6,7 +6,6 @@ x_{t+2} and the target's next state h_{t+1}.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from tlt_megatron.types import Rollout
 
 _MIN_TOKENS = 3  # a shorter sequence has no row
-_NUM_STRATA = 4  # groups by length: fewer hide the longest, more make rounds too large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,54 +129,22 @@ def pack_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
     )
 
 
-def plan_batches(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
-    """Group sequences into batches of at most `max_rows` rows: first fit, longest first.
+def pack_sequences(sequences: Sequence[DraftSequence], max_rows: int) -> list[DraftBatch]:
+    """Pack sequences into batches of at most `max_rows` rows: first fit, longest first.
 
-    A longer sequence is a batch of its own: it cannot be cut, because its end attends to its start.
-    A sequence without rows is left out.
+    A longer sequence is a batch of its own: it is not cut, because its end attends to its start. A
+    sequence without rows is left out.
     """
-    plans: list[list[int]] = []
+    plans: list[list[DraftSequence]] = []
     room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        if length < 1:
-            continue
-        place = next((i for i, free in enumerate(room) if free >= length), None)
-        if place is None:
+    for sequence in sorted(sequences, key=lambda sequence: -sequence.num_rows):
+        num_rows = sequence.num_rows
+        if num_rows < 1:
+            break
+        place = next((i for i, free in enumerate(room) if free >= num_rows), len(plans))
+        if place == len(plans):
             plans.append([])
             room.append(max_rows)
-            place = len(plans) - 1
-        plans[place].append(index)
-        room[place] -= length
-    return plans
-
-
-def pack_sequences(sequences: Sequence[DraftSequence], max_rows: int) -> list[DraftBatch]:
-    """Pack all sequences into batches of at most `max_rows` rows. See `plan_batches`."""
-    plans = plan_batches([sequence.num_rows for sequence in sequences], max_rows)
-    return [pack_batch([sequences[index] for index in plan]) for plan in plans]
-
-
-def choose_slice(steps: Sequence[int], rows: Sequence[int], max_rows: int) -> list[int]:
-    """Choose sequences to measure on: about `max_rows` rows, newest RL step first, of all lengths.
-
-    The sequences of a step form `_NUM_STRATA` groups by length. Each round takes one sequence from
-    each group, so that all lengths keep their share of the rows. The choice ends at the first round
-    that does not fit; the first round is always taken.
-
-    Example: `choose_slice([7, 7, 7, 7, 7, 6], [900, 40, 30, 20, 50, 10], 100)` is `[3, 2, 1, 0]`.
-    """
-    chosen: list[int] = []
-    for step in sorted(set(steps), reverse=True):
-        by_length = sorted(
-            (i for i, s in enumerate(steps) if s == step), key=lambda i: (rows[i], i)
-        )
-        num_groups = min(_NUM_STRATA, len(by_length))
-        bounds = [len(by_length) * group // num_groups for group in range(num_groups + 1)]
-        groups = [sorted(by_length[a:b]) for a, b in itertools.pairwise(bounds)]
-        for turn in range(max(map(len, groups))):
-            picked = [group[turn] for group in groups if turn < len(group)]
-            if chosen and sum(rows[i] for i in chosen + picked) > max_rows:
-                return chosen
-            chosen += picked
-    return chosen
+        plans[place].append(sequence)
+        room[place] -= num_rows
+    return [pack_batch(plan) for plan in plans]

@@ -112,7 +112,7 @@ class DrafterLifecycle:
         """Add a finished response. `features` [T - 1, F] are the engine's hidden states."""
         hidden_size = self.trainer.model.config.hidden_size
         sequence = DraftSequence.of_rollout(rollout, features, hidden_size)
-        self.buffer.add(sequence, self.buffer.step)
+        self.buffer.add(sequence)
 
     def make_tap(self) -> HiddenStateTap:
         """Make the tap for the policy's first forward pass of a step.
@@ -128,7 +128,7 @@ class DrafterLifecycle:
                 loss_start=tapped.prompt_length,
                 loss_mask=tapped.loss_mask,
             )
-            self.buffer.add(sequence, self.buffer.step)
+            self.buffer.add(sequence)
 
         return HiddenStateTap(
             on_sequence=add,
@@ -162,18 +162,15 @@ class DrafterLifecycle:
         """
         if self._candidate is None or self._findings is not None:  # an earlier round of the step
             return
-        batches = self.buffer.holdout_batches(_HOLDOUT_ROWS, has_new=True, max_rows=_HOLDOUT_ROWS)
-        if not batches:
+        batch = self.buffer.unseen_batch(_HOLDOUT_ROWS)
+        if batch is None:
             return
         device = self.trainer.device
         contenders = self._candidate, self.publisher.published.weights
         try:
             with interruptible(self.trainer.model, watch):
                 candidate, published = (
-                    HoldoutResult.merge(
-                        measure_holdout(self.trainer, weights, batch) for batch in batches
-                    )
-                    for weights in contenders
+                    measure_holdout(self.trainer, weights, batch) for weights in contenders
                 )
         except PassAbandoned:
             return

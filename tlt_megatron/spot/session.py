@@ -267,8 +267,8 @@ class SpotSession:
             stats = self.trainer.step(batch, read_flags, watch)
             if not watch.is_over:
                 self.record.steps.append((started, time.monotonic()))
-            elif batch is not None:
-                self.source.put_back()
+                if batch is not None:
+                    self.source.mark_trained()
             self.record.stats.append(stats)
             is_stopped, is_replaced = (flag > 0 for flag in stats.flags)
             if is_stopped:

@@ -12,7 +12,6 @@ from tlt_megatron.drafter.packing import (
     DraftSequence,
     pack_batch,
     pack_sequences,
-    plan_batches,
 )
 
 
@@ -52,24 +51,14 @@ def test_rows_equal_the_definition(architecture: str, num_missing_states: int) -
     assert batch.target_hidden.shape[1] == HIDDEN_SIZE
 
 
-def test_plan_fills_batches_and_loses_nothing() -> None:
-    lengths = [5, 3, 9, 1, 0, 4, 2, 12]
-    plans = plan_batches(lengths, max_rows=10)
-    placed = sorted(index for plan in plans for index in plan)
-    assert placed == [0, 1, 2, 3, 5, 6, 7]  # all but the one without rows
-    assert [7] in plans  # longer than a batch, alone
-    for plan in plans:
-        assert len(plan) == 1 or sum(lengths[index] for index in plan) <= 10
-    assert len(plans) == 4  # 12 | 9 1 | 5 4 | 3 2
-    assert plan_batches([], 10) == []
-
-
-def test_packed_sequences_have_no_padding() -> None:
+def test_packed_sequences_fill_batches_without_padding() -> None:
+    """First fit, longest first: 12 | 9 1 | 5 4 | 3 2. One without rows is left out."""
     model = make_draft_model("eagle")
-    sequences = [make_sequence(model, n, seed=n) for n in (2, 3, 8, 12)]
-    batches = pack_sequences(sequences, max_rows=8)
-    assert sum(batch.num_rows for batch in batches) == sum(s.num_rows for s in sequences) == 17
-    assert sorted(n for batch in batches for n in batch.lengths) == [1, 6, 10]
+    lengths = [5, 3, 9, 1, 0, 4, 2, 12]
+    batches = pack_sequences([make_sequence(model, n + 2, seed=n) for n in lengths], max_rows=10)
+    assert [batch.lengths for batch in batches] == [(12,), (9, 1), (5, 4), (3, 2)]
+    assert [batch.num_rows for batch in batches] == [12, 10, 9, 5]
+    assert pack_sequences([], 10) == []
 
 
 def test_wrong_sequences_are_refused() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -51,7 +50,7 @@ class Shelf:
 
 
 class WatchedBuffer(DataBuffer):
-    """Calls `before` with the number of batches of this step so far, ahead of each batch; `measures` ahead of a hold-out."""
+    """Calls `before` with the number of batches of this step so far, ahead of each batch; `measures` ahead of a measurement."""
 
     def before(self, count: int) -> None:
         """Nothing, unless a test replaces it."""
@@ -68,20 +67,20 @@ class WatchedBuffer(DataBuffer):
         self.count += 1
         return super().next_batch(max_tokens)
 
-    def holdout_batches(self, max_tokens: int, **options: Any) -> list[DraftBatch]:
+    def unseen_batch(self, max_rows: int) -> DraftBatch | None:
         self.measures()
-        return super().holdout_batches(max_tokens, **options)
+        return super().unseen_batch(max_rows)
 
 
 class Rank:
     """A lifecycle of rank 0, whose neighbour finishes when it is told to."""
 
-    def __init__(self, folder: Path, *, holdout_share: float = 0.3) -> None:
+    def __init__(self, folder: Path) -> None:
         self.store = dist.HashStore()
         self.engine = Shelf()
         self.trainer = make_drafter_trainer(batch_tokens=BATCH_TOKENS)
         section = SpotSection(enabled=True)
-        self.buffer = WatchedBuffer(section, torch.float64, holdout_share=holdout_share)
+        self.buffer = WatchedBuffer(section, torch.float64)
         self.lifecycle = DrafterLifecycle(
             self.trainer,
             self.buffer,
@@ -197,6 +196,7 @@ def test_a_batch_given_up_comes_again(rank: Rank, tmp_path: Path) -> None:
     straight.begin(1)
     for _ in range(2):
         straight.trainer.step(straight.buffer.next_batch(BATCH_TOKENS))
+        straight.buffer.mark_trained()
     assert version_of(rank.trainer) == version_of(straight.trainer)
     assert rank.buffer.state_dict()["values"] == straight.buffer.state_dict()["values"]
 

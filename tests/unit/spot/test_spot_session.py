@@ -92,8 +92,8 @@ class NoData:
             self.finish()
         return None
 
-    def put_back(self) -> None:
-        raise AssertionError("nothing was given")
+    def mark_trained(self) -> None:
+        raise AssertionError("there was no batch")
 
 
 def test_without_data_a_session_changes_nothing_and_stops_all_the_same() -> None:
@@ -111,9 +111,6 @@ def test_error_of_the_data_source_passes_on() -> None:
     class Broken:
         def next_batch(self, max_tokens: int) -> DraftBatch | None:
             raise OSError("no such file")
-
-        def put_back(self) -> None:
-            raise AssertionError("nothing was given")
 
     player = Player(stop_at=-1, source=Broken())
     with pytest.raises(OSError, match="no such file"):
