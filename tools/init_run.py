@@ -123,7 +123,7 @@ def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]
             "max_batch_size": 128 if options.gpus else 32,
         },
         "speculation": {"enabled": True, "strategies": STRATEGIES},
-        "drafter": {"algorithm": "hass", "dtype": dtype},
+        "drafter": {"algorithm": "hass"},
         "spot": {"enabled": True},
         "optimizer": {"lr": 1e-6},
         "eval": {"interval": 10 if options.eval else 0},
@@ -158,7 +158,7 @@ def _fit(
             kv_tokens = int(KV_SHARE * free_bytes) * tensor // (sizes.kv * sizes.num_layers * 2)
             most = settings["rollout"]["max_batch_size"] * longest
             settings["rollout"]["kv_cache_tokens"] = max(longest, min(most, kv_tokens))
-            settings["parallel"] = {"tensor": tensor, "pipeline": pipeline, "sequence": tensor > 1}
+            settings["parallel"] = {"tensor": tensor, "pipeline": pipeline}
             engine = {"tp_size": tensor, "mem_fraction_static": 0.6}
             settings["sglang"] = {"engine_args": engine}
             try:
