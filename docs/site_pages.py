@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_megatron.cli import COMMANDS
+from tlt_megatron.cli import COMMANDS, help_of
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.runtime.metric_names import metric_tables
 
@@ -96,7 +96,8 @@ def resolve_links(markdown: str, page: str) -> str:
 
 def commands() -> str:
     """Return the page of the command `tlt`."""
-    rows = [f"| `tlt {name}` | {c.summary} | `{c.example}` |" for name, c in COMMANDS.items()]
+    helps = {name: help_of(name) for name in COMMANDS}
+    rows = [f"| `tlt {name}` | {c.summary} | `{c.example}` |" for name, c in helps.items()]
     head = "# Commands\n\n`tlt COMMAND --help` prints all options.\n\n| command | what it does | example |\n|---|---|---|"
     return "\n".join([head, *rows, ""])
 

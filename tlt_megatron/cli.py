@@ -23,78 +23,25 @@ _IN_WHEEL = _PACKAGE / "programs"  # setup.py copies launch/, tools/ and example
 ROOT = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent
 
 
-class Command(NamedTuple):
-    """One word after `tlt`: what it does, an example, and the module whose `main()` it calls."""
-
-    summary: str
-    example: str
-    module: str
-
-
-COMMANDS = {
-    "doctor": Command(
-        "say what this machine can run, what is missing and how to get it",
-        "tlt doctor",
-        "tlt_megatron.doctor",
-    ),
-    "init": Command(
-        "write a config, a reward file and a Slurm script for a model, a data file and GPUs",
-        "tlt init --model Qwen/Qwen2.5-7B-Instruct --data train.jsonl --gpus 8 --out mine",
-        "tools.init_run",
-    ),
-    "migrate": Command(
-        "write a config from a YAML or script of verl, or a script of slime",
-        "tlt migrate run_qwen3_grpo.sh --out my.yaml",
-        "tools.migrate",
-    ),
-    "train": Command(
-        "train a policy: one torchrun program",
-        "tlt train my.yaml --nproc-per-node 8 run.num_steps=100 --resume auto",
-        "",
-    ),
-    "plan": Command(
-        "print the memory of a rank by phase, before a run and without a GPU",
-        "tlt plan my.yaml --ranks 8 parallel.tensor=4",
-        "tools.print_ledger",
-    ),
-    "report": Command(
-        "write a report of a run: one HTML page",
-        "tlt report runs/mine --steps 40-41",
-        "tools.report",
-    ),
-    "watch": Command(
-        "serve a live page of one run or several on this machine",
-        "tlt watch runs/mine --port 8017",
-        "tools.watch",
-    ),
-    "compare": Command(
-        "check that two runs drew the same tokens and got the same rewards",
-        "tlt compare runs/plain runs/speculative",
-        "tools.compare_runs",
-    ),
-    "evaluate": Command(
-        "measure a model or a finished run: pass@k, avg@k, maj@k",
-        "tlt evaluate runs/mine --data test.jsonl --samples 16",
-        "tools.evaluate",
-    ),
-    "convert": Command(
-        "write the policy of a run or a checkpoint as a Hugging Face folder",
-        "tlt convert --from runs/mine --to exported",
-        "tools.convert_checkpoint",
-    ),
-    "train-drafter": Command(
-        "train a drafter for a model on the model's own responses",
-        "tlt train-drafter --model Qwen/Qwen3-0.6B --prompts train.jsonl --out drafter",
-        "tools.warmup_drafter",
-    ),
-    "export-drafter": Command(
-        "write a drafter in the format of SGLang or vLLM",
-        "tlt export-drafter --from runs/mine --to drafter --format sglang",
-        "tools.export_drafter",
-    ),
+COMMANDS = {  # the word after `tlt`: the module whose `main()` it calls
+    "doctor": "tlt_megatron.doctor",
+    "init": "tools.init_run",
+    "migrate": "tools.migrate",
+    "train": "tlt_megatron.cli",
+    "plan": "tools.print_ledger",
+    "report": "tools.report",
+    "watch": "tools.watch",
+    "compare": "tools.compare_runs",
+    "evaluate": "tools.evaluate",
+    "convert": "tools.convert_checkpoint",
+    "train-drafter": "tools.warmup_drafter",
+    "export-drafter": "tools.export_drafter",
 }
 _FLAGS = ("--standalone",)  # options of torchrun that take no value
-_TRAIN_HELP = """
+_TRAIN_HELP = """Trains a policy: one torchrun program.
+
+    tlt train my.yaml --nproc-per-node 8 run.num_steps=100 --resume auto
+
 usage: tlt train CONFIG.yaml ... [section.key=value ...] [--resume auto|never|FOLDER] [--print-config] [options of torchrun]
 
   section.key=value   settings over the file's
@@ -102,6 +49,25 @@ usage: tlt train CONFIG.yaml ... [section.key=value ...] [--resume auto|never|FO
   --print-config      print every setting and end
   --nproc-per-node N  ranks of this node, one per GPU; default 1
   --nnodes N          machines; each needs --node-rank (default: SLURM_NODEID) and --master-addr; default this one only"""
+
+
+class Help(NamedTuple):
+    """What the docstring of a command's module says first."""
+
+    summary: str
+    example: str
+
+
+def help_of(name: str) -> Help:
+    """Return the first line and the first example of a command's help, without importing its module."""
+    text = _TRAIN_HELP
+    if name != "train":
+        module = COMMANDS[name]
+        root = _PACKAGE.parent if module.startswith("tlt_megatron") else ROOT
+        source = root / f"{module.replace('.', '/')}.py"
+        text = source.read_text(encoding="utf-8").split('"""')[1]
+    summary, *lines = text.splitlines()
+    return Help(summary, next(line.strip() for line in lines if line.startswith("    tlt ")))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,14 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         advice = f"did you mean {near[0]}?" if near else "tlt --help lists them"
         print(f"tlt: {name!r} is no command; {advice}", file=sys.stderr)
         return 2
-    command = COMMANDS[name]
-    is_help = bool({"-h", "--help"} & set(rest))
-    if is_help:
-        print(f"tlt {name}: {command.summary}\nexample: {command.example}", flush=True)
-    if not command.module:
-        return _train(rest, is_help=is_help)
-    if is_help and name == "doctor":  # has no options
-        return 0
+    if name == "train":
+        return _train(rest)
+    if {"-h", "--help"} & set(rest):
+        print(f"tlt {name}: {help_of(name).summary}\nexample: {help_of(name).example}", flush=True)
+        if name == "doctor":  # has no options
+            return 0
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # deprecations inside of torch and Megatron
     try:
@@ -139,7 +103,7 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
     before = list(sys.argv)
     sys.argv[:] = [f"tlt {name}", *arguments]  # argparse names the program after it
     try:
-        return importlib.import_module(COMMANDS[name].module).main() or 0
+        return importlib.import_module(COMMANDS[name]).main() or 0
     finally:
         sys.argv[:] = before
 
@@ -180,9 +144,9 @@ def train_command(arguments: Sequence[str]) -> list[str]:
     return [*start[:2], *standalone, *launcher, *start[2:], *program]
 
 
-def _train(arguments: Sequence[str], *, is_help: bool) -> int:
+def _train(arguments: Sequence[str]) -> int:
     """Become the launcher, which then receives the signals itself. Return a code otherwise."""
-    if is_help:
+    if {"-h", "--help"} & set(arguments):
         print(_TRAIN_HELP)
         return 0
     try:
@@ -197,8 +161,9 @@ def _train(arguments: Sequence[str], *, is_help: bool) -> int:
 
 def _help() -> str:
     lines = ["usage: tlt COMMAND ...", ""]
-    for name, command in COMMANDS.items():
-        lines += [f"  {name:<16}{command.summary}", f"{'':18}{command.example}"]
+    for name in COMMANDS:
+        summary, example = help_of(name)
+        lines += [f"  {name:<16}{summary}", f"{'':18}{example}"]
     return "\n".join([*lines, "", "tlt COMMAND --help says more; tlt --version"])
 
 

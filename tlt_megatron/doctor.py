@@ -1,4 +1,6 @@
-"""`python -m tlt_megatron.doctor`: what this machine can run, what is missing, and how to get it.
+"""Says what this machine can run, what is missing and how to get it.
+
+    tlt doctor
 
 Exit code 1 if it can run nothing.
 """

@@ -1,6 +1,6 @@
 """Checks that two RL runs drew the same tokens and got the same rewards.
 
-    python tools/compare_runs.py runs/plain runs/speculative
+    tlt compare runs/plain runs/speculative
 
 Both runs need logging.rollouts=true. The tool compares the steps that both have, response by
 response, and what the policy learned from them. If a token or a reward differs, it names the first

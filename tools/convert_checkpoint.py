@@ -2,7 +2,7 @@
 
 It takes one process, on the CPU.
 
-    python tools/convert_checkpoint.py --from runs/quickstart --to build/hf
+    tlt convert --from runs/mine --to exported
 
 `--from` is a run, its checkpoints, one of them or its `policy/` (Megatron's torch_dist), for any
 layout that it was saved with. Config and tokenizer come from `--model`; for a run, the default is

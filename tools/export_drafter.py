@@ -1,6 +1,7 @@
 """Writes a drafter in the format of SGLang or vLLM.
 
-    python tools/export_drafter.py --from build/tiny_drafter --to build/exported --format vllm --target build/tiny_policy
+    tlt export-drafter --from runs/mine --to drafter --format sglang
+    tlt export-drafter --from build/tiny_drafter --to build/exported --format vllm --target build/tiny_policy
 
 `--from`: a drafter's folder, a run, its checkpoints or one of them. `--target`: the policy, as a
 Hugging Face folder. With it, the fingerprint is checked too. vLLM's EAGLE and --draft-vocab-size

@@ -1,6 +1,6 @@
 """Writes a report of a run: one HTML page that needs no network.
 
-    python tools/report.py runs/quickstart-20260101-120000 --steps 40-41
+    tlt report runs/mine --steps 40-41
 
 Reads metrics.jsonl, summary.json, config.yaml, timeline/, speculation.jsonl and rollouts/ of the
 run folder. The page goes to <run folder>/report.html, or to `--out`. For things the run did not do,

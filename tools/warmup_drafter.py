@@ -1,6 +1,6 @@
 """Trains a drafter for a policy before any RL: the policy answers prompts, and the drafter trains on those passes.
 
-    python tools/warmup_drafter.py --config examples/smollm2.yaml --minutes 10 --out build/smollm2_drafter
+    tlt train-drafter --config examples/smollm2.yaml --minutes 10 --out build/smollm2_drafter
 
 Prints the accept length on hold-out prompts before and after, measured by decoding with the drafter. The folder holds an EAGLE
 checkpoint (config.json, safetensors) for SGLang's loader, and the optimizer's state. It is written after each measurement.

@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from tlt_megatron.cli import COMMANDS
+from tlt_megatron.cli import COMMANDS, help_of
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.runtime.metric_names import metric_tables
@@ -262,7 +262,7 @@ def unknown_words(line: str) -> list[str]:
         return []
     if name not in COMMANDS:
         return [f"tlt {name}"]
-    module = COMMANDS[name].module.replace(".", "/") or "tlt_megatron/cli"
+    module = COMMANDS[name].replace(".", "/")
     known = text(REPO / f"{module}.py")
     return [f"tlt {name} {w}" for w in words if w.startswith("--") and not has_option(known, w)]
 
@@ -272,7 +272,7 @@ def has_option(source: str, word: str) -> bool:
 
 
 def test_the_examples_of_the_command_line_have_known_options() -> None:
-    lines = [command.example.removeprefix("tlt ") for command in COMMANDS.values()]
+    lines = [help_of(name).example.removeprefix("tlt ") for name in COMMANDS]
     assert [word for line in lines for word in unknown_words(line)] == []
     assert unknown_words("report runs/mine --no-such") == ["tlt report --no-such"]
     assert unknown_words("repotr runs/mine") == ["tlt repotr"]
