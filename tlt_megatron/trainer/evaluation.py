@@ -15,7 +15,8 @@ from tlt_megatron.trainer.rollout_metrics import details_by_source
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.types import Prompt, Rollout, SamplingParams, ScoredGroup
 
-_BOXED = re.compile(r"\\boxed\{")
+# the content of a box, with braces up to two deep
+_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -94,20 +95,9 @@ def pass_at_k(num_right: Sequence[int], num_samples: int) -> dict[str, float]:
 
 def final_answer(text: str) -> str:
     """Return what a response answers: its last boxed text, else its last number, else its last line."""
-    boxed = [found for start in _BOXED.finditer(text) if (found := _in_braces(text, start.end()))]
-    numbers = _NUMBER.findall(text)
+    boxed, numbers = _BOXED.findall(text), _NUMBER.findall(text)
     answer = boxed[-1] if boxed else numbers[-1] if numbers else text.strip().rpartition("\n")[2]
     return answer.replace(",", "").strip(" $.")
-
-
-def _in_braces(text: str, start: int) -> str:
-    """Return what stands from `start`, behind an opening brace, to its closing one; "" if there is none."""
-    depth = 1
-    for brace in re.compile(r"[{}]").finditer(text, start):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[start : brace.start()]
-    return ""
 
 
 def majority(answers: Sequence[Sequence[str]], right: Sequence[Sequence[bool]]) -> float:
