@@ -16,6 +16,15 @@ from tools.evaluate import evaluation_command
 pytestmark = pytest.mark.e2e
 
 
+def evaluate(given: list[str], out: Path) -> dict:
+    """What `tlt evaluate` with these words writes into `out`."""
+    command = evaluation_command([*given, f"--out={out}"])
+    start = next(i for i, word in enumerate(command) if word.endswith("pretrain_rl.py"))
+    ((code, stderr),) = run_forked(1, *command[start + 1 :])
+    assert code == 0, stderr
+    return json.loads((out / "evaluation.json").read_text())
+
+
 def test_a_finished_run_is_evaluated_with_its_settings(config: Path, tmp_path: Path) -> None:
     trained, data = tmp_path / "trained", config.parent / "train.jsonl"
     held_out = config.parent / "eval.jsonl"
@@ -30,12 +39,8 @@ def test_a_finished_run_is_evaluated_with_its_settings(config: Path, tmp_path: P
             assert row[f"eval/{name}"] == pytest.approx(sum(parts) / 2)
         for name in ("eval", "train"):
             assert row[f"val-core/{name}/reward/mean@2"] == row[f"eval/{name}/accuracy"]
-    given = f"{trained} --data {data} --samples 4 --out {tmp_path}/result run.seed=7".split()
-    command = evaluation_command(given)
-    start = next(i for i, word in enumerate(command) if word.endswith("pretrain_rl.py"))
-    ((code, stderr),) = run_forked(1, *command[start + 1 :])
-    assert code == 0, stderr
-    result = json.loads((tmp_path / "result" / "evaluation.json").read_text())
+    given = f"{trained} --data {data} --samples 4 run.seed=7".split()
+    result = evaluate(given, tmp_path / "result")
     assert (result["model"], result["data"]) == (str(trained / "hf"), str(data))
     assert (result["num_samples"], result["seed"]) == (4, 7)
     (row,) = metric_rows(tmp_path / "result")
@@ -58,17 +63,8 @@ def test_a_model_is_evaluated_on_several_files(
     files = [str(tmp_path / name / "test.jsonl") for name in ("one", "two")]
     given = [str(config.parent / "model"), "--data", *files]
     given += [f"reward.function={config.parent}/reward.py:compute_score"]
-    given += [
-        "rollout.max_new_tokens=24",
-        "data.max_prompt_tokens=16",
-        "--samples=3",
-        f"--out={tmp_path}/result",
-    ]
-    command = evaluation_command(given)
-    start = next(i for i, word in enumerate(command) if word.endswith("pretrain_rl.py"))
-    ((code, stderr),) = run_forked(1, *command[start + 1 :])
-    assert code == 0, stderr
-    result = json.loads((tmp_path / "result" / "evaluation.json").read_text())
+    given += ["rollout.max_new_tokens=24", "data.max_prompt_tokens=16", "--samples=3"]
+    result = evaluate(given, tmp_path / "result")
     assert result["data"] == files
     one, two = result["data_sets"]["one-test"], result["data_sets"]["two-test"]
     metrics = result["metrics"]

@@ -155,18 +155,6 @@ def test_second_ctrl_c_ends_at_once_although_a_rank_is_frozen(start: Callable[..
     assert not (job.folder / "loaded").exists()
 
 
-def test_no_process_outlives_a_killed_torchrun(start: Callable[..., Job]) -> None:
-    job = start("orphans", SLOW, is_plain=True)
-    job.wait_until_held()
-    family = job.family()
-    assert len(family) >= 5
-    job.process.kill()
-    (
-        job.folder / "hold"
-    ).unlink()  # a reward function that never returns is ended after its timeout
-    assert not psutil.wait_procs(family, timeout=LIMIT_S)[1]
-
-
 def test_an_error_of_a_rank_is_one_line_and_ends_all(start: Callable[..., Job]) -> None:
     job = start("failed", SLOW, is_tlt=True)
     job.wait_until_held()
