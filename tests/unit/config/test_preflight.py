@@ -109,12 +109,6 @@ def test_a_merged_yaml_mapping_is_no_duplicate(tmp_path: Path) -> None:
     assert load_config(path).data.max_prompt_tokens == 5
 
 
-def test_k1_in_the_reward_is_allowed() -> None:
-    load_config(None, ["algorithm.kl_estimator=k1", "algorithm.kl_placement=reward"])
-    load_config(None, ["eval.interval=2", "data.eval=x.jsonl"])
-    load_config(None, ["mcore.transformer.tp_comm_overlap=true"])
-
-
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
 def test_a_trackers_package_that_is_absent_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

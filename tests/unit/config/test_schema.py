@@ -151,6 +151,8 @@ def test_what_does_not_fit_together_is_refused_by_name(overrides: str, message: 
         "rollout.num_prompts=2 algorithm.num_minibatches=2",
         "rollout.num_samples=1 algorithm.advantage=reinforce_plus_plus",
         "rollout.engine=sglang speculation.draft_vocab_size=0",
+        "algorithm.kl_estimator=k1 algorithm.kl_placement=reward",
+        "eval.interval=2 data.eval=x.jsonl mcore.transformer.tp_comm_overlap=true",
     ],
 )
 def test_the_edge_of_a_range_is_allowed(overrides: str) -> None:
