@@ -14,7 +14,7 @@ from tests.no_shortcuts import WithLogprobPass
 from tests.policy_batches import make_rollout, make_trainer, score
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
+from tlt_megatron.runtime.process_groups import ProcessGroups, group_of
 from tlt_megatron.types import (
     LossFunction,
     MicroBatch,
@@ -86,7 +86,7 @@ def scored_batch(num_groups: int = 5, num_samples: int = 3) -> list[ScoredGroup]
 
 
 def run(
-    section: AlgorithmSection, groups: ProcessGroups, micro_batch_tokens: int = 20
+    section: AlgorithmSection, groups: ProcessGroups | None = None, micro_batch_tokens: int = 20
 ) -> tuple[dict, dict, list[list[MicroBatch]]]:
     model = FakeModel()
     trainer = make_trainer(model, section, groups, micro_batch_tokens=micro_batch_tokens)
@@ -115,7 +115,7 @@ SECTIONS = [
 def test_metrics_and_updates_do_not_depend_on_the_number_of_ranks(
     section: AlgorithmSection,
 ) -> None:
-    inferred, updated, calls = run(section, ProcessGroups(world=SINGLE))
+    inferred, updated, calls = run(section)
     for mine in run_on_ranks(3, section):
         assert mine[0] == pytest.approx(inferred)
         assert mine[1] == pytest.approx(updated, rel=1e-5, abs=1e-6)
@@ -125,9 +125,9 @@ def test_metrics_and_updates_do_not_depend_on_the_number_of_ranks(
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda s: f"{s.advantage}-{s.loss}")
 def test_metrics_do_not_depend_on_how_the_batch_is_cut(section: AlgorithmSection) -> None:
-    _, updated, calls = run(section, ProcessGroups(world=SINGLE))
+    _, updated, calls = run(section)
     for micro_batch_tokens in (1, 45, 10_000):
-        _, other, cuts = run(section, ProcessGroups(world=SINGLE), micro_batch_tokens)
+        _, other, cuts = run(section, micro_batch_tokens=micro_batch_tokens)
         assert [len(update) for update in cuts] != [len(update) for update in calls]
         assert other == pytest.approx(updated, rel=1e-5, abs=1e-6)
 
@@ -143,7 +143,7 @@ def test_ranks_share_every_sequence_out_once() -> None:
             for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
         )
 
-    whole = tokens(run(section, ProcessGroups(world=SINGLE))[2])
+    whole = tokens(run(section)[2])
     shares = [tokens(result[2]) for result in run_on_ranks(4, section)]
     assert sorted(sequence for share in shares for sequence in share) == whole
     assert len(whole) == 15
@@ -171,21 +171,9 @@ def test_every_rank_knows_the_difference_of_every_response(
 def test_update_uses_the_old_logprobs_of_the_log_prob_pass() -> None:
     """The fake's policy has moved by -0.1 since: the mean log-ratio, whatever the rollout engine said."""
     section = WithLogprobPass()
-    updated = run(section, ProcessGroups(world=SINGLE))[1]
+    updated = run(section)[1]
     assert updated["actor/ppo_kl"] == pytest.approx(0.1, rel=1e-5)
     assert updated["actor/entropy"] == pytest.approx(1.0)
-
-
-class FakeTap:
-    """The trainer only passes it on."""
-
-
-def passes_of(section: AlgorithmSection, tap: FakeTap) -> FakeModel:
-    """The model of a trainer that was given one batch."""
-    model = FakeModel()
-    trainer = make_trainer(model, section)
-    trainer.update(trainer.infer_logprobs(scored_batch(), tap))
-    return model
 
 
 def test_in_the_reward_the_default_estimate_of_kl_is_the_log_ratio() -> None:
@@ -199,41 +187,35 @@ def test_in_the_reward_the_default_estimate_of_kl_is_the_log_ratio() -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_tap_is_given_the_policys_pass_and_not_the_references() -> None:
-    tap = FakeTap()
-    model = passes_of(WithLogprobPass(kl_coef=0.1), tap)
-    assert model.taps == [(False, tap), (True, None)]
-    assert model.update_taps == [None]
-
-
-def test_without_a_log_prob_pass_a_tap_is_given_the_update() -> None:
-    tap = FakeTap()
-    model = passes_of(AlgorithmSection(kl_coef=0.1), tap)
-    assert model.taps == [(True, None)]
-    assert model.update_taps == [tap]
+POLICY, REFERENCE = False, True
 
 
 @pytest.mark.parametrize(
-    ("section", "has_pass"),
+    ("section", "passes"),
     [
-        (AlgorithmSection(), False),
-        (AlgorithmSection(tis_cap=2.0), False),
-        (AlgorithmSection(kl_coef=0.1), False),
-        (WithLogprobPass(), True),
-        (AlgorithmSection(num_epochs=2), True),
-        (AlgorithmSection(num_minibatches=2), True),
-        (AlgorithmSection(kl_coef=0.1, kl_placement="reward"), True),
+        (AlgorithmSection(), []),
+        (AlgorithmSection(tis_cap=2.0), []),
+        (AlgorithmSection(kl_coef=0.1), [REFERENCE]),
+        (WithLogprobPass(), [POLICY]),
+        (WithLogprobPass(kl_coef=0.1), [POLICY, REFERENCE]),
+        (AlgorithmSection(num_epochs=2), [POLICY]),
+        (AlgorithmSection(num_minibatches=2), [POLICY]),
+        (AlgorithmSection(kl_coef=0.1, kl_placement="reward"), [POLICY, REFERENCE]),
     ],
 )
 def test_log_probs_are_computed_first_where_the_update_cannot_know_them(
-    section: AlgorithmSection, has_pass: bool
+    section: AlgorithmSection, passes: list[bool]
 ) -> None:
-    passes = [reference for reference, _ in passes_of(section, FakeTap()).taps]
-    assert (False in passes) == has_pass
+    """The first pass of the policy is tapped: one before the update, or the update's."""
+    model, tap = FakeModel(), object()
+    trainer = make_trainer(model, section)
+    trainer.update(trainer.infer_logprobs(scored_batch(), tap))
+    assert model.taps == [(which, None if which is REFERENCE else tap) for which in passes]
+    assert set(model.update_taps) == {None if POLICY in passes else tap}
 
 
 def test_without_a_log_prob_pass_every_ratio_is_one_and_the_metrics_are_there() -> None:
-    inferred, updated, _ = run(AlgorithmSection(tis_cap=2.0), ProcessGroups(world=SINGLE))
+    inferred, updated, _ = run(AlgorithmSection(tis_cap=2.0))
     assert {name.partition("/")[0] for name in inferred} == {"critic"}  # of the advantages alone
     assert updated["actor/ppo_kl"] == 0
     assert updated["actor/pg_clipfrac"] == 0
@@ -261,4 +243,4 @@ def test_a_users_advantage_that_fails_is_named(tmp_path: Path, result: str, mess
     section = AlgorithmSection(advantage=f"{tmp_path}/mine.py:wrong")
     name = r"algorithm\.advantage='.*mine\.py:wrong': "
     with pytest.raises((ValueError, RuntimeError), match=name + message):
-        run(section, ProcessGroups(world=SINGLE))
+        run(section)
