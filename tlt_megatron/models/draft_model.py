@@ -35,7 +35,7 @@ class TargetFingerprint:
 
     hidden_size: int
     vocab_size: int
-    embedding_hash: str  # 64 hex digits, see `fingerprint_sample`
+    embedding_hash: str  # 64 hex digits, see `fingerprint_target`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,31 +109,22 @@ def make_draft_config(
     )
 
 
-def sample_embedding(embedding_VD: Tensor) -> Tensor:
-    """Copy the rows that a fingerprint needs, on their device, without synchronizing with it."""
-    num_rows = min(_HASH_ROWS, embedding_VD.shape[0])
-    rows = torch.linspace(0, embedding_VD.shape[0] - 1, num_rows, dtype=torch.float64).long()
-    return embedding_VD.detach()[rows.to(embedding_VD.device, non_blocking=True)]
-
-
 def fingerprint_target(embedding_VD: Tensor) -> TargetFingerprint:
-    """Return the fingerprint of the target with this embedding."""
-    return fingerprint_sample(sample_embedding(embedding_VD), embedding_VD.shape[0])
+    """Return the fingerprint of the target with this embedding.
 
-
-def fingerprint_sample(sample_ND: Tensor, vocab_size: int) -> TargetFingerprint:
-    """Return the fingerprint from `sample_embedding`, for callers that cannot keep the embedding.
-
-    Its 256 bits are the signs of random projections (Charikar 2002, SimHash), so small changes of
+    Its 256 bits are the signs of random projections of some rows (Charikar 2002, SimHash), so small changes of
     the embedding flip few. An exact checksum would change after one update, or in another dtype.
     """
-    sample = sample_ND.to("cpu", torch.float64)
-    left = _random_signs(_HASH_SIDE, sample.shape[0], seed=1)
-    right = _random_signs(sample.shape[1], _HASH_SIDE, seed=2)
+    vocab_size, hidden_size = embedding_VD.shape
+    num_rows = min(_HASH_ROWS, vocab_size)
+    rows = torch.linspace(0, vocab_size - 1, num_rows, dtype=torch.float64).long()
+    sample = embedding_VD.detach()[rows.to(embedding_VD.device)].to("cpu", torch.float64)
+    left = _random_signs(_HASH_SIDE, num_rows, seed=1)
+    right = _random_signs(hidden_size, _HASH_SIDE, seed=2)
     bits = (left @ sample @ right).flatten() > 0
     value = sum(1 << index for index, bit in enumerate(bits.tolist()) if bit)
     return TargetFingerprint(
-        hidden_size=sample_ND.shape[1],
+        hidden_size=hidden_size,
         vocab_size=vocab_size,
         embedding_hash=f"{value:0{_HASH_SIDE * _HASH_SIDE // 4}x}",
     )

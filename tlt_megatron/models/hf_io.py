@@ -7,7 +7,6 @@ import json
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -134,17 +133,6 @@ _MIX = 0x2545F4914F6CDD1D  # odd, bits well spread
 _OFFSET = 0x632BE5AB
 
 
-def _position_weights(count: int, device: torch.device) -> Tensor:
-    """Return the factors for the bits at the first `count` positions."""
-    return (torch.arange(count, device=device) * 2 + 1) * _MIX
-
-
-@lru_cache(maxsize=1)
-def _kept_weights() -> Tensor:
-    """Cache 2 MiB of weights: for small tensors, making them costs more than using them."""
-    return _position_weights(_CPU_CHUNK_ELEMENTS, torch.device("cpu"))
-
-
 def _as_int64(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
@@ -153,9 +141,8 @@ def _mix_bits(tensor: Tensor) -> Tensor:
     """Return the sum over positions of the mixed bits, int64 modulo 2^64, on the tensor's device."""
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     step = _CPU_CHUNK_ELEMENTS if bits.is_cpu else _CHUNK_ELEMENTS
-    first = (
-        _kept_weights() if bits.is_cpu else _position_weights(min(bits.numel(), step), bits.device)
-    )
+    # The factors of the bits of the first chunk.
+    first = (torch.arange(min(bits.numel(), step), device=bits.device) * 2 + 1) * _MIX
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), step):
         chunk = bits[start : start + step]

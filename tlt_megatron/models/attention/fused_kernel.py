@@ -156,10 +156,9 @@ def launch(
     whole: tuple[Tensor, Tensor],
     parts: tuple[Tensor, Tensor],
 ) -> None:
-    """Write the result of `kernels.attend_with_lse` to `whole`: out [B, K, R, H], lse [B, K, R].
+    """Write the result of `kernels.attend_with_lse` to `whole`: see `sums.result_buffers`.
 
-    `parts` has room for those of M parts of PART_KEYS keys: [B, K, R, M, H] and [B, K, R, M]. With
-    one part it is `whole`. The cut does not depend on B, R or the lengths of other sequences.
+    The cut into parts does not depend on B, R or the lengths of other sequences.
     """
     num_rows, num_heads, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
@@ -184,7 +183,14 @@ def launch(
         num_queries // bias.shape[2],
         **options,
     )
-    if num_parts > 1:
+    merge_parts(parts, whole, options)
+
+
+def merge_parts(
+    parts: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor], options: dict[str, object]
+) -> None:
+    """Write the merged parts to `whole`. See `sums.result_buffers`."""
+    if parts is not whole:
         shared = {name: options[name] for name in ("HEAD_DIM", "HEAD_BLOCK", "WIDE")}
-        num_cells = num_rows * num_heads * num_queries
+        num_cells, num_parts = whole[1].numel(), parts[1].shape[-1]
         _merge_parts[(num_cells,)](*parts, *whole, num_parts, **shared)  # pyright: ignore[reportIndexIssue]

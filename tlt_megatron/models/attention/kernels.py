@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_megatron.models.attention.sums import PART_KEYS, wide_dtype
+from tlt_megatron.models.attention.sums import result_buffers, wide_dtype
 from tlt_megatron.runtime.device import has_triton
 
 _QUERY_CHUNK = 512  # queries whose scores are in memory at once, without a fused kernel
@@ -79,16 +79,7 @@ def attend_grouped(
 
 
 def attend_fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    wide = wide_dtype(query.dtype)
-    shape, num_parts = query.shape, -(-key.shape[2] // PART_KEYS)
-    whole = query.new_empty(shape), query.new_empty(shape[:3], dtype=wide)
-    parts = whole
-    if num_parts > 1:
-        parts_shape = (*shape[:3], num_parts)
-        parts = (
-            query.new_empty((*parts_shape, shape[3]), dtype=wide),
-            query.new_empty(parts_shape, dtype=wide),
-        )
+    whole, parts = result_buffers(query, key.shape[2])
     if not query.is_meta:
         # Imported when needed: CPU builds of torch come without triton.
         from tlt_megatron.models.attention import fused_kernel

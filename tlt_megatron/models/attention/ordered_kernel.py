@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tlt_megatron.models.attention.fused_kernel import _merge_parts, triton_wide
-from tlt_megatron.models.attention.sums import PART_KEYS, wide_dtype
+from tlt_megatron.models.attention.fused_kernel import merge_parts, triton_wide
+from tlt_megatron.models.attention.sums import PART_KEYS, result_buffers
 from tlt_megatron.models.attention.tables import TableRead
 from tlt_megatron.models.kv_cache import KvCache
 
@@ -137,24 +137,20 @@ def attend_ordered(
 
     `kv_KTH` has 2K heads, keys first. A token that sees no key has output 0.
     """
-    out = query_PNH.new_empty(query_PNH.shape)
-    for tokens in (slice(i, i + _TOKENS) for i in range(0, query_PNH.shape[0], _TOKENS)):
-        _launch(query_PNH[tokens], kv_KTH, table_XS, rows_P[tokens], lengths_P[tokens], out[tokens])
-    return out.flatten(1)
+    outs = [
+        _launch(query, kv_KTH, table_XS, rows, lengths)
+        for query, rows, lengths in zip(
+            *(tensor.split(_TOKENS) for tensor in (query_PNH, rows_P, lengths_P)), strict=True
+        )
+    ]
+    return torch.cat(outs).flatten(1)
 
 
-def _launch(
-    query: Tensor, kv: Tensor, table: Tensor, rows: Tensor, lengths: Tensor, out: Tensor
-) -> None:
+def _launch(query: Tensor, kv: Tensor, table: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, num_parts = kv.shape[0] // 2, triton.cdiv(table.shape[1], PART_KEYS)
     key, value = kv.chunk(2)
-    wide = wide_dtype(query.dtype)
-    lse = query.new_empty(query.shape[:2], dtype=wide)
-    parts = out, lse
-    if num_parts > 1:
-        shape = num_tokens, num_heads, num_parts
-        parts = query.new_empty((*shape, head_dim), dtype=wide), query.new_empty(shape, dtype=wide)
+    whole, parts = result_buffers(query, table.shape[1])
     options = ordered_options(query.dtype, num_heads // num_kv_heads, head_dim)
     _attend_ordered[(num_tokens * num_kv_heads, num_parts)](  # pyright: ignore[reportIndexIssue]
         query,
@@ -170,6 +166,5 @@ def _launch(
         num_kv_heads,
         **options,
     )
-    if num_parts > 1:
-        shared = {name: options[name] for name in ("HEAD_DIM", "HEAD_BLOCK", "WIDE")}
-        _merge_parts[(num_tokens * num_heads,)](*parts, out, lse, num_parts, **shared)  # pyright: ignore[reportIndexIssue]
+    merge_parts(parts, whole, options)
+    return whole[0]
