@@ -9,7 +9,7 @@ from tests.gpu.cuda_ranks import needs_gpus
 from tests.graph_passes import LANE, LanePasses, capture_all, make_lane_passes
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan, Role
-from tlt_megatron.engines.embedded.graph_pool import GraphPool, addresses_read
+from tlt_megatron.engines.embedded.graph_pool import GraphPool
 from tlt_megatron.runtime.device import Device
 
 pytestmark = needs_gpus()
@@ -29,14 +29,12 @@ def make_pool(device: Device, passes: LanePasses) -> GraphPool:
         item_bytes=passes.model.dtype.itemsize,
     )
     pool = GraphPool(plan, device.graph_memory)
-    pool.bind(
-        passes.steps,
-        addresses_read(passes.model, passes.cache, passes.draft),
-        lane=LANE,
-        num_lanes=MAX_BATCH_SIZE,
-        scratch_slot=passes.scratch_slot,
-    )
+    bind(pool, passes)
     return pool
+
+
+def bind(pool: GraphPool, passes: LanePasses) -> None:
+    pool.bind(passes.model, passes.cache, LANE, passes.draft)
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -61,10 +59,9 @@ def test_replayed_graph_equals_the_eager_pass(
         held = passes.cache.kv_LKTH.clone()
         held[:, :, passes.scratch_slot] = 0
         torch.testing.assert_close(held, written, rtol=tolerance, atol=tolerance)
-    counts = pool.take_counts()
-    assert not counts.num_eager
-    assert sum(counts.num_replays.values()) == len(shapes)
-    assert counts.num_captures <= len(shapes) - 2 + 1  # two shapes come twice; the largest of all
+    assert not pool.eager_passes
+    assert pool.num_replays.total() == len(shapes)
+    assert pool.num_captures <= len(shapes) - 2 + 1  # two shapes come twice; the largest of all
 
 
 def reserved_bytes() -> int:
@@ -80,9 +77,9 @@ def test_captures_after_the_largest_lie_in_its_memory(device: Device) -> None:
     example = {role: passes.inputs(role, batch_size=1, num_rows=1) for role in Role}
     for role in Role:  # the static tensors of both are there then, and the largest capture is
         pool.run(role, example[role])
-    before, num_before = reserved_bytes(), pool.take_counts().num_captures
+    before, num_before = reserved_bytes(), pool.num_captures
     capture_all(pool, example)
-    num_captures = pool.take_counts().num_captures
+    num_captures = pool.num_captures - num_before
     assert num_captures > 4 * num_before
     assert reserved_bytes() - before < num_captures * SEGMENT_BYTES / 4
 
@@ -95,6 +92,7 @@ def test_dropped_graphs_give_their_memory_back(device: Device) -> None:
     pool.drop()
     reserved = reserved_bytes()
     for _ in range(3):
+        bind(pool, passes)
         pool.run(Role.TARGET, inputs)
         assert reserved_bytes() > reserved
         pool.drop()

@@ -16,7 +16,7 @@ from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import config_of, load_drafter, load_trainer_state
 from tlt_megatron.drafter.packing import DraftBatch, pack_batch
-from tlt_megatron.engines.embedded.freed_weights import FreedWeights
+from tlt_megatron.engines.embedded.policy_weights import FreedWeights
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.device import Device, select_device
 from tlt_megatron.runtime.job_store import open_job_store

@@ -32,18 +32,14 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.pretend_cuda import pretend_device
 from tests.tiny_models import tiny_config
-from tests.unit.engines.conftest import checksum
+from tests.unit.engines.conftest import checksum, speculate
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
-from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.attention.kernels import attend_fused, attend_in_chunks
 from tlt_megatron.models.attention.sums import wide_dtype
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device, select_device
-from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import Prompt, Rollout, SamplingParams
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -215,11 +211,7 @@ def test_an_engine_on_a_pretended_gpu_does_what_it_does_on_a_cpu(
         engine = EmbeddedEngine(config, section, device)
         engine.load_weights(weights, version=1, checksum=lambda: checksum(weights))
         if not strategy.is_off:
-            embedding, head = engine.target_tensors()
-            draft_config = make_draft_config(config, "eagle", embedding)
-            model = DraftModel(draft_config, embedding_VD=embedding, lm_head_VD=head)
-            draft = DraftInference(model, embedding.dtype)
-            engine.set_speculation(Speculation(draft, FixedSelector(strategy), [strategy]))
+            speculate(engine, [strategy])
         groups = engine.generate(prompts, params, policy_version=1)
         return [rollout for group in groups for rollout in group.rollouts]
 

@@ -25,21 +25,16 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorH
 
 from tests.pretend_cuda import PretendTensor, pretend_device
 from tests.tiny_models import tiny_config
-from tests.unit.engines.conftest import checksum
+from tests.unit.engines.conftest import checksum, speculate
 from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
-from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.attention.kernels import attend_in_chunks
 from tlt_megatron.models.attention.lanes import LaneView
 from tlt_megatron.models.attention.ordered_kernel import OrderedAttention, attend_ordered
 from tlt_megatron.models.attention.tables import table_lanes
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.row_kernels import multiply, normalize
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import Prompt, SamplingParams
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -179,12 +174,7 @@ def test_speculation_on_a_pretended_gpu_gives_the_bits_of_plain_decoding() -> No
         engine = EmbeddedEngine(config, section, device, max_prompt_tokens=32)
         engine.load_weights(weights, version=1, checksum=lambda: checksum(weights))
         if strategy != "off":
-            embedding, head = engine.target_tensors()
-            draft_config = make_draft_config(config, "eagle", embedding)
-            model = DraftModel(draft_config, embedding_VD=embedding, lm_head_VD=head)
-            draft = DraftInference(model, embedding.dtype)
-            parsed = SpeculationStrategy.parse(strategy)
-            engine.set_speculation(Speculation(draft, FixedSelector(parsed), [parsed]))
+            speculate(engine, strategy)
         groups = engine.generate(prompts, params, policy_version=1)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if strategy != "off":

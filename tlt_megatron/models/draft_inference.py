@@ -53,6 +53,7 @@ class DraftInference:
                 f"dtype={dtype}: must be that of the target's head, {model.lm_head_VD.dtype}"
             )
         self._model = model
+        self.num_loads = 0
         c = self.config = model.config
         self.dtype = dtype
         device = model.embedding_VD.device
@@ -91,6 +92,7 @@ class DraftInference:
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Load a drafter's own tensors, named as in `DraftModel.state_dict`."""
         self._model.load_state_dict(dict(weights))
+        self.num_loads += 1
         self._is_stale = True
 
     def mark_stale(self) -> None:

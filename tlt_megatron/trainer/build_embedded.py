@@ -41,7 +41,7 @@ def build_embedded_engine(
     strategies = config.speculation.parsed_strategies
     graphs = engine.memory_plan(strategies if is_on else ()).graphs
     if engine.has_graphs:
-        log.info("graphs of the rollout engine: %s", "\n  ".join(graphs.lines()))
+        log.info("graphs of the rollout engine: %s", graphs.describe())
     return engine
 
 

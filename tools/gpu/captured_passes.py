@@ -10,12 +10,7 @@ import torch
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan, Role
-from tlt_megatron.engines.embedded.graph_pool import (
-    GraphPool,
-    PassInputs,
-    addresses_read,
-    lane_steps,
-)
+from tlt_megatron.engines.embedded.graph_pool import GraphPool, PassInputs, lane_steps
 from tlt_megatron.models.attention.lanes import LaneView, drafted_bias
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
@@ -64,8 +59,7 @@ def graph_pool(machine: Machine) -> Iterator[Figures]:
             item_bytes=dtype.itemsize,
         )
         pool, steps = GraphPool(plan, device.graph_memory), lane_steps(model, cache, lane, draft)
-        layout = {"lane": lane, "num_lanes": num_lanes, "scratch_slot": cache.scratch_slot}
-        pool.bind(steps, addresses_read(model, cache, draft), **layout)
+        pool.bind(model, cache, lane, draft)
         worst = 0.0
         for role, sizes in _SHAPES.items():
             for batch_size, num_rows in sizes:
@@ -82,10 +76,9 @@ def graph_pool(machine: Machine) -> Iterator[Figures]:
                     "errors": errors,
                 }
                 yield {"worst_error": worst, f"{role}_b{batch_size}_r{num_rows}": figures}
-        counts = pool.take_counts()
-        yield {"captures": counts.num_captures, "capture_s": pool.take_capture_s()}
-        if counts.num_eager:
-            raise RuntimeError(f"passes without a graph: {counts.eager_by_reason()}")
+        yield {"captures": pool.num_captures, "capture_s": pool.capture_s}
+        if pool.eager_passes:
+            raise RuntimeError(f"passes without a graph: {dict(pool.eager_passes)}")
         if not worst <= _TOLERANCE:
             raise RuntimeError(f"relative error {worst:.2g}: must be <= {_TOLERANCE}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +12,19 @@ from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device, select_device
+from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
+from tlt_megatron.types import RolloutGroup
 
 MakeEngine = Callable[..., EmbeddedEngine]
 
@@ -68,6 +74,40 @@ def load_from(path: Path, engine: EmbeddedEngine, dtype: str = "float64") -> Non
     """Load the weights at `path` as version 1."""
     tensors = [(name, t.to(getattr(torch, dtype))) for name, t in HfReader(path).items()]
     engine.load_weights(tensors, version=1, checksum=lambda: checksum(tensors))
+
+
+def make_drafter(
+    engine: EmbeddedEngine, architecture: str = "eagle", *, seed: int = 0, is_wrong: bool = False
+) -> DraftModel:
+    """A random drafter over an engine's policy. `is_wrong`: it proposes what it takes for the least likely."""
+    embedding, head = engine.target_tensors()
+    config = make_draft_config(engine._weights.config, architecture, embedding)
+    head = -head if is_wrong else head
+    return DraftModel(config, embedding_VD=embedding, lm_head_VD=head, seed=seed)
+
+
+def speculate(
+    engine: EmbeddedEngine,
+    strategies: str | Sequence[SpeculationStrategy],
+    *,
+    selector: StrategySelector | None = None,
+    drafter: DraftModel | None = None,
+    num_ids: int = 0,
+) -> Speculation:
+    """Let an engine speculate, with the first of the strategies unless there is a selector, and with a random drafter
+    unless there is another."""
+    if isinstance(strategies, str):
+        strategies = [SpeculationStrategy.parse(text) for text in strategies.split()]
+    model = drafter or make_drafter(engine)
+    draft = DraftInference(model, model.lm_head_VD.dtype, num_ids=num_ids)
+    selector = selector or FixedSelector(strategies[0])
+    speculation = Speculation(draft, selector, strategies)
+    engine.set_speculation(speculation)
+    return speculation
+
+
+def tokens_of(groups: Sequence[RolloutGroup]) -> list[list[int]]:
+    return [rollout.token_ids.tolist() for group in groups for rollout in group.rollouts]
 
 
 @pytest.fixture(scope="session")

@@ -13,22 +13,15 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
-from tests.unit.engines.conftest import engine_over
+from tests.unit.engines.conftest import engine_over, speculate
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats
-from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
-from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
 from tlt_megatron.types import Prompt, SamplingParams
 
 VOCAB_SIZE, NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 48, 16, 4, 24
-MODELS = (
-    "qwen3",
-    "llama",
-)  # with two query heads for a kv head; with sizes that no vector length divides
+# with two query heads for a kv head; with sizes that no vector length divides
+MODELS = ("qwen3", "llama")
 DTYPES = ("float32", "bfloat16")
 STRATEGIES = [
     SpeculationStrategy.parse(text) for text in ("5_1_5", "3_2_6", "4_4_16", "2_8_20", "ngram_6")
@@ -87,14 +80,6 @@ def all_prompts() -> list[Prompt]:
     ]
 
 
-def speculate(engine: EmbeddedEngine, path: Path, selector: StrategySelector) -> None:
-    embedding, head = engine.target_tensors()
-    config = make_draft_config(load_model_config(path), "eagle", embedding)
-    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
-    draft = DraftInference(model, embedding.dtype)
-    engine.set_speculation(Speculation(draft, selector, STRATEGIES))
-
-
 def write(
     path: Path,
     dtype: str,
@@ -109,7 +94,7 @@ def write(
 ) -> tuple[dict[Key, Written], EngineStats]:
     engine = engine_over(path, dtype=dtype, batch_invariant=batch_invariant, **settings)
     if selector is not None:
-        speculate(engine, path, selector)
+        speculate(engine, STRATEGIES, selector=selector)
     features: dict[Key, Tensor] = {}
     params = SamplingParams(num_samples=num_samples, max_new_tokens=num_tokens, seed=3, top_p=top_p)
     groups = engine.generate(

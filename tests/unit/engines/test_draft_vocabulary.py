@@ -9,20 +9,16 @@ import pytest
 import torch
 
 from tests.graph_passes import recording_device
-from tests.unit.engines.conftest import checksum, engine_over
+from tests.unit.engines.conftest import checksum, engine_over, speculate, tokens_of
 from tests.unit.engines.test_speculative_engine import (
     PARAMS,
     STRATEGIES,
     CyclingSelector,
     prompts,
-    tokens,
 )
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.selector import FixedSelector
@@ -32,18 +28,12 @@ from tlt_megatron.types import RolloutGroup
 NUM_IDS = 20  # of 48
 
 
-def speculate_with(engine: EmbeddedEngine, path: Path, strategy: str = "") -> Speculation:
+def speculate_with(engine: EmbeddedEngine, strategy: str = "") -> Speculation:
     """Let the engine draft with NUM_IDS ids, in every strategy by turns or in a fixed one."""
-    embedding, head = engine.target_tensors()
-    config = make_draft_config(load_model_config(path), "eagle", embedding)
-    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
-    draft = DraftInference(model, embedding.dtype, num_ids=NUM_IDS)
     selector = CyclingSelector(STRATEGIES)
     if strategy:
         selector = FixedSelector(OFF if strategy == "off" else SpeculationStrategy.parse(strategy))
-    speculation = Speculation(draft, selector, STRATEGIES)
-    engine.set_speculation(speculation)
-    return speculation
+    return speculate(engine, STRATEGIES, selector=selector, num_ids=NUM_IDS)
 
 
 def ids_of(speculation: Speculation) -> list[int]:
@@ -67,12 +57,12 @@ def test_few_draft_ids_give_the_tokens_of_plain_decoding(
     """Chains and trees by turns; ids chosen anew before the second call, under the captured graphs."""
     engine = engine_over(tiny_path, device=device, max_batch_size=16, max_new_tokens=64)
     plain = answer(engine)
-    speculation = speculate_with(engine, tiny_path)
+    speculation = speculate_with(engine)
     first, known = answer(engine), ids_of(speculation)
     second = answer(engine)
-    assert tokens(first) == tokens(second) == tokens(plain)
+    assert tokens_of(first) == tokens_of(second) == tokens_of(plain)
     assert known == list(range(NUM_IDS)) != ids_of(speculation)
-    drawn = {token for response in tokens(plain) for token in response}
+    drawn = {token for response in tokens_of(plain) for token in response}
     assert not drawn <= set(ids_of(speculation))  # some of the policy's tokens cannot be drafted
     for groups in (first, second):
         assert max(max(lengths) for lengths in accept_lengths(groups)) > 1
@@ -80,7 +70,7 @@ def test_few_draft_ids_give_the_tokens_of_plain_decoding(
 
 def test_the_head_follows_the_policy_and_is_copied_only_to_draft(tiny_path: Path) -> None:
     engine = engine_over(tiny_path, max_batch_size=16, max_new_tokens=64)
-    speculation = speculate_with(engine, tiny_path, "off")
+    speculation = speculate_with(engine, "off")
     draft = speculation.draft
     assert draft is not None
     tensors = [(name, 1.5 * t.double()) for name, t in HfReader(tiny_path).items()]
@@ -88,7 +78,7 @@ def test_the_head_follows_the_policy_and_is_copied_only_to_draft(tiny_path: Path
         engine.load_weights(tensors, version=1, checksum=lambda: checksum(tensors))
         answer(engine)
         assert engine.stats().drafter_refreshes == ()
-    speculation = speculate_with(engine, tiny_path, "4_1_4")
+    speculation = speculate_with(engine, "4_1_4")
     answer(engine)
     engine.load_weights(tensors, version=1, checksum=lambda: checksum(tensors))
     answer(engine)
@@ -103,13 +93,13 @@ def test_the_head_follows_the_policy_and_is_copied_only_to_draft(tiny_path: Path
 
 def test_a_resumed_engine_drafts_the_same_ids(tiny_path: Path) -> None:
     engine = engine_over(tiny_path, max_batch_size=16, max_new_tokens=64)
-    straight = speculate_with(engine, tiny_path, "3_2_6")
+    straight = speculate_with(engine, "3_2_6")
     for _ in range(2):
         answer(engine)
         straight.target_changed()
     saved = straight.state_dict()
     expected = answer(engine)
-    resumed = speculate_with(engine, tiny_path, "3_2_6")
+    resumed = speculate_with(engine, "3_2_6")
     resumed.load_state_dict(saved)
     groups = answer(engine)
     assert ids_of(resumed) == ids_of(straight)
@@ -122,7 +112,7 @@ def test_counts_of_another_vocabulary_are_refused_before_anything_is_loaded(
     tiny_path: Path,
 ) -> None:
     engine = engine_over(tiny_path)
-    speculation = speculate_with(engine, tiny_path, "3_2_6")
+    speculation = speculate_with(engine, "3_2_6")
     saved = speculation.state_dict()
     foreign = {**saved, "selector": None, "token_counts": {"ids": [3, 48], "counts": [1, 1]}}
     with pytest.raises(ValueError, match=r"token id 48: must be in \[0, 48\)"):
@@ -134,8 +124,8 @@ def test_greedy_decoding_takes_few_draft_ids_too(tiny_path: Path) -> None:
     engine = engine_over(tiny_path, max_batch_size=16, max_new_tokens=64)
     params = dataclasses.replace(PARAMS, temperature=0.0)
     plain = engine.generate(prompts(), params, policy_version=1)
-    speculate_with(engine, tiny_path)
-    assert tokens(engine.generate(prompts(), params, policy_version=1)) == tokens(plain)
+    speculate_with(engine)
+    assert tokens_of(engine.generate(prompts(), params, policy_version=1)) == tokens_of(plain)
 
 
 def test_frequent_ids_are_kept_and_old_ones_fade() -> None:

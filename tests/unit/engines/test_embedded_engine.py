@@ -12,7 +12,13 @@ import pytest
 import torch
 import transformers
 
-from tests.unit.engines.conftest import MakeEngine, cache_bytes, checksum, weight_bytes
+from tests.unit.engines.conftest import (
+    MakeEngine,
+    cache_bytes,
+    checksum,
+    tokens_of,
+    weight_bytes,
+)
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats, GenerationStopped
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
@@ -21,7 +27,7 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import select_device
-from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
+from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams
 
 PARAMS = SamplingParams(num_samples=3, max_new_tokens=70, stop_token_ids=(5,), seed=3)
 
@@ -39,10 +45,6 @@ def make_prompts(*lengths: int, first_draw: int = 0) -> list[Prompt]:
 
 PROMPTS = make_prompts(4, 30, 90, 11)
 LONG = SamplingParams(num_samples=3, max_new_tokens=150, seed=3)
-
-
-def tokens_of(groups: list[RolloutGroup]) -> list[list[int]]:
-    return [rollout.token_ids.tolist() for group in groups for rollout in group.rollouts]
 
 
 @pytest.fixture

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from tests.tiny_models import tiny_config
-from tlt_megatron.engines.embedded.scheduler import Request, Scheduler, make_requests
+from tlt_megatron.engines.embedded.scheduler import (
+    DrawnTokens,
+    Request,
+    Scheduler,
+    make_requests,
+)
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.types import Prompt, SamplingParams
 
@@ -69,10 +74,9 @@ class Simulation:
         scheduler = self.scheduler
         chunks, admitted = scheduler.plan_prefill()
         assert sum(chunk.end - chunk.start for chunk in chunks) <= self.chunk
-        for chunk in chunks:
-            owner = chunk.state if chunk.request is None else chunk.request
-            pages = owner.pages if chunk.request is None else owner.kv.pages
-            self.write(owner, pages, chunk.start, chunk.end)
+        for owner, start, end in chunks:
+            pages = owner.kv.pages if isinstance(owner, Request) else owner.pages
+            self.write(owner, pages, start, end)
         for request in admitted:
             assert request.is_computed
             if request.saved is None:
@@ -93,7 +97,7 @@ class Simulation:
             if self.counts[request] - 1 == len(request.kv.pages) * PAGE:
                 for victim in scheduler.grow(request):
                     count = self.counts.pop(victim)
-                    victim.saved = (torch.zeros(count), torch.zeros(count), torch.zeros(count))
+                    victim.saved = DrawnTokens(*torch.zeros(3, count))
         self.forget_free_pages()
         for request in scheduler.running:
             count, state = self.counts[request], request.state

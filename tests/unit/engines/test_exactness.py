@@ -15,16 +15,18 @@ import torch
 from torch import Tensor
 
 from tests.continuation import check_continued
-from tests.unit.engines.conftest import checksum, engine_over
+from tests.unit.engines.conftest import (
+    checksum,
+    engine_over,
+    make_drafter,
+    speculate,
+    tokens_of,
+)
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.packing import DraftSequence, pack_sequences
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
-from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
@@ -121,9 +123,7 @@ def drafters(tiny_path: Path) -> dict[str, Weights]:
     prompts = draw_prompts(32, 20, random.Random(1))
     params = SamplingParams(num_samples=4, max_new_tokens=40, seed=1)
     engine.generate(prompts, params, policy_version=1, on_features=keep)
-    embedding, head = (tensor.float() for tensor in engine.target_tensors())
-    config = make_draft_config(load_model_config(tiny_path), "eagle", embedding)
-    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
+    model = make_drafter(engine_over(tiny_path, dtype="float32"))
     untrained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trainer = DrafterTrainer(model, DrafterSection(algorithm="eagle", lr=5e-3))
     for _ in range(10):
@@ -132,21 +132,16 @@ def drafters(tiny_path: Path) -> dict[str, Weights]:
     return {"random": untrained, "trained": model.state_dict()}
 
 
-def speculation_over(
+def draft_with(
     engine: EmbeddedEngine,
-    path: Path,
     drafters: dict[str, Weights],
     drafter: str,
     selector: StrategySelector,
-) -> Speculation:
-    embedding, head = engine.target_tensors()
-    if drafter == "always_wrong":
-        head = -head  # proposes what it takes for the least likely
-    config = make_draft_config(load_model_config(path), "eagle", embedding)
-    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
+) -> None:
+    model = make_drafter(engine, is_wrong=drafter == "always_wrong")
     model.load_state_dict(drafters["random" if drafter == "random" else "trained"])
-    draft = DraftInference(model, embedding.dtype)
-    return Speculation(draft, selector, [*STRATEGIES, CHAIN, TREE, NGRAMS])
+    strategies = [*STRATEGIES, CHAIN, TREE, NGRAMS]
+    speculate(engine, strategies, selector=selector, drafter=model)
 
 
 def usable_strategies(drafter: str, number: int) -> list[SpeculationStrategy]:
@@ -166,10 +161,6 @@ def make_selector(
     if name == "cost_model":
         return CostModelSelector(strategies)
     return RestlessSelector(strategies, seed)
-
-
-def tokens_of(groups: Sequence[RolloutGroup]) -> list[list[int]]:
-    return [r.token_ids.tolist() for g in groups for r in g.rollouts]
 
 
 def kept_of(groups: Sequence[RolloutGroup]) -> list[tuple[list[int], list[int]]]:
@@ -200,7 +191,7 @@ def test_speculative_output_is_plain_output(
         plain = engine_over(tiny_path).generate(asked.prompts, asked.params, **arguments)
         engine = engine_over(tiny_path, **asked.engine)
         chosen = make_selector(selector, seed, usable_strategies(drafter, number))
-        engine.set_speculation(speculation_over(engine, tiny_path, drafters, drafter, chosen))
+        draft_with(engine, drafters, drafter, chosen)
         # Each with every drafter and with every selector.
         event = EVENTS[(case // len(SELECTORS) + case % len(SELECTORS) + number) % len(EVENTS)]
 
@@ -249,7 +240,7 @@ def test_cut_and_continued_responses_are_those_of_one_go(
 
     check_continued(generate, prompts, params, cut=1, atol=atol)
     selector = RestlessSelector(STRATEGIES, seed=1)
-    engine.set_speculation(speculation_over(engine, tiny_path, drafters, "trained", selector))
+    draft_with(engine, drafters, "trained", selector)
     check_continued(generate, prompts, params, cut=17, atol=atol)
 
 
@@ -265,9 +256,7 @@ def test_drafters_are_as_right_and_as_wrong_as_they_are_called(
     prompts = draw_prompts(16, 20, random.Random(2))
 
     def measure(drafter: str, strategy: SpeculationStrategy, temperature: float = 1.0) -> float:
-        engine.set_speculation(
-            speculation_over(engine, tiny_path, drafters, drafter, FixedSelector(strategy))
-        )
+        draft_with(engine, drafters, drafter, FixedSelector(strategy))
         params = SamplingParams(num_samples=2, max_new_tokens=25, temperature=temperature, seed=4)
         engine.generate(prompts, params, policy_version=1)
         return accept_length(engine.generate(prompts, params, policy_version=1))
@@ -301,7 +290,7 @@ def test_float32_keeps_logprobs_and_few_tokens_differ(
     engine = engine_over(tiny_path, max_batch_size=64, **settings)
     plain = engine.generate(prompts, params, policy_version=1)
     selector = RestlessSelector(STRATEGIES, seed=6)
-    engine.set_speculation(speculation_over(engine, tiny_path, drafters, "trained", selector))
+    draft_with(engine, drafters, "trained", selector)
     speculative = engine.generate(prompts, params, policy_version=1)
     num_differing = num_compared = 0
     for mine, theirs in zip(speculative, plain, strict=True):

@@ -18,25 +18,27 @@ from torch import Tensor
 from tests.pretend_cuda import CUDA, PretendDevice, PretendGpu, pretend_device
 from tests.slow_draft import make_draft_model, make_sequence
 from tests.tiny_models import make_tiny_hf
-from tests.unit.engines.conftest import checksum, engine_over, load_from
+from tests.unit.engines.conftest import (
+    checksum,
+    engine_over,
+    load_from,
+    make_drafter,
+    speculate,
+    tokens_of,
+)
+from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.drafter.drafter_loss import draft_loss, make_objective
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, interruptible
 from tlt_megatron.drafter.packing import DraftSequence, pack_batch
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
-from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.runtime.device import Device, has_triton
-from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import Prompt, Rollout, SamplingParams
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real one")
-TAPS = (0, 1, 2)  # of an EAGLE-3 drafter
 SIZES = {"max_batch_size": 4, "num_samples": 2, "max_new_tokens": 32}
 PARAMS = SamplingParams(num_samples=2, max_new_tokens=12, stop_token_ids=(5,), seed=5)
 CUT = SamplingParams(num_samples=2, max_new_tokens=12, temperature=0.8, top_p=0.9, top_k=9, seed=5)
@@ -65,30 +67,18 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
     has_triton.cache_clear()
 
 
-def make_drafter(engine: EmbeddedEngine, path: Path, architecture: str = "eagle") -> DraftModel:
-    embedding, head = engine.target_tensors()
-    config = make_draft_config(
-        load_model_config(path), architecture, embedding, TAPS if architecture == "eagle3" else ()
-    )
-    return DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
-
-
 def make_engine(
     path: Path, device: Device | None, strategy: str, architecture: str = "eagle", **settings: int
 ) -> EmbeddedEngine:
-    taps = TAPS if architecture == "eagle3" else ()
+    taps = default_aux_layer_ids(4) if architecture == "eagle3" else ()
     engine = engine_over(path, device=device, tap_layers=taps, **(SIZES | settings))
-    chosen = SpeculationStrategy.parse(strategy)
-    if not chosen.is_off:
-        model = make_drafter(engine, path, architecture)
-        draft = DraftInference(model, model.embedding_VD.dtype)
-        engine.set_speculation(Speculation(draft, FixedSelector(chosen), [chosen]))
+    if strategy != "off":
+        speculate(engine, strategy, drafter=make_drafter(engine, architecture))
     return engine
 
 
 def run(engine: EmbeddedEngine, params: SamplingParams = PARAMS) -> list[list[int]]:
-    groups = engine.generate(PROMPTS, params, policy_version=1)
-    return [r.token_ids.tolist() for g in groups for r in g.rollouts]
+    return tokens_of(engine.generate(PROMPTS, params, policy_version=1))
 
 
 @pytest.mark.parametrize("strategy", ["off", "3_2_6", "4_1_4", "ngram_4"])
@@ -201,7 +191,7 @@ def test_a_drafter_is_judged(deep_path: Path, device: PretendDevice, algorithm: 
     losses = []
     for where in (None, device):
         engine = make_engine(deep_path, where, "off", architecture)
-        model = make_drafter(engine, deep_path, architecture)
+        model = make_drafter(engine, architecture)
         size = model.config.hidden_size
         trainer = DrafterTrainer(model, DrafterSection(algorithm=algorithm))
         sequences: list[DraftSequence] = []

@@ -12,19 +12,15 @@ import pytest
 import torch
 
 from tests.graph_passes import RecordingDevice, recording_device
-from tests.unit.engines.conftest import cache_bytes, checksum, engine_over
+from tests.unit.engines.conftest import cache_bytes, engine_over, speculate, tokens_of
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.memory_plan import plan_memory
-from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import Prompt, SamplingParams
 
 PARAMS = SamplingParams(num_samples=2, max_new_tokens=30, temperature=1.0, seed=2)
@@ -54,50 +50,42 @@ def make_prompts(*lengths: int) -> list[Prompt]:
     ]
 
 
-def speculate(engine: EmbeddedEngine, path: Path, *texts: str) -> None:
-    """With the first of these strategies, always."""
-    strategies = [SpeculationStrategy.parse(text) for text in texts]
-    embedding, head = engine.target_tensors()
-    config = make_draft_config(load_model_config(path), "eagle", embedding)
-    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
-    draft = DraftInference(model, embedding.dtype)
-    engine.set_speculation(Speculation(draft, FixedSelector(strategies[0]), strategies))
-
-
 def run(
     engine: EmbeddedEngine, *lengths: int, params: SamplingParams = PARAMS
 ) -> tuple[list[list[int]], EngineStats]:
     groups = engine.generate(make_prompts(*lengths), params, policy_version=1)
-    return [r.token_ids.tolist() for g in groups for r in g.rollouts], engine.stats()
+    return tokens_of(groups), engine.stats()
 
 
-def test_every_plain_pass_is_a_replay_while_requests_wait_too(
-    tiny_path: Path, device: RecordingDevice
+@pytest.mark.parametrize(
+    "strategy, num_passes, lengths",
+    [
+        ("off", 1, (5, 40, 90, 11, 7, 64)),
+        ("3_2_6", 4, (2, 3, 4)),
+        ("4_1_4", 5, (2, 3, 4)),
+        ("ngram_4", 1, (2, 3, 4)),
+    ],
+)
+def test_every_pass_in_lanes_is_a_replay(
+    tiny_path: Path,
+    device: RecordingDevice,
+    strategy: str,
+    num_passes: int,
+    lengths: tuple[int, ...],
 ) -> None:
-    expected, plain = run(make_engine(tiny_path, None), 5, 40, 90, 11, 7, 64)
-    assert plain.num_graph_replays == 0
-    assert plain.eager_passes.keys() == {OFF}
-    assert plain.num_eager_passes == plain.num_decode_passes
-    tokens, stats = run(make_engine(tiny_path, device), 5, 40, 90, 11, 7, 64)
-    assert tokens == expected
-    assert stats.num_graph_replays == stats.num_decode_passes == plain.num_decode_passes
-    assert stats.eager_passes == {}
-
-
-@pytest.mark.parametrize("strategy", ["3_2_6", "4_1_4", "ngram_4"])
-def test_every_pass_of_a_step_is_counted_once(
-    tiny_path: Path, device: RecordingDevice, strategy: str
-) -> None:
-    counts = []
+    """While requests wait too. With a drafter, prompts are no longer than what a step commits."""
+    found = []
     for where in (None, device):
         engine = make_engine(tiny_path, where)
-        speculate(engine, tiny_path, strategy)
-        tokens, stats = run(engine, 2, 3, 4)
-        counts.append((tokens, stats.num_graph_replays + stats.num_eager_passes))
-    assert counts[0] == counts[1]
-    assert stats.eager_passes == {}  # prompts are no longer than what a step commits
-    num_passes = {"3_2_6": 4, "4_1_4": 5, "ngram_4": 1}[strategy]
+        if strategy != "off":
+            speculate(engine, strategy)
+        found.append(run(engine, *lengths))
+    (expected, plain), (tokens, stats) = found
+    assert tokens == expected
+    assert plain.num_graph_replays == 0
+    assert plain.num_eager_passes == stats.num_graph_replays
     assert stats.num_graph_replays == num_passes * stats.num_decode_passes
+    assert stats.eager_passes == {}
 
 
 def test_what_cannot_be_replayed_is_counted_with_its_reason(
@@ -106,7 +94,7 @@ def test_what_cannot_be_replayed_is_counted_with_its_reason(
     def reasons(*lengths: int, strategy: str = "", **settings: int) -> dict[str, int]:
         engine = make_engine(tiny_path, device, **settings)
         if strategy:
-            speculate(engine, tiny_path, strategy)
+            speculate(engine, strategy)
         tokens, stats = run(engine, *lengths)
         assert tokens == run(make_engine(tiny_path, None), *lengths)[0]
         return stats.eager_passes
@@ -126,7 +114,7 @@ def test_lanes_as_planned_where_they_fit_so_that_graphs_stay(
     tiny_path: Path, device: RecordingDevice
 ) -> None:
     engine = make_engine(tiny_path, device)
-    speculate(engine, tiny_path, "3_2_6", "2_1_2")
+    speculate(engine, "3_2_6 2_1_2")
     run(engine, 30, 31, 32)
     run(engine, 30, 31, 5)  # longest sequences differ, lanes do not
     run(engine, 290, 29, 7)  # beyond 256, where rotary tables grow
@@ -159,27 +147,11 @@ def test_sleeping_or_another_speculation_gives_graphs_back(
     engine.wake()
     assert run(engine, 5, 9)[0] == expected
     assert device.num_alive > 0
-    speculate(engine, tiny_path, "2_1_2")
+    speculate(engine, "2_1_2")
     assert device.num_alive == 0
     assert run(engine, 5, 9)[0] == expected
     engine.close()
     assert device.num_alive == 0
-
-
-def test_new_weights_are_read_by_old_graphs(
-    tiny_path: Path, device: RecordingDevice, tensors_of
-) -> None:
-    engine = make_engine(tiny_path, device)
-    speculate(engine, tiny_path, "3_2_6")
-    first = run(engine, 5, 9)[0]
-    num_captured = len(device.graphs)
-    other = [(name, tensor * 1.5) for name, tensor in tensors_of("float64")]
-    engine.load_weights(other, version=1, checksum=lambda: checksum(other))
-    eager = make_engine(tiny_path, None)
-    eager.load_weights(other, version=1, checksum=lambda: checksum(other))
-    tokens = run(engine, 5, 9)[0]
-    assert tokens == run(eager, 5, 9)[0] != first
-    assert len(device.graphs) == num_captured
 
 
 def test_graphs_can_be_switched_off(tiny_path: Path, device: RecordingDevice) -> None:
@@ -197,7 +169,7 @@ def test_planned_memory_has_lanes_for_all_and_a_scratch_page(
 ) -> None:
     config, section = load_model_config(tiny_path), RolloutSection(dtype="float64", **SIZES)
     engine = make_engine(tiny_path, device)
-    speculate(engine, tiny_path, "3_2_6")
+    speculate(engine, "3_2_6")
     plan = engine.memory_plan()
     strategies = [SpeculationStrategy.parse("3_2_6")]
     settings = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "has_graphs": True}

@@ -5,35 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import pytest
 import torch
 
-from tests.graph_passes import LANE, LanePasses, RecordedGraphs, capture_all, make_lane_passes
+from tests.graph_passes import LANE, LanePasses, RecordedGraphs, make_lane_passes
 from tests.slow_draft import make_draft_model
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphPlan, Role
-from tlt_megatron.engines.embedded.graph_pool import GraphMemory, GraphPool, addresses_read
+from tlt_megatron.engines.embedded.graph_plan import GraphPlan, Role
+from tlt_megatron.engines.embedded.graph_pool import GraphPool, addresses_read
 from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.runtime.device import select_device
 
 STRATEGIES = ("2_1_2", "3_2_6")
 MAX_BATCH_SIZE = 8
-
-
-def make_pool(
-    new_memory: Callable[[], GraphMemory | None] = RecordedGraphs, *, max_length: int = LANE
-) -> GraphPool:
-    passes = make_lane_passes(torch.device("cpu"), torch.float64, num_lanes=0)
-    plan = GraphPlan(
-        passes.model.config,
-        [SpeculationStrategy.parse(text) for text in STRATEGIES],
-        max_batch_size=MAX_BATCH_SIZE,
-        max_length=max_length,
-        item_bytes=8,
-    )
-    return GraphPool(plan, new_memory)
 
 
 @pytest.fixture
@@ -44,15 +29,20 @@ def passes() -> LanePasses:
 
 @pytest.fixture
 def pool(passes: LanePasses) -> GraphPool:
-    pool = make_pool()
+    plan = GraphPlan(
+        passes.model.config,
+        [SpeculationStrategy.parse(text) for text in STRATEGIES],
+        max_batch_size=MAX_BATCH_SIZE,
+        max_length=LANE,
+        item_bytes=8,
+    )
+    pool = GraphPool(plan, RecordedGraphs)
     bind(pool, passes)
     return pool
 
 
-def bind(pool: GraphPool, passes: LanePasses, *, num_lanes: int = MAX_BATCH_SIZE) -> None:
-    addresses = addresses_read(passes.model, passes.cache, passes.draft)
-    slot = passes.scratch_slot
-    pool.bind(passes.steps, addresses, lane=LANE, num_lanes=num_lanes, scratch_slot=slot)
+def bind(pool: GraphPool, passes: LanePasses) -> None:
+    pool.bind(passes.model, passes.cache, LANE, passes.draft)
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -76,9 +66,8 @@ def test_padded_replay_equals_the_plain_pass(
         assert held[:, :, passes.scratch_slot].isfinite().all()
         held[:, :, passes.scratch_slot] = 0.0
         torch.testing.assert_close(held, written, rtol=1e-12, atol=1e-12)
-    counts = pool.take_counts()
-    assert sum(counts.num_replays.values()) == 2
-    assert not counts.num_eager
+    assert pool.num_replays.total() == 2
+    assert not pool.eager_passes
 
 
 def test_what_lanes_held_before_does_not_reach_a_padded_pass(
@@ -98,52 +87,18 @@ def test_shapes_of_several_strategies_share_a_capture(pool: GraphPool, passes: L
                 Role.TARGET,
                 passes.inputs(Role.TARGET, batch_size=batch_size, num_rows=num_rows),
             )
-    counts = pool.take_counts()
-    assert counts.num_captures == 1
-    assert list(counts.num_replays.values()) == [4]
-    assert [(k.num_rows, k.batch_size, k.length) for k in counts.num_replays] == [(7, 8, LANE)]
-    assert not pool.take_counts().num_replays
+    assert pool.num_captures == 1
+    assert list(pool.num_replays.values()) == [4]
+    assert [(k.num_rows, k.batch_size, k.length) for k in pool.num_replays] == [(7, 8, LANE)]
 
 
 def test_the_largest_pass_is_captured_first_so_that_the_others_fit_into_its_memory(
     pool: GraphPool, passes: LanePasses
 ) -> None:
     pool.run(Role.TARGET, passes.inputs(Role.TARGET, batch_size=1, num_rows=1))
-    assert pool.take_counts().num_captures == 2
+    assert pool.num_captures == 2
     pool.run(Role.TARGET, passes.inputs(Role.TARGET, batch_size=8, num_rows=7))
-    assert pool.take_counts().num_captures == 0
-
-
-def test_eager_passes_are_counted_with_their_reason(pool: GraphPool, passes: LanePasses) -> None:
-    def reason_of(role: Role, batch_size: int, num_rows: int) -> EagerReason:
-        pool.run(role, passes.inputs(role, batch_size=batch_size, num_rows=num_rows))
-        counts = pool.take_counts()
-        assert not counts.num_replays
-        ((eager_role, reason),) = counts.num_eager.elements()
-        assert eager_role is role
-        return reason
-
-    assert reason_of(Role.TARGET, 2, 8) is EagerReason.ROWS
-    assert reason_of(Role.DRAFT, 2, 9) is EagerReason.ROWS
-    assert reason_of(Role.TARGET, 9, 1) is EagerReason.BATCH
-    pool.count_eager(Role.TARGET, EagerReason.PAGES)
-    assert pool.take_counts().num_eager == {(Role.TARGET, EagerReason.PAGES): 1}
-
-
-def test_without_graphs_a_step_runs_on_the_tensors_it_is_given(passes: LanePasses) -> None:
-    seen = []
-
-    def step(inputs: object) -> tuple[torch.Tensor, ...]:
-        seen.append(inputs)
-        return ()
-
-    pool = make_pool(select_device("cpu").graph_memory)
-    assert not pool.has_graphs
-    pool.bind({Role.TARGET: step}, None, lane=LANE, num_lanes=9, scratch_slot=0)
-    inputs = passes.inputs(Role.TARGET, batch_size=3, num_rows=1)
-    pool.run(Role.TARGET, inputs)
-    assert seen == [inputs]
-    assert pool.take_counts().num_eager == {(Role.TARGET, EagerReason.OFF): 1}
+    assert pool.num_captures == 2
 
 
 def test_another_layout_drops_the_captures_and_the_same_keeps_them(
@@ -153,16 +108,16 @@ def test_another_layout_drops_the_captures_and_the_same_keeps_them(
     expected = pool.run(Role.TARGET, inputs)[0].clone()
     bind(pool, passes)
     pool.run(Role.TARGET, inputs)
-    assert pool.take_counts().num_captures == 1
+    assert pool.num_captures == 1
     elsewhere = make_lane_passes(torch.device("cpu"), torch.float64, num_lanes=9)
     bind(pool, elsewhere)
     passes.cache.kv_LKTH.zero_()  # of the old place, which nobody may read any more
     torch.testing.assert_close(pool.run(Role.TARGET, inputs)[0], expected, rtol=0, atol=0)
-    assert pool.take_counts().num_captures == 1
+    assert pool.num_captures == 2
     pool.drop()
     bind(pool, elsewhere)
     pool.run(Role.TARGET, inputs)
-    assert pool.take_counts().num_captures == 1
+    assert pool.num_captures == 3
 
 
 def test_whatever_moves_changes_the_addresses_and_new_weights_do_not(passes: LanePasses) -> None:
@@ -190,43 +145,10 @@ def test_whatever_moves_changes_the_addresses_and_new_weights_do_not(passes: Lan
     assert len(seen) == 6
 
 
-def test_lanes_shorter_than_planned_are_read_to_their_end(passes: LanePasses) -> None:
-    pool = make_pool(max_length=700)  # planned for 512 and 700 positions
-    bind(pool, passes)
-    inputs = passes.inputs(Role.TARGET, batch_size=3, num_rows=7)
-    expected = passes.steps[Role.TARGET](inputs)[0]
-    torch.testing.assert_close(pool.run(Role.TARGET, inputs)[0], expected, rtol=1e-12, atol=1e-12)
-    assert {key.length for key in pool.take_counts().num_replays} == {LANE}
-
-
-@pytest.mark.parametrize("batch_size", [5, 6])
-def test_a_bucket_larger_than_the_lanes_is_captured_for_all_lanes(
-    passes: LanePasses, pool: GraphPool, batch_size: int
-) -> None:
-    bind(pool, passes, num_lanes=6)
-    inputs = passes.inputs(Role.TARGET, batch_size=batch_size, num_rows=1)
-    expected = passes.steps[Role.TARGET](inputs)[0].clone()
-    torch.testing.assert_close(pool.run(Role.TARGET, inputs)[0], expected, rtol=1e-12, atol=1e-12)
-    counts = pool.take_counts()
-    assert [key.batch_size for key in counts.num_replays] == [6]
-    assert not counts.num_eager
-
-
-def test_capturing_ahead_leaves_nothing_to_capture(pool: GraphPool, passes: LanePasses) -> None:
-    before = passes.cache.kv_LKTH.clone()
-    example = {role: passes.inputs(role, batch_size=1, num_rows=1) for role in Role}
-    capture_all(pool, example)
-    assert pool.take_counts().num_captures == len(pool.plan.keys)
-    before[:, :, passes.scratch_slot] = passes.cache.kv_LKTH[:, :, passes.scratch_slot]
-    assert torch.equal(passes.cache.kv_LKTH, before)
-    for role in Role:
-        pool.run(role, passes.inputs(role, batch_size=7, num_rows=2))
-    assert pool.take_counts().num_captures == 0
-
-
 def test_seconds_of_captures_are_known_apart(pool: GraphPool, passes: LanePasses) -> None:
     inputs = passes.inputs(Role.TARGET, batch_size=8, num_rows=7)
     pool.run(Role.TARGET, inputs)
-    assert pool.take_capture_s() > 0.0
+    captured_s = pool.capture_s
+    assert captured_s > 0.0
     pool.run(Role.TARGET, inputs)
-    assert pool.take_capture_s() == 0.0
+    assert pool.capture_s == captured_s

@@ -16,16 +16,20 @@ import transformers
 
 from tests.graph_passes import recording_device
 from tests.tiny_models import make_tiny_hf
-from tests.unit.engines.conftest import MakeEngine, checksum, engine_over
+from tests.unit.engines.conftest import (
+    MakeEngine,
+    checksum,
+    engine_over,
+    make_drafter,
+    speculate,
+    tokens_of,
+)
 from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
-from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
-from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+from tlt_megatron.speculation.selector import Decision, FixedSelector
+from tlt_megatron.types import Prompt, Rollout, SamplingParams
 
 STRATEGIES = [
     SpeculationStrategy.parse(s) for s in ("1_1_1", "4_1_4", "3_2_6", "4_4_16", "2_8_20", "ngram_4")
@@ -71,25 +75,6 @@ def prompts(count: int = 4) -> list[Prompt]:
     ]
 
 
-def speculation_for(
-    engine: EmbeddedEngine,
-    tiny_path: Path,
-    selector: StrategySelector,
-    *,
-    seed: int = 0,
-    architecture: str = "eagle",
-) -> Speculation:
-    embedding, head = engine.target_tensors()
-    config = make_draft_config(load_model_config(tiny_path), architecture, embedding)
-    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head, seed=seed)
-    draft = DraftInference(model, embedding.dtype)
-    return Speculation(draft, selector, STRATEGIES)
-
-
-def tokens(groups: list[RolloutGroup]) -> list[list[int]]:
-    return [r.token_ids.tolist() for g in groups for r in g.rollouts]
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_any_tree_gives_the_tokens_of_plain_decoding(
     make_engine, tiny_path, strategy: SpeculationStrategy
@@ -97,9 +82,9 @@ def test_any_tree_gives_the_tokens_of_plain_decoding(
     engine = make_engine()
     plain = engine.generate(prompts(), PARAMS, policy_version=1)
     selector = CyclingSelector([strategy])
-    engine.set_speculation(speculation_for(engine, tiny_path, selector))
+    speculate(engine, STRATEGIES, selector=selector)
     speculative = engine.generate(prompts(), PARAMS, policy_version=1)
-    assert tokens(speculative) == tokens(plain)
+    assert tokens_of(speculative) == tokens_of(plain)
     assert any(sum(depths) > 0 for _, _, depths in selector.observed)
     for mine, theirs in zip(speculative, plain, strict=True):
         for a, b in zip(mine.rollouts, theirs.rollouts, strict=True):
@@ -116,28 +101,28 @@ def test_a_searched_vocabulary_gives_the_tokens_of_the_whole_noise(tmp_path) -> 
     engine = engine_over(path, max_batch_size=16, max_new_tokens=64)
     params = dataclasses.replace(PARAMS, max_new_tokens=12)
     plain = engine.generate(prompts(2), params, policy_version=1)
-    engine.set_speculation(speculation_for(engine, path, CyclingSelector(STRATEGIES[1:])))
-    assert tokens(engine.generate(prompts(2), params, policy_version=1)) == tokens(plain)
+    speculate(engine, STRATEGIES, selector=CyclingSelector(STRATEGIES[1:]))
+    assert tokens_of(engine.generate(prompts(2), params, policy_version=1)) == tokens_of(plain)
     retrieved = CyclingSelector([SpeculationStrategy.parse("ngram_4")])
-    engine.set_speculation(speculation_for(engine, path, retrieved))
-    assert tokens(engine.generate(prompts(2), params, policy_version=1)) == tokens(plain)
+    speculate(engine, STRATEGIES, selector=retrieved)
+    assert tokens_of(engine.generate(prompts(2), params, policy_version=1)) == tokens_of(plain)
 
 
 def test_switching_at_every_step_and_in_the_middle_changes_nothing(make_engine, tiny_path) -> None:
     engine = make_engine()
     plain = engine.generate(prompts(), PARAMS, policy_version=1)
     selector = CyclingSelector([OFF, *STRATEGIES, OFF, OFF, STRATEGIES[1]])
-    engine.set_speculation(speculation_for(engine, tiny_path, selector))
-    assert tokens(engine.generate(prompts(), PARAMS, policy_version=1)) == tokens(plain)
+    speculate(engine, STRATEGIES, selector=selector)
+    assert tokens_of(engine.generate(prompts(), PARAMS, policy_version=1)) == tokens_of(plain)
     assert {s for s, _, _ in selector.observed} == {OFF, *STRATEGIES}
 
 
 def test_rows_speculate_while_others_wait_and_newcomers_join_them(make_engine, tiny_path) -> None:
     engine = make_engine(max_batch_size=3, num_samples=3)
     plain = engine.generate(prompts(6), PARAMS, policy_version=1)
-    engine.set_speculation(speculation_for(engine, tiny_path, CyclingSelector(STRATEGIES)))
+    speculate(engine, STRATEGIES, selector=CyclingSelector(STRATEGIES))
     engine.take_passes()
-    assert tokens(engine.generate(prompts(6), PARAMS, policy_version=1)) == tokens(plain)
+    assert tokens_of(engine.generate(prompts(6), PARAMS, policy_version=1)) == tokens_of(plain)
     passes = engine.take_passes()
     assert engine.stats().num_unspeculated_passes == 0
     assert all(record.strategy != "off" for record in passes)
@@ -154,8 +139,8 @@ def test_without_room_for_lanes_rows_decode_plainly_and_it_is_counted(
 ) -> None:
     engine = make_engine(max_batch_size=8, kv_cache_tokens=kv_cache_tokens)
     plain = engine.generate(prompts(6), PARAMS, policy_version=1)
-    engine.set_speculation(speculation_for(engine, tiny_path, CyclingSelector(STRATEGIES)))
-    assert tokens(engine.generate(prompts(6), PARAMS, policy_version=1)) == tokens(plain)
+    speculate(engine, STRATEGIES, selector=CyclingSelector(STRATEGIES))
+    assert tokens_of(engine.generate(prompts(6), PARAMS, policy_version=1)) == tokens_of(plain)
     passes = engine.take_passes()
     assert engine.stats().num_unspeculated_passes > 0
     assert {record.strategy != "off" for record in passes} == {True, False}
@@ -177,14 +162,14 @@ def test_ngrams_alone_need_no_learned_drafter_and_know_a_prompt_that_comes_back(
     make_engine,
 ) -> None:
     engine = make_engine(max_batch_size=5)
-    plain = tokens(engine.generate(prompts(), PARAMS, policy_version=1))
+    plain = tokens_of(engine.generate(prompts(), PARAMS, policy_version=1))
     strategies = [SpeculationStrategy.parse("ngram_6")]
     with pytest.raises(ValueError, match="strategy=1_1_1 needs a learned drafter"):
         Speculation(None, FixedSelector(STRATEGIES[1]), STRATEGIES)
     engine.set_speculation(Speculation(None, FixedSelector(strategies[0]), strategies))
     accepted = []
     for _ in range(2):
-        assert tokens(engine.generate(prompts(), PARAMS, policy_version=1)) == plain
+        assert tokens_of(engine.generate(prompts(), PARAMS, policy_version=1)) == plain
         passes = engine.take_passes()
         accepted.append(sum(r.num_committed for r in passes) / sum(r.batch_size for r in passes))
     assert accepted[1] > 3.0 > accepted[0]
@@ -193,32 +178,31 @@ def test_ngrams_alone_need_no_learned_drafter_and_know_a_prompt_that_comes_back(
 def test_a_drafter_may_be_replaced_between_two_passes(make_engine, tiny_path) -> None:
     engine = make_engine()
     plain = engine.generate(prompts(), PARAMS, policy_version=1)
-    engine.set_speculation(speculation_for(engine, tiny_path, CyclingSelector(STRATEGIES)))
-    other = speculation_for(engine, tiny_path, CyclingSelector(STRATEGIES), seed=7).draft
-    assert other is not None
-    weights = other.weights()
+    speculate(engine, STRATEGIES, selector=CyclingSelector(STRATEGIES))
+    weights = make_drafter(engine, seed=7).state_dict()
 
     def swap(rollout: Rollout) -> None:
         engine.load_drafter_weights(weights, version=1, checksum=checksum(weights.items()))
 
-    assert tokens(engine.generate(prompts(), PARAMS, policy_version=1, on_finish=swap)) == tokens(
-        plain
-    )
+    assert tokens_of(
+        engine.generate(prompts(), PARAMS, policy_version=1, on_finish=swap)
+    ) == tokens_of(plain)
     with pytest.raises(RuntimeError, match="drafter version 2 has checksum"):
         engine.load_drafter_weights(weights, version=2, checksum=1)
 
 
 def test_an_eagle3_drafter_reads_the_taps_of_the_engine(tmp_path: Path) -> None:
     path = make_tiny_hf(tmp_path, "llama", num_layers=5, vocab_size=48)
-    plain = tokens(engine_over(path).generate(prompts(), PARAMS, policy_version=1))
+    plain = tokens_of(engine_over(path).generate(prompts(), PARAMS, policy_version=1))
     engine = engine_over(path, tap_layers=default_aux_layer_ids(5), max_batch_size=5)
     selector = CyclingSelector([*STRATEGIES, OFF])
-    engine.set_speculation(speculation_for(engine, path, selector, architecture="eagle3"))
+    drafter = make_drafter(engine, "eagle3")
+    speculate(engine, STRATEGIES, selector=selector, drafter=drafter)
     kept: list[tuple[Rollout, torch.Tensor]] = []
     groups = engine.generate(
         prompts(), PARAMS, policy_version=1, on_features=lambda r, f: kept.append((r, f))
     )
-    assert tokens(groups) == plain
+    assert tokens_of(groups) == plain
     model = transformers.AutoModelForCausalLM.from_pretrained(path).double().eval()
     for rollout, mine in kept:
         ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.token_ids])[None, :-1]
@@ -228,29 +212,7 @@ def test_an_eagle3_drafter_reads_the_taps_of_the_engine(tmp_path: Path) -> None:
         theirs = torch.cat([states[-1], *(states[i + 1] for i in default_aux_layer_ids(5))], -1)
         torch.testing.assert_close(mine, theirs[0], atol=1e-6, rtol=0)
     with pytest.raises(ValueError, match="aux_layer_ids"):
-        engine.set_speculation(speculation_for(engine, path, selector))
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 0.0},
-        {"temperature": 0.6, "top_p": 0.9},
-        {"temperature": 1.0, "top_k": 5},
-        {"temperature": 1.3, "stop_token_ids": tuple(range(12))},
-        {"max_new_tokens": 2},
-    ],
-    ids=str,
-)
-def test_sampling_settings_stops_and_limits_hold_inside_a_draft(
-    make_engine, tiny_path, params: dict
-) -> None:
-    params = dataclasses.replace(PARAMS, **params)
-    engine = make_engine()
-    plain = engine.generate(prompts(), params, policy_version=1)
-    selector = CyclingSelector(STRATEGIES)
-    engine.set_speculation(speculation_for(engine, tiny_path, selector))
-    assert tokens(engine.generate(prompts(), params, policy_version=1)) == tokens(plain)
+        speculate(engine, STRATEGIES, selector=selector)
 
 
 def test_features_are_those_of_plain_decoding_and_of_one_plain_pass(
@@ -270,7 +232,7 @@ def test_features_are_those_of_plain_decoding_and_of_one_plain_pass(
 
     engine = make_engine()
     plain = features(engine)
-    engine.set_speculation(speculation_for(engine, tiny_path, CyclingSelector([*STRATEGIES, OFF])))
+    speculate(engine, STRATEGIES, selector=CyclingSelector([*STRATEGIES, OFF]))
     speculative = features(engine)
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_path).double().eval()
     for key, (rollout, mine) in speculative.items():
@@ -288,25 +250,14 @@ def test_the_drafters_cache_after_rejections_equals_a_fresh_one(make_engine, tin
     engine = make_engine(max_batch_size=1)
     alone = dataclasses.replace(PARAMS, num_samples=1)
     one = prompts(1)
-    engine.set_speculation(speculation_for(engine, tiny_path, CyclingSelector([strategy])))
+    speculate(engine, STRATEGIES, selector=CyclingSelector([strategy]))
     steady = engine.generate(one, alone, policy_version=1)[0].rollouts[0].accept_lengths
     for num_steps in range(1, len(steady) - 1, 2):
         num_plain = sum(steady[:num_steps])
         late = CyclingSelector([OFF] * num_plain + [strategy] * 100)
-        engine.set_speculation(speculation_for(engine, tiny_path, late))
+        speculate(engine, STRATEGIES, selector=late)
         resumed = engine.generate(one, alone, policy_version=1)[0].rollouts[0].accept_lengths
         assert resumed == steady[num_steps:]
-
-
-def test_swapping_or_removing_the_drafter_changes_no_token(make_engine, tiny_path) -> None:
-    engine = make_engine()
-    plain = tokens(engine.generate(prompts(), PARAMS, policy_version=1))
-    for seed in (1, 2):
-        selector = CyclingSelector(STRATEGIES)
-        engine.set_speculation(speculation_for(engine, tiny_path, selector, seed=seed))
-        assert tokens(engine.generate(prompts(), PARAMS, policy_version=1)) == plain
-    engine.set_speculation(None)
-    assert tokens(engine.generate(prompts(), PARAMS, policy_version=1)) == plain
 
 
 @pytest.mark.parametrize("num_pages", [20, 16])  # 12 of lanes, and room for two prompts or one
@@ -332,5 +283,5 @@ def test_continued_responses_wait_for_room_beside_the_lanes(
     strategy = SpeculationStrategy.parse("ngram_2")
     engine.set_speculation(Speculation(None, FixedSelector(strategy), [strategy]))
     found = engine.generate(prompts, params, policy_version=1)
-    assert tokens(found) == tokens(expected)
+    assert tokens_of(found) == tokens_of(expected)
     assert engine.stats().num_unspeculated_passes == 0

@@ -22,7 +22,7 @@ from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.eagle_folder import load_drafter, load_trainer_state
 from tlt_megatron.drafter.packing import DraftBatch
-from tlt_megatron.engines.embedded.freed_weights import FreedWeights
+from tlt_megatron.engines.embedded.policy_weights import FreedWeights
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 from tlt_megatron.runtime.timeline import Timeline

@@ -7,22 +7,20 @@ last rows fill the places of rows that leave.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.engines.embedded.graph_pool import GraphPool
+from tlt_megatron.engines.embedded.graph_pool import Models
 from tlt_megatron.engines.embedded.kv_layout import KvLayout
 from tlt_megatron.engines.embedded.model_drafter import Roots
 from tlt_megatron.engines.embedded.outputs import Outputs
-from tlt_megatron.engines.embedded.scheduler import Request, Scheduler
+from tlt_megatron.engines.embedded.scheduler import DrawnTokens, Request, Scheduler
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, is_searched, sample
 from tlt_megatron.types import SamplingParams
 
@@ -41,15 +39,21 @@ class _Rows(NamedTuple):
 _FIRST_GROWING = _Rows._fields.index("position")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(NamedTuple):
     """A row whose response is complete."""
 
     row: int
     request: Request
-    token_ids_T: Tensor  # int64; all three tensors are on the CPU
-    logprobs_T: Tensor  # float32
-    policy_logprobs_T: Tensor  # float32
+    tokens: DrawnTokens
+
+
+class Advance(NamedTuple):
+    """What a pass did for the rows of the batch."""
+
+    num_committed: int  # tokens of all rows
+    # drafted tokens of each row, also behind its end; empty for a plain pass
+    accepted: Sequence[int] = ()
+    first_by_depth: Sequence[int] | None = None  # see `StrategySelector.observe`
 
 
 class DecodeBatch:
@@ -57,30 +61,22 @@ class DecodeBatch:
 
     def __init__(
         self,
-        model: Transformer,
-        cache: KvCache,
+        models: Models,
         params: SamplingParams,
         *,
         max_batch_size: int,
-        graphs: GraphPool,
         speculation: Speculation | None,
     ) -> None:
-        """`graphs` runs every pass over lanes. Responses have at most `params.max_new_tokens`."""
+        """Responses have at most `params.max_new_tokens`."""
+        model = self._model = models.policy
         device, dtype = model.device, model.dtype
         draft_slots = speculation.draft_slots if speculation else 0
-        self._model = model
-        self._cache = cache
         self._params = params
-        self._layout = KvLayout(
-            model,
-            cache,
-            graphs,
-            draft=speculation.draft if speculation else None,
-            draft_slots=draft_slots,
-        )
-        self._speculator = speculation.start(model, cache, params, graphs) if speculation else None
+        self._layout = KvLayout(models, draft_slots)
+        self._speculator = speculation.start(models, params) if speculation else None
         self._outputs = Outputs(max_batch_size, params.max_new_tokens + draft_slots, device)
         self.requests: list[Request] = []
+        self._positions: list[int] = []  # `_Rows.position` on the host
         self.num_passes = 0
         size = len(_Rows._fields), max_batch_size
         self._state = torch.zeros(size, dtype=torch.int64, device=device)
@@ -105,7 +101,8 @@ class DecodeBatch:
             hidden.append(last_hidden_D.unsqueeze(0))
             position, out = request.state.num_tokens + count, self._outputs.open(request)
             rows.append([request.seed, request.max_new_tokens - 1, position, count, out, 0])
-        self._layout.join(start, requests, self.num_passes)
+            self._positions.append(position)
+        self._layout.join(start, requests)
         self.requests.extend(requests)
         self._state[:, start : len(self.requests)] = torch.tensor(rows, dtype=torch.int64).t()
         self._hidden_BD = torch.cat(hidden)
@@ -121,23 +118,27 @@ class DecodeBatch:
             last = kept.pop()
             if row < len(kept):
                 kept[row] = last
-        self._layout.leave(self.requests, kept, self._rows.position)
+        self._layout.leave(self.requests, kept, self._positions)
         index = torch.tensor(kept, dtype=torch.int64, device=self._model.device)
         self._state[:, : len(kept)] = self._state.index_select(1, index)
         self._tokens_B = self._tokens_B.index_select(0, index)
         self._hidden_BD = self._hidden_BD[: len(kept)]  # consumed; `forward` replaces it
         self.requests = [self.requests[row] for row in kept]
+        self._positions = [self._positions[row] for row in kept]
         self._set_changed()
 
     def _set_changed(self) -> None:
-        self._layout.set_changed(self.requests)
+        self._layout.set_changed()
         self._noise.start()
         if self._speculator is not None:
             self._speculator.set_changed()
         self._rows = _Rows(*self._state[:, : len(self.requests)])
 
-    def _grow_rows(self, num_tokens: Tensor | int) -> None:
-        self._state[_FIRST_GROWING:, : len(self.requests)].add_(num_tokens)
+    def _advance(self, num_tokens_B: Tensor | int, num_tokens: Sequence[int]) -> None:
+        """Move rows on by so many tokens, given on the device and on the host."""
+        self._state[_FIRST_GROWING:, : len(self.requests)].add_(num_tokens_B)
+        self._positions = list(map(operator.add, self._positions, num_tokens))
+        self.num_passes += 1
 
     # ---- one pass
 
@@ -157,21 +158,17 @@ class DecodeBatch:
         flags = has_ended_B.tolist()
         if True not in flags:
             return []
-        counts = rows.count.tolist()
-        ended = []
-        for row, request in enumerate(self.requests):
-            if flags[row]:
-                tokens, logprobs, policy_logprobs = self._outputs.read(request, counts[row] + 1)
-                ended.append(
-                    Ended(
-                        row=row,
-                        request=request,
-                        token_ids_T=tokens,
-                        logprobs_T=logprobs,
-                        policy_logprobs_T=policy_logprobs,
-                    )
-                )
-        return ended
+        return [
+            Ended(row, request, self._drawn_tokens(row))
+            for row, request in enumerate(self.requests)
+            if flags[row]
+        ]
+
+    def _drawn_tokens(self, row: int) -> DrawnTokens:
+        """Return the tokens of a row, after `sample`."""
+        request = self.requests[row]
+        num_drawn = self._positions[row] - request.state.num_tokens + 1
+        return self._outputs.read(request, num_drawn)
 
     def _draw(self) -> Sampled:
         """Sample the next token of every row, unless the last speculative step did."""
@@ -200,47 +197,41 @@ class DecodeBatch:
 
     def grow(self, scheduler: Scheduler) -> None:
         """Take a page for each row whose next token starts one. Save and remove preempted rows."""
-        preempted = self._layout.grow(self.requests, self.num_passes, scheduler)
-        if not preempted:
-            return
-        counts = self._rows.count.tolist()
+        preempted = self._layout.grow(self.requests, self._positions, scheduler)
         rows = [row for row, request in enumerate(self.requests) if request in preempted]
         for row in rows:
-            request = self.requests[row]
-            request.saved = self._outputs.read(request, counts[row] + 1)
+            self.requests[row].saved = self._drawn_tokens(row)
         self.remove(rows)
 
-    def forward(self, scheduler: Scheduler) -> None:
+    def forward(self, scheduler: Scheduler) -> Advance:
         """Run the sampled tokens through the model."""
         rows, layout = self._rows, self._layout
         if not layout.is_placed:
             self._place(scheduler)
-        self._hidden_BD, features = layout.run(self._tokens_B, rows.position, rows.slot)
-        self._cache.keep_features(rows.slot, features, self._tokens_B)
-        self._grow_rows(1)
+        longest = max(self._positions) + 1
+        self._hidden_BD = layout.run(self._tokens_B, rows.position, rows.slot, longest)
+        self._advance(1, [1] * len(self.requests))
         if self._speculator is not None:
             self._speculator.set_changed()
-        self.num_passes += 1
+        return Advance(len(self.requests))
 
     def _place(self, scheduler: Scheduler) -> None:
-        slots = self._layout.place(self.requests, self._rows.position.tolist(), scheduler)
+        slots = self._layout.place(self.requests, self._positions, scheduler)
         self._rows.slot.copy_(torch.tensor(slots, dtype=torch.int64))
 
     def enter_lanes(self, scheduler: Scheduler) -> bool:
         """Move all rows to lanes, which `speculate` needs. Return False if they do not all fit."""
         layout = self._layout
         if not layout.has_lanes:
-            layout.move_to_lanes(self.requests, self._rows.position.tolist(), scheduler)
+            layout.move_to_lanes(self.requests, self._positions, scheduler)
         if not layout.is_placed:
             self._place(scheduler)
         return layout.has_lanes
 
-    def speculate(self, strategy: SpeculationStrategy) -> tuple[int, list[int], list[int] | None]:
+    def speculate(self, strategy: SpeculationStrategy) -> Advance:
         """Draft, verify and commit in place of `forward`.
 
-        Return the number of committed tokens, the accepted tokens of each row, also those behind its end, and of a tree also
-        how many rows accepted the first candidate at each depth. Commits are recorded here. The next `sample` takes the last of
-        them as its draw.
+        Commits are recorded here. The next `sample` takes the last of them as its draw.
         """
         assert self._speculator is not None
         assert self._layout.has_lanes
@@ -252,7 +243,7 @@ class DecodeBatch:
             seeds_B=rows.seed,
             draw_positions_B=rows.count,
             rooms_B=rows.last - rows.count,
-            positions=rows.position.tolist(),
+            positions=self._positions,
         )
         committed = self._speculator.step(
             self._layout.view(len(self.requests)),
@@ -277,13 +268,11 @@ class DecodeBatch:
             policy_logprobs_B=policy_logprobs_BS.gather(1, last_B1).squeeze(1),
             kept=tuple(sets[-1] for sets in kept),
         )
-        self._grow_rows(verdict.num_committed_B)
         for request, count, position in zip(self.requests, counts, roots.positions, strict=True):
             request.accept_lengths.append(count)
             request.verify_starts.append(position - request.state.num_tokens + 1)
-        self._layout.advance(max(counts))
+        self._advance(verdict.num_committed_B, counts)
         self._noise.start()
-        self.num_passes += 1
         first = committed.first_by_depth
         by_depth = None if first is None else first.tolist()
-        return sum(counts), verdict.num_accepted_B.tolist(), by_depth
+        return Advance(sum(counts), verdict.num_accepted_B.tolist(), by_depth)

@@ -22,7 +22,7 @@ from tlt_megatron.engines.base import (
     group_rollouts,
 )
 from tlt_megatron.engines.embedded.generation import Generation, Intake, make_rollout
-from tlt_megatron.engines.embedded.graph_pool import GraphPool
+from tlt_megatron.engines.embedded.graph_pool import GraphPool, Models
 from tlt_megatron.engines.embedded.memory_plan import MemoryPlan, plan_memory
 from tlt_megatron.engines.embedded.policy_weights import PolicyWeights
 from tlt_megatron.engines.embedded.prefill import features_of
@@ -116,7 +116,7 @@ class EmbeddedEngine:
         self._require_awake()
         tap_layers = self._tap_layers
         if speculation is not None and speculation.draft is not None:
-            tap_layers = speculation.tap_layers
+            tap_layers = speculation.draft.config.aux_layer_ids
         if tap_layers != self._tap_layers:
             raise ValueError(
                 f"the drafter reads aux_layer_ids={tap_layers}, the engine keeps the states"
@@ -248,15 +248,11 @@ class EmbeddedEngine:
             prefill_chunk_tokens=self._section.prefill_chunk_tokens,
             longest_later=longest_later,
         )
-        run = Generation(
-            model,
-            cache,
-            scheduler,
-            params,
-            graphs=self._graphs,
-            speculation=self._speculation,
-            wait=self._device.synchronize,
-        )
+        speculation = self._speculation
+        draft = speculation.draft if speculation is not None else None
+        models = Models(policy=model, draft=draft, cache=cache, graphs=self._graphs)
+        wait = self._device.synchronize
+        run = Generation(models, scheduler, params, speculation=speculation, wait=wait)
         self._passes = run.passes
         rollouts: dict[int, Rollout] = {}
         while intake.is_open or not run.is_done:

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats, MorePrompts, PassRecord
-from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
-from tlt_megatron.engines.embedded.graph_pool import GraphPool
-from tlt_megatron.engines.embedded.pass_clock import PassClock
+from tlt_megatron.engines.embedded.decode import Advance, DecodeBatch, Ended
+from tlt_megatron.engines.embedded.graph_pool import Models
 from tlt_megatron.engines.embedded.prefill import prefill
 from tlt_megatron.engines.embedded.scheduler import Scheduler, make_requests
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.verify import accepted_by_depth
 from tlt_megatron.types import FinishReason, KeptTokens, Prompt, Rollout, SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _Step(NamedTuple):
     """A plain pass, or the draft and verify passes of one speculative step."""
 
     strategy: SpeculationStrategy
-    batch_size: int
     reason: str  # why this strategy was chosen
-    num_committed: int  # tokens of all rows
-    # drafted tokens of each row, also behind its end; empty for a plain pass
-    accepted: Sequence[int]
-    first_by_depth: Sequence[int] | None  # see `StrategySelector.observe`
+    batch_size: int
+    start_s: float  # on the clock of time.perf_counter
+    advance: Advance
 
 
 class Intake:
@@ -78,37 +73,28 @@ class Generation:
 
     def __init__(
         self,
-        model: Transformer,
-        cache: KvCache,
+        models: Models,
         scheduler: Scheduler,
         params: SamplingParams,
         *,
-        graphs: GraphPool,
         speculation: Speculation | None,
         wait: Callable[[], None],
     ) -> None:
         """`scheduler` holds the requests. `wait` is `Device.synchronize`."""
-        self._model = model
-        self._cache = cache
-        self._graphs = graphs
+        self._models = models
         self._speculation = speculation
         self._scheduler = scheduler
-        self._batch = DecodeBatch(
-            model,
-            cache,
-            params,
-            max_batch_size=scheduler.max_batch_size,
-            graphs=graphs,
-            speculation=speculation,
-        )
-        self._clock = PassClock(wait)
+        size = scheduler.max_batch_size
+        self._batch = DecodeBatch(models, params, max_batch_size=size, speculation=speculation)
+        self._wait = wait
         self._step: _Step | None = None  # whose tokens the next `sample` draws
+        # A GPU runs a plain pass while its tokens are awaited: the pass is its launch and their sampling.
+        self._step_s = 0.0
         self._num_computed = self._num_recomputed = 0  # prefilled tokens
         self._num_generated = self._num_unspeculated = 0
         self.passes: list[PassRecord] = []
         self._refreshes: list[tuple[float, float]] = []
-        graphs.take_counts()
-        graphs.take_capture_s()
+        models.graphs.start_counts()
 
     @property
     def is_done(self) -> bool:
@@ -118,39 +104,51 @@ class Generation:
         """Prefill, then sample a token for every row. Return complete responses, for `advance`."""
         chunks, admitted = self._scheduler.plan_prefill()
         if chunks or admitted:
-            with self._clock.interrupted():
-                if chunks:
-                    new, again = prefill(self._model, self._cache, chunks)
-                    self._num_computed += new
-                    self._num_recomputed += again
-                if admitted:
-                    self._batch.add(admitted)
+            # Prefilling does not count as cost of the pass and must not hide the wait for it.
+            with self._counted():
+                self._wait()
+            if chunks:
+                new, again = prefill(self._models.policy, self._models.cache, chunks)
+                self._num_computed += new
+                self._num_recomputed += again
+            if admitted:
+                self._batch.add(admitted)
+            self._wait()
         if not self._batch.requests:
             return []  # the first prompt needs several prefill passes
-        with self._clock.running():
+        with self._counted():
             ended = self._batch.sample()
         if self._step is not None:
             self._record(self._step)
         return ended
 
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the time of this block as part of the pass."""
+        started = time.perf_counter()
+        yield
+        self._step_s += time.perf_counter() - started
+
     def advance(self, ended: Sequence[Ended]) -> None:
         """Remove complete responses and run one pass over the others."""
-        batch, clock = self._batch, self._clock
+        batch = self._batch
         for end in ended:
-            self._num_generated += end.token_ids_T.numel()
+            token_ids = end.tokens.token_ids_T.tolist()
+            self._num_generated += len(token_ids)
             if self._speculation is not None:
-                self._speculation.finish(end.request, end.token_ids_T.tolist())
-            self._scheduler.keep_turn(end.request, end.token_ids_T.tolist())
+                self._speculation.finish(end.request, token_ids)
+            self._scheduler.keep_turn(end.request, token_ids)
             self._scheduler.finish(end.request)
         batch.remove([end.row for end in ended])
         batch.grow(self._scheduler)
         self._step = None
         if batch.requests:
             strategy, reason = self._choose()
-            clock.start()
-            with clock.running():
+            captured_s = self._models.graphs.capture_s
+            self._step_s = 0.0
+            with self._counted():
                 self._step = self._run_pass(strategy, reason)
-            clock.exclude(self._graphs.take_capture_s())
+            self._step_s -= self._models.graphs.capture_s - captured_s
 
     def _choose(self) -> tuple[SpeculationStrategy, str]:
         """Return the selector's strategy and reason. Refresh the drafter first if it will draft."""
@@ -166,49 +164,42 @@ class Generation:
         return decision.strategy, decision.reason
 
     def _run_pass(self, strategy: SpeculationStrategy, reason: str) -> _Step:
-        batch, batch_size = self._batch, len(self._batch.requests)
-        num_committed, accepted, first = batch_size, [], None
+        batch, started = self._batch, time.perf_counter()
+        batch_size = len(batch.requests)
         if not strategy.is_off and not batch.enter_lanes(self._scheduler):
             self._num_unspeculated += 1
             strategy, reason = OFF, "no memory"
         if strategy.is_off:
-            batch.forward(self._scheduler)
+            advance = batch.forward(self._scheduler)
         else:
-            num_committed, accepted, first = batch.speculate(strategy)
-        return _Step(
-            strategy=strategy,
-            batch_size=batch_size,
-            reason=reason,
-            num_committed=num_committed,
-            accepted=accepted,
-            first_by_depth=first,
-        )
+            advance = batch.speculate(strategy)
+        return _Step(strategy, reason, batch_size, started, advance)
 
     def _record(self, step: _Step) -> None:
         """Report the step's cost to the selector and store a PassRecord."""
-        clock = self._clock
-        depths = accepted_by_depth(step.accepted, step.strategy.depth)
+        cache = self._models.cache
+        num_committed, accepted, first_by_depth = step.advance
+        depths = accepted_by_depth(accepted, step.strategy.depth)
         if self._speculation is not None:
-            selector = self._speculation.selector
-            selector.observe(
-                step.strategy, step.batch_size, depths, clock.seconds, step.first_by_depth
+            self._speculation.selector.observe(
+                step.strategy, step.batch_size, depths, self._step_s, first_by_depth
             )
         self.passes.append(
             PassRecord(
-                start_s=clock.start_s,
-                seconds=clock.seconds,
+                start_s=step.start_s,
+                seconds=self._step_s,
                 batch_size=step.batch_size,
                 strategy=str(step.strategy),
                 reason=step.reason,
-                num_committed=step.num_committed,
+                num_committed=num_committed,
                 accepted_by_depth=tuple(depths),
-                kv_tokens=(self._cache.num_pages - self._cache.num_free) * self._cache.page_size,
+                kv_tokens=(cache.num_pages - cache.num_free) * cache.page_size,
             )
         )
 
     def stats(self, seconds: float) -> EngineStats:
         """Return the counters of this call, which took `seconds`. Call it once, at the end."""
-        counts = self._graphs.take_counts()
+        cache, graphs = self._models.cache, self._models.graphs
         return EngineStats(
             num_prompt_tokens=self._num_computed,
             num_recomputed_tokens=self._num_recomputed,
@@ -217,25 +208,25 @@ class Generation:
             num_preemptions=self._scheduler.num_preemptions,
             num_unspeculated_passes=self._num_unspeculated,
             seconds=seconds,
-            peak_kv_tokens=self._cache.peak_pages * self._cache.page_size,
-            kv_capacity_tokens=self._cache.num_pages * self._cache.page_size,
-            num_graph_replays=sum(counts.num_replays.values()),
-            eager_passes=counts.eager_by_reason(),
+            peak_kv_tokens=cache.peak_pages * cache.page_size,
+            kv_capacity_tokens=cache.num_pages * cache.page_size,
+            num_graph_replays=graphs.num_replays.total(),
+            eager_passes=dict(graphs.eager_passes),
             drafter_refreshes=tuple(self._refreshes),
         )
 
 
 def make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rollout:
-    prompt = end.request.state.prompt
-    has_stopped = int(end.token_ids_T[-1]) in params.stop_token_ids
+    prompt, (token_ids_T, logprobs_T, policy_logprobs_T) = end.request.state.prompt, end.tokens
+    has_stopped = int(token_ids_T[-1]) in params.stop_token_ids
     return Rollout(
         prompt_id=prompt.prompt_id,
         draw_index=prompt.draw_index,
         sample_index=end.request.sample_index,
         prompt_ids=prompt.token_ids,
-        token_ids=end.token_ids_T,
-        logprobs=end.logprobs_T,
-        policy_logprobs=end.policy_logprobs_T,
+        token_ids=token_ids_T,
+        logprobs=logprobs_T,
+        policy_logprobs=policy_logprobs_T,
         finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
         policy_version=policy_version,
         accept_lengths=tuple(end.request.accept_lengths),

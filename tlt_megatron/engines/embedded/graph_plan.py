@@ -2,8 +2,8 @@
 
 This is the bucketed graph pool of TLT (arXiv 2511.16665): bucketed batch sizes, separate target and
 drafter captures, one capture per shape, one memory pool. A strategy is planned for batches whose verify
-pass has at most `verify_tokens` rows. All strategies of a batch bucket share one verify capture, as
-wide as the widest of them: a pass of up to `verify_tokens` rows costs about as much as one row.
+pass has at most _VERIFY_TOKENS rows. All strategies of a batch bucket share one verify capture, as
+wide as the widest of them: a pass of so many rows costs about as much as one row.
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ class EagerReason(StrEnum):
     PAGES = "sequences lie in pages, not in lanes"
     LAGGING = "rows that the drafter brings up to date apart from the others"
 
-    __hash__ = str.__hash__
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphKey:
@@ -77,34 +75,10 @@ class CaptureCost:
     static_bytes: int  # inputs and outputs, at fixed addresses
 
 
-def capture_cost(model: ModelConfig, key: GraphKey, item_bytes: int) -> CaptureCost:
-    """Estimate a pass over lanes on CUDA, without the LM head. A draft pass is one layer of it."""
-    c, num_tokens = model, key.num_tokens
-    is_draft = key.role is Role.DRAFT
-    num_layers = 1 if is_draft else c.num_layers
-    num_fused = c.num_heads + 2 * c.num_kv_heads
-    layer_kernels = _LAYER_KERNELS + _HEAD_NORM_KERNELS * c.has_qk_norm
-    # Alive all the time, or left from the previous layer: states, heads, gate and up.
-    per_token = 2 * c.hidden_size + (num_fused + c.num_heads + 2) * c.head_dim
-    per_token += 0 if is_draft else 2 * c.ffn_size
-    # Attention: a copy of the queries, and outputs and lse of the parts of the keys.
-    num_parts = -(-key.length // PART_KEYS)
-    part_bytes = (c.head_dim + 1) * max(item_bytes, _WIDE_BYTES)
-    attention = num_tokens * c.num_heads * (c.head_dim * item_bytes + num_parts * part_bytes)
-    mlp = num_tokens * (4 if is_draft else 2) * c.ffn_size * item_bytes
-    bias = num_tokens * key.length
-    states = num_tokens * c.hidden_size * (3 if is_draft else 1)
-    return CaptureCost(
-        num_kernels=num_layers * layer_kernels + _OTHER_KERNELS,
-        activation_bytes=num_tokens * per_token * item_bytes + max(attention, mlp),
-        static_bytes=(bias + states) * item_bytes + num_tokens * 3 * 8,
-    )
-
-
 class GraphPlan:
     """The captures of one engine.
 
-    Example: `GraphPlan(c, strategies, max_batch_size=64, max_length=1600, item_bytes=2).lines()`.
+    Example: `GraphPlan(c, strategies, max_batch_size=64, max_length=1600, item_bytes=2).describe()`.
     """
 
     def __init__(
@@ -115,21 +89,11 @@ class GraphPlan:
         max_batch_size: int,
         max_length: int,
         item_bytes: int,
-        verify_tokens: int = _VERIFY_TOKENS,
-        bytes_per_kernel: int = _KERNEL_BYTES,
     ) -> None:
-        """`max_length` is the longest lane. A larger `verify_tokens` plans strategies for larger batches.
-        `bytes_per_kernel` is the driver's memory per captured kernel; newer drivers need less."""
-        if max_batch_size < 1 or max_length < 1 or verify_tokens < 1:
-            raise ValueError(
-                f"max_batch_size={max_batch_size}, max_length={max_length}, verify_tokens={verify_tokens}:"
-                " all must be >= 1"
-            )
+        """`max_length` is the longest lane."""
         self.strategies = tuple(dict.fromkeys(s for s in strategies if not s.is_off))
         self._model = model
         self._item_bytes = item_bytes
-        self._verify_tokens = verify_tokens
-        self._bytes_per_kernel = bytes_per_kernel
         self.max_length = max_length
         self.batch_sizes = _batch_buckets(max_batch_size)
         self.lengths = _length_buckets(max_length)
@@ -162,24 +126,46 @@ class GraphPlan:
             role=role, num_rows=widths[at_width], batch_size=size, length=self.lengths[at_length]
         )
 
-    def _may_use(self, strategy: SpeculationStrategy, batch_size: int) -> bool:
-        return batch_size == 1 or batch_size * strategy.num_rows <= self._verify_tokens
-
     def _widths_of(self, role: Role, batch_size: int) -> tuple[int, ...]:
         """Return the captured numbers of rows per request for a batch bucket, ascending."""
-        usable = [s for s in self.strategies if self._may_use(s, batch_size)]
+        usable = [
+            s
+            for s in self.strategies
+            if batch_size == 1 or batch_size * s.num_rows <= _VERIFY_TOKENS
+        ]
         if role is Role.TARGET:
             return tuple(sorted({1, max((s.num_rows for s in usable), default=1)}))
         learned = [s for s in usable if s.is_learned]
         if not learned:
             return ()
         widths = {s.topk for s in learned if s.num_steps > 1}
-        return tuple(sorted(widths | {max(map(_num_extended, usable))}))
+        # After a step of a strategy, at most depth + 1 pairs are new to the drafter.
+        return tuple(sorted(widths | {max(s.depth + 1 for s in usable)}))
 
     # ---- bytes
 
     def cost(self, key: GraphKey) -> CaptureCost:
-        return capture_cost(self._model, key, self._item_bytes)
+        """Estimate a pass over lanes on CUDA, without the LM head. A draft pass is one layer of it."""
+        c, item_bytes, num_tokens = self._model, self._item_bytes, key.num_tokens
+        is_draft = key.role is Role.DRAFT
+        num_layers = 1 if is_draft else c.num_layers
+        num_fused = c.num_heads + 2 * c.num_kv_heads
+        layer_kernels = _LAYER_KERNELS + _HEAD_NORM_KERNELS * c.has_qk_norm
+        # Alive all the time, or left from the previous layer: states, heads, gate and up.
+        per_token = 2 * c.hidden_size + (num_fused + c.num_heads + 2) * c.head_dim
+        per_token += 0 if is_draft else 2 * c.ffn_size
+        # Attention: a copy of the queries, and outputs and lse of the parts of the keys.
+        num_parts = -(-key.length // PART_KEYS)
+        part_bytes = (c.head_dim + 1) * max(item_bytes, _WIDE_BYTES)
+        attention = num_tokens * c.num_heads * (c.head_dim * item_bytes + num_parts * part_bytes)
+        mlp = num_tokens * (4 if is_draft else 2) * c.ffn_size * item_bytes
+        bias = num_tokens * key.length
+        states = num_tokens * c.hidden_size * (3 if is_draft else 1)
+        return CaptureCost(
+            num_kernels=num_layers * layer_kernels + _OTHER_KERNELS,
+            activation_bytes=num_tokens * per_token * item_bytes + max(attention, mlp),
+            static_bytes=(bias + states) * item_bytes + num_tokens * 3 * 8,
+        )
 
     def bytes_pool(self) -> int:
         """Return the bytes of this plan: all kernels, and the tensors that captures share."""
@@ -193,31 +179,12 @@ class GraphPlan:
 
     def graph_bytes(self, keys: Iterable[GraphKey]) -> int:
         """Return the driver's memory for these graphs, without their tensors."""
-        return sum(self.cost(key).num_kernels for key in keys) * self._bytes_per_kernel
+        return sum(self.cost(key).num_kernels for key in keys) * _KERNEL_BYTES
 
-    def lines(self) -> list[str]:
-        """Return a table of the captures in MiB: a summary, then one row per role and width."""
-        lines = [
-            f"{len(self.keys)} captures, {_mib(self.bytes_pool())}, of which"
-            f" {_mib(self.shared_bytes())} are tensors that all share"
-        ]
-        for role, num_rows in sorted({(key.role, key.num_rows) for key in self.keys}):
-            keys = [key for key in self.keys if (key.role, key.num_rows) == (role, num_rows)]
-            sizes = ", ".join(map(str, sorted({key.batch_size for key in keys})))
-            graphs = _mib(self.graph_bytes(keys))
-            lines.append(
-                f"{role:8}{num_rows:>4} rows  batches {sizes}: {len(keys)} captures, {graphs}"
-            )
-        return lines
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f} MiB"
-
-
-def _num_extended(strategy: SpeculationStrategy) -> int:
-    """Return the most pairs that are new to the drafter after a step of this strategy."""
-    return strategy.depth + 1
+    def describe(self) -> str:
+        """Return the number of captures and their memory."""
+        pool, shared = (f"{n / 2**20:,.0f} MiB" for n in (self.bytes_pool(), self.shared_bytes()))
+        return f"{len(self.keys)} captures, {pool}, of which {shared} are tensors that all share"
 
 
 def _batch_buckets(max_batch_size: int) -> tuple[int, ...]:

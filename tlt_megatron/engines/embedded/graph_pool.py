@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,19 +41,6 @@ Step = Callable[[PassInputs], tuple[Tensor, ...]]
 shapes must follow from shapes alone, and nothing may be read back."""
 
 
-@dataclass(slots=True, kw_only=True)
-class GraphCounts:
-    """Passes since the last `take_counts`."""
-
-    num_replays: Counter[GraphKey] = field(default_factory=Counter)
-    num_eager: Counter[tuple[Role, EagerReason]] = field(default_factory=Counter)
-    num_captures: int = 0
-
-    def eager_by_reason(self) -> dict[str, int]:
-        """Return the passes without a graph. Example: {"target: sequences lie in pages, not in lanes": 12}."""
-        return {f"{role}: {reason}": count for (role, reason), count in self.num_eager.items()}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
     inputs: PassInputs
@@ -64,8 +51,7 @@ class _Captured:
 class GraphPool:
     """The captures of one engine, made at the first use of a shape.
 
-    Example: `pool.bind(lane_steps(model, cache, lane), addresses, lane=lane, num_lanes=n, scratch_slot=n * lane)`,
-    then `hidden_PD, features_PF = pool.run(Role.TARGET, inputs)` for every pass.
+    Example: `pool.bind(model, cache, lane)`, then `hidden_PD, features_PF = pool.run(Role.TARGET, inputs)` for every pass.
     """
 
     def __init__(self, plan: GraphPlan, new_memory: Callable[[], GraphMemory | None]) -> None:
@@ -74,56 +60,53 @@ class GraphPool:
         self._steps: Mapping[Role, Step] = {}
         self._new_memory = new_memory
         self._memory = new_memory()
-        self._layout: Hashable = None
+        self._addresses: Hashable = None
         self._lane = self._num_lanes = self._scratch_slot = 0
         self._captured: dict[GraphKey, _Captured] = {}
         self._static: dict[tuple[Role, str], Tensor] = {}
-        self._counts = GraphCounts()
-        self._capture_s = 0.0
+        self.capture_s = 0.0  # seconds of all captures; they do not count as cost of a pass
+        self.start_counts()
 
     @property
     def has_graphs(self) -> bool:
         return self._memory is not None
 
-    def bind(
-        self,
-        steps: Mapping[Role, Step],
-        addresses: Hashable,
-        *,
-        lane: int,
-        num_lanes: int,
-        scratch_slot: int,
-    ) -> None:
-        """Set the steps to run and the memory layout. Drop all graphs if the layout changed.
+    def start_counts(self) -> None:
+        self.num_replays: Counter[GraphKey] = Counter()
+        self.num_captures = 0
+        self.eager_passes: Counter[str] = Counter()  # by model and reason
 
-        `addresses` are those that steps read besides their inputs: weights, rotary tables, the KV pool. The pool holds
-        `num_lanes` lanes of `lane` slots, and after them `scratch_slot`.
-        """
-        layout = (addresses, lane, num_lanes, scratch_slot)
-        if layout != self._layout:
+    def bind(
+        self, model: Transformer, cache: KvCache, lane: int, draft: DraftInference | None = None
+    ) -> None:
+        """Run passes over rows in lanes of `lane` slots from now on. Drop all graphs if what they read is elsewhere."""
+        addresses = lane, cache.scratch_slot, addresses_read(model, cache, draft)
+        if addresses != self._addresses:
             self.drop()
-        self._steps, self._layout = steps, layout
-        self._lane, self._num_lanes, self._scratch_slot = lane, num_lanes, scratch_slot
+        self._addresses = addresses
+        self._steps = lane_steps(model, cache, lane, draft)
+        self._lane, self._scratch_slot = lane, cache.scratch_slot
+        self._num_lanes = cache.scratch_slot // lane
 
     def drop(self) -> None:
         """Free all graphs and their memory, and let go of the KV that the steps read. Call `bind` before the next pass."""
         self._steps = {}
         self._captured.clear()
         self._static.clear()
-        self._layout = None
+        self._addresses = None
         if self._memory is not None:
             self._memory = self._new_memory()
 
     def run(self, role: Role, inputs: PassInputs) -> tuple[Tensor, ...]:
         """Run a pass and return its outputs, [P, ...] each. With a graph, the next pass of this role overwrites them."""
-        if self._memory is None:  # hot path on a CPU: only count
-            self._counts.num_eager[role, EagerReason.OFF] += 1
-            return self._steps[role](inputs)
-        batch_size, num_rows, longest = inputs.bias_BRS.shape
-        found = self.plan.find(role, num_rows=num_rows, batch_size=batch_size, longest=longest)
-        if isinstance(found, GraphKey):
-            return self._run_graph(self._in_lanes(found), inputs)
-        self._counts.num_eager[role, found] += 1
+        reason = EagerReason.OFF
+        if self._memory is not None:
+            batch_size, num_rows, longest = inputs.bias_BRS.shape
+            found = self.plan.find(role, num_rows=num_rows, batch_size=batch_size, longest=longest)
+            if isinstance(found, GraphKey):
+                return self._run_graph(self._in_lanes(found), inputs)
+            reason = found
+        self.count_eager(role, reason)
         return self._steps[role](inputs)
 
     @torch.inference_mode()  # static tensors must be writable from any caller
@@ -138,23 +121,13 @@ class GraphPool:
         else:
             self._fill(captured.inputs, inputs)
         captured.replay()
-        self._counts.num_replays[key] += 1
+        self.num_replays[key] += 1
         batch_size, num_rows = inputs.bias_BRS.shape[:2]
         return tuple(_unpad(output, key, batch_size, num_rows) for output in captured.outputs)
 
     def count_eager(self, role: Role, reason: EagerReason) -> None:
-        """Count a pass that the caller runs itself: it is over pages, or over only some of the rows."""
-        self._counts.num_eager[role, reason if self.has_graphs else EagerReason.OFF] += 1
-
-    def take_counts(self) -> GraphCounts:
-        """Return the counters and start new ones."""
-        counts, self._counts = self._counts, GraphCounts()
-        return counts
-
-    def take_capture_s(self) -> float:
-        """Return the seconds spent on captures since the last call. They do not count as cost of a pass."""
-        seconds, self._capture_s = self._capture_s, 0.0
-        return seconds
+        """Count a pass without a graph, also one that the caller runs itself: over pages, or over only some of the rows."""
+        self.eager_passes[f"{role}: {reason if self.has_graphs else EagerReason.OFF}"] += 1
 
     def _in_lanes(self, key: GraphKey) -> GraphKey:
         """Return the capture, cut to the lanes that there are and to their length."""
@@ -195,8 +168,8 @@ class GraphPool:
 
         captured = _Captured(inputs=static, outputs=outputs, replay=self._memory.capture(work))
         self._captured[key] = captured
-        self._counts.num_captures += 1
-        self._capture_s += time.perf_counter() - started
+        self.num_captures += 1
+        self.capture_s += time.perf_counter() - started
         return captured
 
     def _static_inputs(self, key: GraphKey, like: PassInputs) -> PassInputs:
@@ -238,6 +211,16 @@ class GraphPool:
                 target[:batch_size, num_rows:] = self._scratch_slot if is_slots else repeated
             if batch_size < target.shape[0]:
                 target[batch_size:] = self._scratch_slot if is_slots else target[:1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """The policy and its drafter over one KV memory, and the graphs that run their passes over lanes."""
+
+    policy: Transformer
+    draft: DraftInference | None
+    cache: KvCache
+    graphs: GraphPool
 
 
 def lane_steps(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, Role
-from tlt_megatron.engines.embedded.graph_pool import GraphPool, PassInputs
+from tlt_megatron.engines.embedded.graph_pool import Models, PassInputs
 from tlt_megatron.engines.embedded.scheduler import Request
 from tlt_megatron.models.attention.lanes import (
     LaneTreeAttention,
@@ -25,7 +25,6 @@ from tlt_megatron.models.attention.lanes import (
     drafted_bias,
 )
 from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.speculation.tree import DraftTree, Expand, TreeGrower
 from tlt_megatron.types import SamplingParams
 
@@ -54,24 +53,14 @@ class Roots:
 class ModelDrafter:
     """Grows draft trees with a DraftInference for rows in lanes."""
 
-    def __init__(
-        self,
-        model: DraftInference,
-        cache: KvCache,
-        *,
-        first_layer: int,
-        graphs: GraphPool,
-    ) -> None:
-        self._graphs = graphs
-        self._model = model
-        self._cache = cache
-        self._first_layer = first_layer
+    def __init__(self, models: Models, draft: DraftInference) -> None:
+        self._model = draft
+        self._graphs = models.graphs
+        self._cache = models.cache
+        self._first_layer = models.policy.config.num_layers
         self._growers: dict[SpeculationStrategy, TreeGrower] = {}
+        self._num_loads = draft.num_loads
         self._num_seen: dict[Request, int] = {}  # positions whose pairs are in the KV
-
-    def forget(self) -> None:
-        """Note that the drafter was replaced: the new one has seen no positions."""
-        self._num_seen.clear()
 
     def propose(
         self,
@@ -87,6 +76,9 @@ class ModelDrafter:
         `noise_BSV` is None at temperature 0, if the drafter proposes only some token ids, and on
         CUDA, where the noise is never written.
         """
+        if self._num_loads != self._model.num_loads:  # a new drafter has seen no positions
+            self._num_loads = self._model.num_loads
+            self._num_seen.clear()
         rows = list(zip(roots.positions, roots.requests, strict=True))
         num_unseen = [position - self._num_seen.get(request, 0) for position, request in rows]
         num_left = self._catch_up(view, roots.positions, num_unseen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_megatron.engines.embedded.scheduler import Request
+from tlt_megatron.engines.embedded.scheduler import DrawnTokens, Request
 
 
 class Outputs:
@@ -37,11 +37,10 @@ class Outputs:
         for output, value_P in zip(self._tensors, values_P, strict=True):
             output.index_copy_(0, index_P, value_P)
 
-    def read(self, request: Request, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return copies of the first `count` entries of a request, on the CPU."""
+    def read(self, request: Request, count: int) -> DrawnTokens:
+        """Return copies of the first `count` entries of a request."""
         part = slice(self._starts[request], self._starts[request] + count)
-        tokens, logprobs, policy_logprobs = (output[part].cpu().clone() for output in self._tensors)
-        return tokens, logprobs, policy_logprobs
+        return DrawnTokens(*(output[part].cpu().clone() for output in self._tensors))
 
     def latest(self, index_B: Tensor, count: int) -> list[list[int]]:
         """Return the `count` token ids up to each index; undefined before the start of a range."""

@@ -8,12 +8,30 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.engines.embedded.freed_weights import FreedWeights
 from tlt_megatron.models.arithmetic import PLAIN
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.models.invariant_arithmetic import invariant_arithmetic
 from tlt_megatron.models.transformer import Transformer
+
+
+class FreedWeights:
+    """Tensors without memory until `restore`. Do not use the tensors before it.
+
+    Tensors and their views stay the same objects: a drafter keeps references to the target's embedding.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """Free the tensors. They may share memory."""
+        storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in tensors)}
+        self._sizes = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._sizes:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Allocate the memory again. Its contents are undefined, and its address may be new."""
+        for storage, num_bytes in self._sizes:
+            storage.resize_(num_bytes)
 
 
 class PolicyWeights:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Request
+from tlt_megatron.engines.embedded.scheduler import PrefillChunk, PromptState, Request
 from tlt_megatron.models.attention.paged import PrefillSegment
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
@@ -21,23 +21,20 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
     """
     token_ids, position_ids, segments = [], [], []
     num_again = 0
-    for chunk in chunks:
-        state, request = chunk.state, chunk.request
-        if request is None:
-            tokens = torch.tensor(state.prompt.token_ids[chunk.start : chunk.end])
-            first = 0
-            context = cache.slots(state.pages, 0, chunk.end)
-            num_again += max(min(chunk.end, state.num_ever_computed) - chunk.start, 0)
-            state.num_ever_computed = max(state.num_ever_computed, chunk.end)
+    for owner, start, end in chunks:
+        if isinstance(owner, PromptState):
+            first, tokens = 0, torch.tensor(owner.prompt.token_ids[start:end])
+            context = cache.slots(owner.pages, 0, end)
+            num_again += max(min(end, owner.num_ever_computed) - start, 0)
+            owner.num_ever_computed = max(owner.num_ever_computed, end)
         else:
-            assert request.saved is not None
-            tokens = request.saved[0][chunk.start : chunk.end]
-            first = state.num_tokens
-            context = cache.sequence_slots(request.kv, first + chunk.end)
-            num_again += chunk.end - chunk.start
+            assert owner.saved is not None
+            first, tokens = owner.state.num_tokens, owner.saved.token_ids_T[start:end]
+            context = cache.sequence_slots(owner.kv, first + end)
+            num_again += end - start
         token_ids.append(tokens)
-        position_ids.append(torch.arange(first + chunk.start, first + chunk.end))
-        new = context[first + chunk.start :]
+        position_ids.append(torch.arange(first + start, first + end))
+        new = context[first + start :]
         segments.append(PrefillSegment(new_slots_C=new, context_slots_S=context))
     token_ids_P = torch.cat(token_ids).to(cache.device)
     hidden_PD, features_PF = model.forward_tapped(
@@ -49,13 +46,9 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
     slots_P = torch.cat([segment.new_slots_C for segment in segments])
     cache.keep_features(slots_P, features_PF, token_ids_P)
     num_tokens = 0
-    for chunk in chunks:
-        num_tokens += chunk.end - chunk.start
-        last_hidden_D = hidden_PD[num_tokens - 1].clone()
-        if chunk.request is not None:
-            chunk.request.last_hidden_D = last_hidden_D
-        else:
-            chunk.state.last_hidden_D = last_hidden_D
+    for owner, start, end in chunks:
+        num_tokens += end - start
+        owner.last_hidden_D = hidden_PD[num_tokens - 1].clone()
     return num_tokens - num_again, num_again
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,6 +36,14 @@ class PromptState:
         return len(self.prompt.token_ids)
 
 
+class DrawnTokens(NamedTuple):
+    """The tokens of a response so far, on the CPU."""
+
+    token_ids_T: Tensor  # int64
+    logprobs_T: Tensor  # float32
+    policy_logprobs_T: Tensor  # float32
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """One response to generate. The decode batch holds its tokens while it runs, `saved` while it waits."""
@@ -45,7 +54,7 @@ class Request:
     seed: int
     max_new_tokens: int
     kv: SequenceKv
-    saved: tuple[Tensor, Tensor, Tensor] | None = None  # token_ids, logprobs, policy_logprobs
+    saved: DrawnTokens | None = None
     num_computed: int = 0  # saved tokens recomputed so far
     last_hidden_D: Tensor | None = None  # of the last saved token, after recomputation
     accept_lengths: list[int] = field(default_factory=list)
@@ -56,7 +65,7 @@ class Request:
     @property
     def num_saved(self) -> int:
         """Return the number of tokens generated before preemption."""
-        return 0 if self.saved is None else self.saved[0].numel()
+        return 0 if self.saved is None else self.saved.token_ids_T.numel()
 
     @property
     def is_computed(self) -> bool:
@@ -65,12 +74,10 @@ class Request:
         return is_prompt_computed and self.num_computed == self.num_saved
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillChunk:
-    """Tokens start..end-1 of a prompt (`request` None) or of the saved tokens of a preempted request."""
+class PrefillChunk(NamedTuple):
+    """Tokens start..end-1 of a prompt, or of the saved tokens of a preempted request."""
 
-    state: PromptState
-    request: Request | None
+    owner: PromptState | Request
     start: int
     end: int
 
@@ -255,15 +262,12 @@ class Scheduler:
     @staticmethod
     def _next_chunk(request: Request, budget: int) -> PrefillChunk | None:
         """Return the next tokens to compute for a request. They count as computed, because the pass follows at once."""
-        state = request.state
-        if state.num_computed < state.num_tokens:
-            start = state.num_computed
-            state.num_computed = min(start + budget, state.num_tokens)
-            return PrefillChunk(state=state, request=None, start=start, end=state.num_computed)
-        if request.num_computed < request.num_saved:
-            start = request.num_computed
-            request.num_computed = min(start + budget, request.num_saved)
-            return PrefillChunk(state=state, request=request, start=start, end=request.num_computed)
+        totals = (request.state, request.state.num_tokens), (request, request.num_saved)
+        for owner, num_tokens in totals:
+            start = owner.num_computed
+            if start < num_tokens:
+                owner.num_computed = min(start + budget, num_tokens)
+                return PrefillChunk(owner, start, owner.num_computed)
         return None
 
     # ---- running

@@ -19,15 +19,13 @@ from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import Role
-from tlt_megatron.engines.embedded.graph_pool import GraphPool, PassInputs
+from tlt_megatron.engines.embedded.graph_pool import Models, PassInputs
 from tlt_megatron.engines.embedded.memory_plan import draft_slots_of
 from tlt_megatron.engines.embedded.model_drafter import ModelDrafter, Roots
 from tlt_megatron.engines.embedded.retrieval import Retriever
 from tlt_megatron.engines.embedded.scheduler import Request
 from tlt_megatron.models.attention.lanes import LaneView, drafted_bias
 from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, is_searched, sample
 from tlt_megatron.speculation.selector import StrategySelector
 from tlt_megatron.speculation.token_counts import TokenCounts
@@ -65,23 +63,17 @@ class Speculation:
         self.draft = draft
         self.selector = selector
         self.retriever = Retriever()
-        self.drafter_version = 0  # number of `load_drafter` calls
         self.draft_slots = draft_slots_of(drafting)
         # of all responses, if the drafter proposes only the most frequent token ids
         self._token_counts: TokenCounts | None = None
         if draft is not None and draft.ids_C is not None:
             self._token_counts = TokenCounts(draft.config.vocab_size, len(draft.ids_C))
 
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return () if self.draft is None else self.draft.config.aux_layer_ids
-
     def load_drafter(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the drafter's weights from the next step on. RuntimeError without a drafter."""
         if self.draft is None:
             raise RuntimeError("there is no learned drafter whose weights could be replaced")
         self.draft.load(weights)
-        self.drafter_version += 1
         self.selector.drafter_changed()
 
     def target_changed(self) -> None:
@@ -108,15 +100,13 @@ class Speculation:
             self._token_counts.load_state_dict(saved)
         self.selector.load_state_dict(state["selector"])
 
-    def start(
-        self, model: Transformer, cache: KvCache, params: SamplingParams, graphs: GraphPool
-    ) -> Speculator:
-        """Return a Speculator for one `generate` call. `graphs` runs its passes."""
+    def start(self, models: Models, params: SamplingParams) -> Speculator:
+        """Return a Speculator for one `generate` call."""
         self.retriever.start()
         if self._token_counts is not None:
             assert self.draft is not None
-            self.draft.draft_from(self._token_counts.most_frequent().to(model.device))
-        return Speculator(self, model, cache, params, graphs)
+            self.draft.draft_from(self._token_counts.most_frequent().to(models.policy.device))
+        return Speculator(self, models, params)
 
     def finish(self, request: Request, token_ids: Sequence[int]) -> None:
         if any(strategy.num_retrieved for strategy in self.strategies):
@@ -128,29 +118,16 @@ class Speculation:
 class Speculator:
     """Drafts and verifies for the rows of a batch in lanes."""
 
-    def __init__(
-        self,
-        speculation: Speculation,
-        model: Transformer,
-        cache: KvCache,
-        params: SamplingParams,
-        graphs: GraphPool,
-    ) -> None:
+    def __init__(self, speculation: Speculation, models: Models, params: SamplingParams) -> None:
+        model = self._model = models.policy
         self._speculation = speculation
-        self._model = model
-        self._graphs = graphs
-        self._cache = cache
+        self._graphs = models.graphs
+        self._cache = models.cache
         self._params = params
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=model.device)
         self._drafter = None
         if speculation.draft is not None:
-            self._drafter = ModelDrafter(
-                speculation.draft,
-                cache,
-                first_layer=model.config.num_layers,
-                graphs=graphs,
-            )
-        self._drafter_version = speculation.drafter_version
+            self._drafter = ModelDrafter(models, speculation.draft)
         self._noise = NoiseWindow(model.config.vocab_size)
 
     def set_changed(self) -> None:
@@ -185,32 +162,14 @@ class Speculator:
                 roots.requests, roots.positions, latest, strategy.num_retrieved
             ).to(self._cache.device, non_blocking=True)
             return self._verify(view, roots, chain_tree(found_BN), noise_BSV)
-        tree = self._grow(view, roots, strategy, None if is_reduced else noise_BSV)
+        assert self._drafter is not None, strategy
+        noise = None if is_reduced else noise_BSV
+        tree = self._drafter.propose(view, roots, strategy, params, noise_BSV=noise)
         committed = self._verify(view, roots, tree, noise_BSV)
         if strategy.topk > 1:
             first = first_counts(tree, committed.verdict)
             committed = dataclasses.replace(committed, first_by_depth=first)
         return committed
-
-    def _grow(
-        self,
-        view: LaneView,
-        roots: Roots,
-        strategy: SpeculationStrategy,
-        noise_BSV: Tensor | None,
-    ) -> DraftTree:
-        assert self._drafter is not None, strategy
-        version = self._speculation.drafter_version
-        if version != self._drafter_version:
-            self._drafter_version = version
-            self._drafter.forget()
-        return self._drafter.propose(
-            view,
-            roots,
-            strategy,
-            self._params,
-            noise_BSV=noise_BSV,
-        )
 
     # ---- verification
 
