@@ -48,7 +48,11 @@ class Shares:
         if self.update == NUM_UPDATES:
             self.when_done()
             return None
-        return pack_batch(self.sequences(self.update))
+        sequences = self.sequences(self.update)
+        if not sequences:
+            self.update += 1
+            return None
+        return pack_batch(sequences)
 
     def mark_trained(self) -> None:
         self.update += 1
