@@ -225,16 +225,10 @@ def test_a_stopped_generation_leaves_the_engine_usable(eagle: SglangEngine, poli
 
 def run_two_ranks(policy: str) -> tuple[list[list[int]], bool]:
     """Of each rank: tokens before and after a sleep, and whether its own GPU had more free memory in between."""
-    from tlt_megatron.engines.sglang.follower import FollowerEngine
-
     device = select_device("cuda")
     init_world(device.backend, timeout_s=900.0)
     replica = group_of(dist.new_group([0, 1], backend="gloo"))
-    if replica.is_first:
-        engine = start(Path(policy), None, rank=2, replica=replica, tp_size=2)
-    else:
-        engine = FollowerEngine(device, torch.bfloat16, has_drafter=False, replica=replica)
-        load(engine, weights_of(Path(policy)), version=1)
+    engine = start(Path(policy), None, rank=2, replica=replica, tp_size=2)
     found = tokens(engine) if replica.is_first else []
     gather_objects(None, replica)
     free = torch.cuda.mem_get_info()[0]

@@ -11,59 +11,47 @@ from sglang.srt import runtime_context
 from tlt_megatron.engines.sglang.draft_ranking import _AncestorSlots
 from tlt_megatron.engines.sglang.sglang_noise import (
     MARK,
-    SamplingSettings,
-    _sample_rows,
-    row_chunks,
-    spec_logprobs,
+    NoiseSampling,
     tree_draws,
 )
 from tlt_megatron.speculation.sampling import sample
+from tlt_megatron.types import SamplingParams
 
 NUM_REQUESTS, NUM_NODES, VOCAB_SIZE = 5, 4, 97
-PLAIN = SamplingSettings(1.0, 1.0, 0)
-CUT = SamplingSettings(0.8, 0.9, 12)
+PLAIN = SamplingParams()
+CUT = SamplingParams(temperature=0.8, top_p=0.9, top_k=12)
 
 
-@pytest.mark.parametrize("settings", [PLAIN, CUT], ids=["plain", "cut"])
+@pytest.mark.parametrize("params", [PLAIN, CUT], ids=["plain", "cut"])
 @pytest.mark.parametrize("most", [1, 2 * NUM_NODES * VOCAB_SIZE, 1 << 25])
 def test_draws_are_those_of_plain_sampling_however_they_are_cut(
-    settings: SamplingSettings, most: int
+    params: SamplingParams, most: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     logits_PV = 2 * torch.randn(NUM_REQUESTS * NUM_NODES, VOCAB_SIZE, generator=generator)
     seeds_B = torch.arange(NUM_REQUESTS) * 7919 + 1
     lengths_B = torch.tensor([3, 9, 4, 30, 5])
     positions_BQ = lengths_B.unsqueeze(1) + torch.tensor([0, 1, 1, 2])
-    found_P = tree_draws(logits_PV, seeds_B, positions_BQ, settings, most=most)
+    found_P = tree_draws(logits_PV, seeds_B, positions_BQ, params, most=most)
     seeds_P = seeds_B.repeat_interleave(NUM_NODES)
-    expected = sample(logits_PV, seeds_P, positions_BQ.flatten(), *settings)
+    expected = sample(
+        logits_PV, seeds_P, positions_BQ.flatten(), params.temperature, params.top_p, params.top_k
+    )
     assert found_P.tolist() == expected.token_ids_B.tolist()
-
-
-def test_chunks_hold_every_row_once_and_no_more_elements_than_allowed() -> None:
-    assert [list(range(10))[rows] for rows in row_chunks(10, 100, 350)] == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [6, 7, 8],
-        [9],
-    ]
-    assert len(list(row_chunks(3, 1000, 10))) == 3
-    assert [list(range(10))[rows] for rows in row_chunks(0, 5)] == [[]]
 
 
 def test_no_requests_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     none = torch.empty(0, dtype=torch.int64)
-    logits_PV = torch.empty(0, VOCAB_SIZE)
-    assert _sample_rows(logits_PV, none, none, CUT).token_ids_B.tolist() == []
+    noise = NoiseSampling()
+    noise.params = CUT
+    found = SimpleNamespace(next_token_logits=torch.empty(0, VOCAB_SIZE))
+    assert noise.sample(found, found.next_token_logits, none, none, [1]).tolist() == []
     positions_BQ = none.view(0, NUM_NODES)
-    assert tree_draws(logits_PV, none, positions_BQ, CUT).tolist() == []
+    assert tree_draws(found.next_token_logits, none, positions_BQ, CUT).tolist() == []
     serving = SimpleNamespace(served_model_name=MARK)
     monkeypatch.setattr(runtime_context, "get_serving", lambda: serving)
-    info = SimpleNamespace(noise_settings=CUT)
-    batch = SimpleNamespace(sampling_info=info, top_logprobs_nums=[1])
-    found = SimpleNamespace(next_token_logits=logits_PV)
     accepted_BA = none.view(0, 3)
-    spec_logprobs(lambda *_: None, batch, found, none, accept_index=accepted_BA)
+    noise.spec_logprobs(lambda *_: None, None, found, none, accept_index=accepted_BA)
     assert found.next_token_logprobs.shape == accepted_BA.shape
     assert found.next_token_top_logprobs_val == []
 

@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
 from tlt_megatron.config.schema import RunConfig, SpeculationSection
 from tlt_megatron.drafter.eagle_folder import save_drafter
 from tlt_megatron.engines.sglang.connection import check_version
-from tlt_megatron.engines.sglang.follower import FollowerEngine
 from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
@@ -29,7 +27,7 @@ _Made = TypeVar("_Made")
 
 def build_sglang_engine(
     config: RunConfig, device: Device, run_dir: Path, world: Group
-) -> SglangEngine | FollowerEngine:
+) -> SglangEngine:
     """Start an engine on the first of every `tp_size` ranks; the others follow it.
 
     A collective of all ranks: afterwards all have an engine, or all raise.
@@ -38,11 +36,7 @@ def build_sglang_engine(
     speculation = _with_drafter(config, run_dir, world)
     replica = _replica_group(config, world)
 
-    def start() -> SglangEngine | FollowerEngine:
-        if not replica.is_first:
-            dtype: torch.dtype = getattr(torch, config.rollout.dtype)
-            has_drafter = speculation.enabled and speculation.is_learned
-            return FollowerEngine(device, dtype, has_drafter=has_drafter, replica=replica)
+    def start() -> SglangEngine:
         return SglangEngine(
             config.model.path,
             config.rollout,
@@ -102,7 +96,7 @@ def _together(make: Callable[[], _Made], world: Group) -> _Made:
     failed = {rank: each for rank, each in enumerate(gather_objects(own, world)) if each}
     if not failed:
         return cast(_Made, made)
-    if isinstance(made, SglangEngine | FollowerEngine):
+    if isinstance(made, SglangEngine):
         made.close()
     first, (is_refusal, reason) = next(iter(failed.items()))
     kind = ValueError if is_refusal else RuntimeError

@@ -12,9 +12,8 @@ import torch
 from tlt_megatron.config.draft_folder import SIZES
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
 from tlt_megatron.engines.sglang.arguments import (
-    check_drafter_names,
     engine_arguments,
-    free_ports,
+    free_port,
     plan_speculation,
 )
 from tlt_megatron.speculation.sampling import gumbel_noise, request_seed, seed_at_origin
@@ -136,19 +135,13 @@ def test_a_folder_that_is_no_drafter_is_refused(tmp_path: Path) -> None:
         plan_speculation(speculate(str(tmp_path), "4_1_4"))
 
 
-def test_borrowed_tensors_are_refused_by_name() -> None:
-    check_drafter_names(["fc.weight", "layers.0.mlp.up_proj.weight"])
-    with pytest.raises(ValueError, match=r"hold embed_tokens.weight"):
-        check_drafter_names(["fc.weight", "embed_tokens.weight"])
-
-
 def test_ranks_look_for_ports_in_ranges_of_their_own_and_skip_taken_ones() -> None:
-    first = free_ports(40, 2)
+    first = free_port(40)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", first[0]))
+        taken.bind(("127.0.0.1", first))
         taken.listen()
-        assert first[0] not in free_ports(40, 2)
-    assert not set(free_ports(41, 16)) & set(range(first[0], first[0] + 16))
+        assert first < free_port(40) < first + 16
+    assert free_port(41) >= 21_000 + 41 * 16
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [1, 7, 30000])

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tlt_megatron.config.schema import RolloutSection, SglangSection
 from tlt_megatron.engines.sglang.connection import TARGET
-from tlt_megatron.engines.sglang.follower import FollowerEngine
-from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, in_step
+from tlt_megatron.engines.sglang.replica import in_step
+from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 from tlt_megatron.engines.sglang.weights import WeightSender
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of
+from tlt_megatron.types import SamplingParams
 
 
 def world() -> Group:
@@ -27,16 +29,21 @@ def test_a_follower_waits_while_the_engine_takes_or_gives_back_memory(tmp_path: 
     released, ready, taken = (tmp_path / name for name in ("released", "ready", "taken"))
 
     def leader(replica: Group) -> bool:
-        with in_step(SLEEPING, replica):
+        with in_step("sleep", replica):
             released.touch()
-        with in_step(WAKING, replica):
+        with in_step("wake", replica):
             saw_ready = ready.exists()
             taken.touch()
         return saw_ready
 
     def follower(replica: Group) -> bool:
-        engine = FollowerEngine(
-            select_device("cpu"), torch.float32, has_drafter=False, replica=replica
+        engine = SglangEngine(
+            "policy",
+            RolloutSection(),
+            SglangSection(),
+            select_device("cpu"),
+            rank=1,
+            replica=replica,
         )
         engine.wake()  # awake already: nothing to wait for
         engine.sleep()
@@ -44,6 +51,8 @@ def test_a_follower_waits_while_the_engine_takes_or_gives_back_memory(tmp_path: 
         saw_released = released.exists()
         ready.touch()
         engine.wake()
+        assert engine.generate([], SamplingParams(), policy_version=1) == engine.take_passes() == []
+        engine.load_state_dict(engine.state_dict())
         return saw_released and taken.exists()
 
     def run() -> bool:
@@ -55,7 +64,7 @@ def test_a_follower_waits_while_the_engine_takes_or_gives_back_memory(tmp_path: 
 
 def test_a_failure_of_the_leader_is_an_error_of_all_its_ranks() -> None:
     def wake(replica: Group) -> None:
-        with in_step(WAKING, replica):
+        with in_step("waking the engine", replica):
             if replica.is_first:
                 raise RuntimeError("out of memory")
 
@@ -136,9 +145,19 @@ def send(offers_own: bool) -> list[tuple[str, dict]]:
         connection, replica, *CPU, num_ranks=2, offers_own=offers_own, bucket_bytes=16
     )
     sender.send(export(), role=TARGET, version="3")
-    with in_step(LOADING, replica):
-        pass
     return [(method, vars(request)) for method, request in connection.calls] if connection else []
+
+
+def test_a_drafters_embedding_and_head_stay_the_same_tensors() -> None:
+    sender = WeightSender(None, SINGLE, *CPU, num_ranks=1, offers_own=False, has_drafter=True)
+    with pytest.raises(RuntimeError, match="needs a learned drafter"):
+        sender.target_tensors()
+    policy = {"model.embed_tokens.weight": torch.arange(6.0).view(3, 2)}
+    list(sender.cast(policy.items()))
+    embedding, tied_head = sender.target_tensors()
+    assert tied_head is embedding
+    list(sender.cast((name, tensor + 1) for name, tensor in policy.items()))
+    assert torch.equal(embedding, policy["model.embed_tokens.weight"] + 1)
 
 
 def payloads(calls: list[tuple[str, dict]]) -> list[list[str]]:

@@ -42,21 +42,18 @@ def test_logprobs_belong_to_the_tokens_of_the_response() -> None:
     assert answer(RIGHT, temperature=0.0).logprobs.tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("count, position", [(2, 2), (4, 3), (0, 0)])
-def test_another_number_of_logprobs_than_tokens_is_an_error(count: int, position: int) -> None:
-    entries = [*RIGHT, (-0.1, 9, None)][:count]
-    text = rf"response 1 to prompt 'p7' has {count} log-probabilities for 3 tokens.*position {position}"
-    with pytest.raises(RuntimeError, match=text):
-        answer(entries)
-
-
-def test_the_logprob_of_another_token_is_an_error() -> None:
-    swapped = [RIGHT[0], RIGHT[2], RIGHT[1]]
-    text = r"response 1 to prompt 'p7' has the log-probability of token 2 at position 1.*token 6"
-    with pytest.raises(RuntimeError, match=text):
-        answer(swapped)
-    with pytest.raises(RuntimeError, match=text):
-        answer(RIGHT, top=swapped)
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        (RIGHT[:2], "2 log-probabilities for 3 tokens: at position 2 of token None, must be 2"),
+        ([*RIGHT, (-0.1, 9, None)], "4 .* for 3 tokens: at position 3 of token 9, must be None"),
+        ([RIGHT[0], RIGHT[2], RIGHT[1]], "3 .* for 3 tokens: at position 1 of token 2, must be 6"),
+    ],
+)
+def test_logprobs_of_other_tokens_are_an_error(entries: list, text: str) -> None:
+    for answers in ({"logprobs": entries}, {"logprobs": RIGHT, "top": entries}):
+        with pytest.raises(RuntimeError, match=f"response 1 to prompt 'p7' has {text}"):
+            answer(**answers)
 
 
 def test_a_response_that_was_given_up_or_has_other_weights_is_an_error() -> None:

@@ -10,9 +10,8 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,7 +21,6 @@ from tlt_megatron.speculation.selector import StrategySelector, make_selector
 from tlt_megatron.speculation.verify import accepted_by_depth
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
 
 CONFIG_KEY = "tlt_megatron"
@@ -47,7 +45,10 @@ def write_config(
 
 
 class AdaptiveHooks:
-    """Hooks of adaptive speculation, and the policy of this process. A result carries its step."""
+    """Hooks of adaptive speculation, and the policy of this process.
+
+    With the overlap schedule, SGLang launches a pass before it has the result of the last one. So each result carries its
+    step."""
 
     _STEP = "tlt_megatron_step"  # our attribute of a GenerationBatchResult
 
@@ -69,30 +70,21 @@ class AdaptiveHooks:
         return self.policy
 
     def launch(
-        self,
-        original: Callable[..., GenerationBatchResult],
-        worker: object,
-        batch: ScheduleBatch,
-        *args: object,
-        **kwargs: object,
+        self, original: Callable[..., GenerationBatchResult], *args: object, **kwargs: object
     ) -> GenerationBatchResult:
         """Around `forward_batch_generation`, which chooses a step: attach it to the result."""
-        result = original(worker, batch, *args, **kwargs)
+        result = original(*args, **kwargs)
         if self.policy is not None:
-            setattr(result, self._STEP, self.policy.launched([r.rid for r in batch.reqs]))
+            setattr(result, self._STEP, self.policy.take_chosen())
         return result
 
     def resolve(
-        self,
-        original: Callable[..., object],
-        processor: object,
-        result: GenerationBatchResult,
-        batch: ScheduleBatch,
-    ) -> object:
-        """Around `_resolve_spec_v2_tokens`, which calls the policy: say of which step."""
-        if self.policy is not None:
-            self.policy.expect(getattr(result, self._STEP, None), [r.rid for r in batch.reqs])
-        return original(processor, result, batch)
+        self, _tokens: object, _processor: object, result: GenerationBatchResult, _batch: object
+    ) -> None:
+        """After `_resolve_spec_v2_tokens`, which counts the accepted drafts: observe the step."""
+        step = getattr(result, self._STEP, None)
+        if self.policy is not None and step is not None:
+            self.policy.observe(step, result.num_correct_drafts_per_req_cpu)
 
 
 def _agree(num_steps: int) -> int:
@@ -107,15 +99,12 @@ def _agree(num_steps: int) -> int:
     return int(choice)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """One speculative step. Number and requests are known when its pass is launched."""
+class _Step(NamedTuple):
+    """One speculative step."""
 
     strategy: SpeculationStrategy
     reason: str
     started: float  # on the clock of time.perf_counter
-    number: int = 0  # in the order of the launches
-    request_ids: tuple[str, ...] = ()
 
 
 class SelectorPolicy:
@@ -132,10 +121,7 @@ class SelectorPolicy:
         self._by_steps = {strategy.num_steps: strategy for strategy in (OFF, *strategies)}
         self._agree = agree
         self._graph_sizes: list[int] | None = None
-        self._num_launched = 0
-        self._num_resolved = 0  # number of the last step that got its result
         self._chosen: _Step | None = None  # until its pass is launched
-        self._result_of: _Step | None = None  # whose result `on_verify_complete` receives next
         self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
         self._finished = 0.0
 
@@ -159,46 +145,22 @@ class SelectorPolicy:
             decision = self.selector.choose(batch_size)
             chosen, reason = decision.strategy, decision.reason
         strategy = self._by_steps[self._agree(chosen.num_steps)]
-        self._chosen = _Step(strategy=strategy, reason=reason, started=started)
+        self._chosen = _Step(strategy, reason, started)
         return strategy.num_steps
 
-    def launched(self, request_ids: Sequence[str]) -> _Step | None:
+    def take_chosen(self) -> _Step | None:
         """Return the step of the pass just launched, or None if none was chosen for it."""
         step, self._chosen = self._chosen, None
-        if step is None:
-            return None
-        self._num_launched += 1
-        return replace(step, number=self._num_launched, request_ids=tuple(request_ids))
-
-    def expect(self, step: _Step | None, request_ids: Sequence[str]) -> None:
-        """Note that the next result is of `step`. RuntimeError if that step was for other requests.
-
-        A step before the last one is ignored: SGLang processes passes in launch order."""
-        self._result_of = None
-        if step is None or step.number <= self._num_resolved:
-            return
-        self._num_resolved = step.number
-        if step.request_ids != tuple(request_ids):
-            raise RuntimeError(
-                f"speculative step {step.number} was for requests {list(step.request_ids)}: its result is of"
-                f" {list(request_ids)}"
-            )
-        self._result_of = step
+        return step
 
     def on_verify_complete(
         self, num_correct_drafts_per_req: list[int], batch_size: int
     ) -> int | None:
-        """Observe the step that `expect` named. RuntimeError for another number of requests.
+        """Return None: SGLang does not switch before the next choice."""
 
-        Return None: SGLang does not switch before the next choice."""
-        step, self._result_of = self._result_of, None
-        if step is None:
-            return None
-        if len(num_correct_drafts_per_req) != len(step.request_ids):
-            raise RuntimeError(
-                f"speculative step {step.number} was for {len(step.request_ids)} requests: its result is of"
-                f" {len(num_correct_drafts_per_req)}"
-            )
+    def observe(self, step: _Step, num_correct_drafts_per_req: Sequence[int]) -> None:
+        """Observe the result of a step. Results come in the order of the launches."""
+        batch_size = len(num_correct_drafts_per_req)
         now = time.perf_counter()
         started = max(step.started, self._finished)
         self._finished = now
@@ -216,7 +178,6 @@ class SelectorPolicy:
                 accepted_by_depth=tuple(accepted),
             )
         )
-        return None
 
     def take_passes(self) -> list[PassRecord]:
         passes = list(self._passes)

@@ -1,4 +1,4 @@
-"""Counters in the scheduler processes, and what the engine asks them through `check_weights`.
+"""What the engine tells and asks the scheduler processes, through `check_weights`.
 
 `check_weights` is SGLang's only request that every tensor-parallel rank answers, and separately the
 model runners of target and drafter. An action that starts with `PREFIX` is our question.
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tlt_megatron.engines.sglang.adaptive_policy import AdaptiveHooks
 from tlt_megatron.engines.sglang.held_weights import held_checksum
-from tlt_megatron.engines.sglang.sglang_noise import is_active
+from tlt_megatron.engines.sglang.sglang_noise import NoiseSampling, is_active
+from tlt_megatron.types import SamplingParams
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -34,21 +35,20 @@ class Question(StrEnum):
     ALIVE = "alive"  # shows that the scheduler responds
     MISSING_HOOKS = "missing_hooks"  # targets of our hooks that SGLang did not patch
     CHECKSUM = "checksum"  # of the loaded weights, as the sender computes it
-    COUNTERS = "counters"  # since the last such question
+    BEGIN = "begin"  # a `generate` call; argument: temperature, top_p and top_k
     SELECTOR_STATE = "selector_state"
     LOAD_SELECTOR_STATE = "load_selector_state"  # argument: the state
     TURN_OFF = "turn_off"  # argument: whether to decode plainly; answer: True
-    PASSES = "passes"  # since the last such question
+    PASSES = "passes"  # since the last such question or BEGIN
 
 
 class Answers:
-    """Counters of one scheduler process, and its answers."""
+    """The answers of one scheduler process."""
 
-    def __init__(self, adaptive: AdaptiveHooks, targets: set[str]) -> None:
+    def __init__(self, noise: NoiseSampling, adaptive: AdaptiveHooks, targets: set[str]) -> None:
+        self._noise = noise
         self._adaptive = adaptive
         self._targets = targets
-        self._num_passes = 0
-        self._peak_tokens = 0
 
     # ---- hooks
 
@@ -76,20 +76,6 @@ class Answers:
             "per_gpu_checksum": "",
             "parallelism_info": place | {"role": role},
         }
-
-    def count_pass(
-        self,
-        original: Callable[..., None],
-        processor: SchedulerBatchResultProcessor,
-        batch: ScheduleBatch,
-        result: GenerationBatchResult,
-    ) -> None:
-        """Around `process_batch_result_decode`, called once per decode pass: count it."""
-        allocator = processor.token_to_kv_pool_allocator
-        used = allocator.size - allocator.available_size()
-        self._num_passes += 1
-        self._peak_tokens = max(self._peak_tokens, used)
-        original(processor, batch, result)
 
     @staticmethod
     def note_verify_pass(
@@ -133,10 +119,10 @@ class Answers:
                 return sorted(self._targets - HookRegistry._patched)
             case Question.CHECKSUM:
                 return held_checksum(runner.model, is_draft=is_draft)
-            case Question.COUNTERS:
-                counters = {"num_passes": self._num_passes, "peak_tokens": self._peak_tokens}
-                self._num_passes = self._peak_tokens = 0
-                return counters
+            case Question.BEGIN:
+                self._noise.params = SamplingParams(**argument)
+                if policy is not None:
+                    policy.take_passes()
             case _ if policy is None:
                 return None
             case Question.SELECTOR_STATE:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,6 @@ _CPU_TREE_BACKEND = "intel_amx"
 class SpeculationPlan:
     """The speculation settings for SGLang."""
 
-    algorithm: str  # EAGLE | EAGLE3 | NGRAM
     strategies: tuple[SpeculationStrategy, ...]  # one strategy, or several chains to choose from
     options: Mapping[str, object]
 
@@ -38,7 +38,7 @@ class SpeculationPlan:
 
     @property
     def has_draft_model(self) -> bool:
-        return self.algorithm != "NGRAM"
+        return "speculative_draft_model_path" in self.options
 
 
 def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
@@ -65,26 +65,22 @@ def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
     if not drafting:
         raise ValueError(f"speculation.strategies={section.strategies}: all are off")
     if drafting[0].num_retrieved:
-        algorithm = "NGRAM"
         options: dict[str, object] = {
+            "speculative_algorithm": "NGRAM",
             "speculative_num_draft_tokens": drafting[0].num_retrieved + 1,
         }
     else:
         settings = read_draft_settings(section.drafter, needs_whole_head=False)
-        algorithm = _ALGORITHMS[settings["architectures"][0]]
         widest = max(drafting, key=lambda strategy: strategy.num_steps)
         options = {
+            "speculative_algorithm": _ALGORITHMS[settings["architectures"][0]],
             "speculative_draft_model_path": section.drafter,
             "speculative_num_steps": widest.num_steps,
             "speculative_eagle_topk": widest.topk,
             "speculative_num_draft_tokens": widest.num_draft_tokens + 1,  # the root's row counts
             "speculative_adaptive": widest.is_chain,
         }
-    return SpeculationPlan(
-        algorithm=algorithm,
-        strategies=drafting,
-        options=options,
-    )
+    return SpeculationPlan(strategies=drafting, options=options)
 
 
 def engine_arguments(
@@ -110,14 +106,12 @@ def engine_arguments(
     strategies = speculation.strategies if speculation else ()
     longest = max_prompt_tokens + rollout.max_new_tokens
     longest += draft_slack([str(strategy) for strategy in strategies])
-    ports = free_ports(rank, 2)
     ours: dict[str, object] = {
         "model_path": model_path,
         "dtype": rollout.dtype,
         "device": device_type,
         "base_gpu_id": device_index,
-        "port": ports[0],
-        "nccl_port": ports[1],
+        "nccl_port": free_port(rank),
         "skip_tokenizer_init": True,
         "served_model_name": MARK,
         "context_length": longest,
@@ -127,7 +121,7 @@ def engine_arguments(
     }
     defaults: dict[str, object] = {"log_level": "error"}
     if speculation is not None:
-        ours |= {"speculative_algorithm": speculation.algorithm, **speculation.options}
+        ours |= speculation.options
     if device_type == "cpu":
         defaults |= _cpu_defaults(speculation)
     else:
@@ -158,30 +152,11 @@ def _cpu_defaults(speculation: SpeculationPlan | None) -> dict[str, object]:
     return defaults | dict.fromkeys(keys, _CPU_TREE_BACKEND)
 
 
-def free_ports(rank: int, count: int) -> list[int]:
-    """Return `count` free ports from the rank's own range. RuntimeError if too few are free."""
+def free_port(rank: int) -> int:
+    """Return a free port of the rank's own range. RuntimeError if none is free."""
     start = _FIRST_PORT + rank % _RANKS_PER_NODE * _PORTS_PER_RANK
-    found = [port for port in range(start, start + _PORTS_PER_RANK) if _is_free(port)]
-    if len(found) < count:
-        raise RuntimeError(
-            f"ports {start}-{start + _PORTS_PER_RANK - 1} of rank {rank}: {count} must be free, {len(found)} are"
-        )
-    return found[:count]
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
+    for port in range(start, start + _PORTS_PER_RANK):
+        with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
-def check_drafter_names(names: Sequence[str]) -> None:
-    """Raise ValueError for borrowed tensors: SGLang would overwrite the policy's with them."""
-    borrowed = [name for name in names if "embed_tokens" in name or "lm_head" in name]
-    if borrowed:
-        raise ValueError(
-            f"drafter weights hold {', '.join(borrowed)}: embedding and head are the policy's and come with it"
-        )
+            return port
+    raise RuntimeError(f"ports {start}-{port} of rank {rank}: one must be free")

@@ -11,8 +11,10 @@ import atexit
 import gc
 import json
 import logging
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Mapping
 from importlib import metadata
@@ -23,7 +25,6 @@ from tlt_megatron.config.schema import SglangSection
 from tlt_megatron.engines.sglang.answers import PREFIX, Question
 from tlt_megatron.engines.sglang.processes import (
     EngineProcesses,
-    Signals,
     Silence,
     ended_if_late,
     watched,
@@ -62,7 +63,7 @@ class Connection:
         self._probe: asyncio.Future | None = None
         self._processes = EngineProcesses()
         self._contexts_before = WeakSet(_message_contexts())
-        self._signals = Signals(self._processes.complain)
+        self._on_terminate = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
         self.engine = self._start(arguments, _environment(is_cpu, num_ranks))
         self._is_closed = False
         atexit.register(self.close)
@@ -79,13 +80,11 @@ class Connection:
                 import sglang
 
                 engine = sglang.Engine(  # pyright: ignore[reportAttributeAccessIssue]
-                    custom_sigquit_handler=_ignore, **arguments
+                    custom_sigquit_handler=self._processes.complain, **arguments
                 )
         except BaseException as error:  # a user's interrupt must clean up too
             log.exception("the sglang engine did not start: its processes are ended")
-            self._processes.end()
-            self._drop_messages()
-            self._signals.restore()
+            self._end()
             if not isinstance(error, Exception):
                 raise
             late = f"not up within {START_TIMEOUT_S:g} s"
@@ -99,9 +98,19 @@ class Connection:
             engine.tokenizer_manager.auto_create_handle_loop()
 
         engine.loop.run_until_complete(open_mailbox())
-        self._signals.take_back(engine.loop)
+        self._take_signals(engine.loop)
         log.info("sglang engine is up after %.1f s", time.perf_counter() - started)
         return engine
+
+    def _take_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Replace SGLang's handlers: SIGTERM is the trainer's, and SIGQUIT reports a failure of
+        SGLang's processes. Outside the main thread SGLang sets none."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGQUIT):
+            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        signal.signal(signal.SIGQUIT, self._processes.complain)
 
     def _check_plugin(self) -> None:
         try:
@@ -166,16 +175,16 @@ class Connection:
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        self._processes.end()
+        self._end()
         loop = self.engine.loop
         for task in asyncio.all_tasks(loop):
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0))
-        self._drop_messages()
-        self._signals.restore()
 
-    def _drop_messages(self) -> None:
-        """Drop messages to ended processes: with open sockets this process could not exit."""
+    def _end(self) -> None:
+        """End the processes and drop messages to them: with open sockets this process could not
+        exit."""
+        self._processes.end()
         for context in _message_contexts():
             if context not in self._contexts_before and not context.closed:
                 context.destroy(linger=0)
@@ -226,7 +235,3 @@ def _environment(is_cpu: bool, num_ranks: int) -> dict[str, str | None]:
             cores = "|".join(str(rank) for rank in range(num_ranks))
             changes["SGLANG_CPU_OMP_THREADS_BIND"] = cores
     return changes
-
-
-def _ignore(signum: int, frame: object) -> None:
-    """Ignore SIGQUIT while SGLang starts. SGLang's own error follows."""

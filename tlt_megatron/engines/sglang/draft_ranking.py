@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tlt_megatron.engines.sglang.sglang_noise import is_active, settings_of
+from tlt_megatron.engines.sglang.sglang_noise import NoiseSampling, is_active
 from tlt_megatron.speculation.sampling import add_noise
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.eagle_info import EagleDraftInput
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
@@ -36,7 +35,8 @@ _MAX_PROBABILITY = 1.0 - 2.0**-23
 class DraftRanking:
     """The hooks, and their state for the draft worker of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, noise: NoiseSampling) -> None:
+        self._noise = noise
         self._buffers: _Buffers | None = None
         self._drafting: object | None = None  # the runner whose draft loop is running
         self._ancestors = _AncestorSlots()
@@ -55,7 +55,7 @@ class DraftRanking:
     ) -> object:
         """Around `EagleDraftWorker.draft`: fill the buffers before the loop runs or is replayed."""
         if is_active() and not batch.forward_mode.is_idle():
-            self._buffers_of(worker).fill(batch.sampling_info)
+            self._fill(worker, batch)
         return original(worker, batch, **kwargs)
 
     def draft_forward(
@@ -159,8 +159,7 @@ class DraftRanking:
         is_idle = batch.forward_mode.is_idle() or lengths_B.numel() == 0
         if last is None or is_idle or not is_active():
             return
-        buffers = self._buffers_of(worker)
-        buffers.fill(batch.sampling_info)
+        buffers = self._fill(worker, batch)
         logits_BV = last.next_token_logits.float().clone()
         self._last = None
         buffers.perturb_(logits_BV, lengths_B.to(torch.int64), topk=1)
@@ -174,6 +173,11 @@ class DraftRanking:
     def _buffers_of(self, worker: EagleDraftWorker) -> _Buffers:
         self._buffers = self._buffers or _Buffers(worker)
         return self._buffers
+
+    def _fill(self, worker: EagleDraftWorker, batch: ScheduleBatch) -> _Buffers:
+        buffers = self._buffers_of(worker)
+        buffers.fill(batch.sampling_info.sampling_seed, self._noise.params.temperature)
+        return buffers
 
 
 class _AncestorSlots:
@@ -221,11 +225,10 @@ class _Buffers:
         self._topk = worker.topk
         self._worker = worker
 
-    def fill(self, info: SamplingBatchInfo) -> None:
+    def fill(self, seeds_B: Tensor, temperature: float) -> None:
         """Copy in the rows of a batch. At temperature 0 `perturb_` adds nothing."""
-        seeds_B = info.sampling_seed
         self._seeds_R[: seeds_B.shape[0]].copy_(seeds_B)
-        self._temperatures_R.fill_(settings_of(info).temperature)
+        self._temperatures_R.fill_(temperature)
 
     def perturb_(self, logits_PV: Tensor, positions_P: Tensor, topk: int = 0) -> None:
         """Add temperature * noise in place. The `topk` branches of a request share its noise."""

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-from tlt_megatron.engines.sglang import sglang_noise
 from tlt_megatron.engines.sglang.adaptive_policy import AdaptiveHooks
 from tlt_megatron.engines.sglang.answers import Answers
 from tlt_megatron.engines.sglang.draft_ranking import DraftRanking
+from tlt_megatron.engines.sglang.sglang_noise import NoiseSampling
 from tlt_megatron.runtime.environment_variables import engine_owner
 
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo."
@@ -41,10 +41,10 @@ def register() -> None:
     from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 
     _end_with_owner()
-    adaptive = AdaptiveHooks(AdaptiveSpeculativeParams)
+    noise, adaptive = NoiseSampling(), AdaptiveHooks(AdaptiveSpeculativeParams)
     targets: set[str] = set()
-    answers = Answers(adaptive, targets)
-    for when, target, hook in _hooks(adaptive, answers, DraftRanking()):
+    answers = Answers(noise, adaptive, targets)
+    for when, target, hook in _hooks(noise, adaptive, answers, DraftRanking(noise)):
         HookRegistry.register(target, hook, HookType(when))
         targets.add(target)
 
@@ -64,17 +64,14 @@ def _end_with_owner() -> None:
 
 
 def _hooks(
-    adaptive: AdaptiveHooks, answers: Answers, ranking: DraftRanking
+    noise: NoiseSampling, adaptive: AdaptiveHooks, answers: Answers, ranking: DraftRanking
 ) -> Iterator[tuple[str, str, Callable[..., object]]]:
     """Yield (type, target, hook)."""
-    yield "after", _BATCH_INFO + "from_schedule_batch", sglang_noise.keep_seeds
-    yield "after", _BATCH_INFO + "copy_for_forward", sglang_noise.keep_settings
-    yield "around", _BATCH_INFO + "merge_batch", sglang_noise.check_merged
-
-    yield "around", "sglang.srt.layers.sampler.create_sampler", sglang_noise.make_sampler
-    yield "around", _VERIFY + "_verify_uses_greedy", sglang_noise.verify_greedily
-    yield "around", _VERIFY + "eagle_sample", sglang_noise.verify_perturbed
-    yield "around", _LOGPROBS + "compute_spec_logprobs", sglang_noise.spec_logprobs
+    yield "after", _BATCH_INFO + "from_schedule_batch", noise.keep_seeds
+    yield "around", "sglang.srt.layers.sampler.create_sampler", noise.make_sampler
+    yield "around", _VERIFY + "_verify_uses_greedy", noise.verify_greedily
+    yield "around", _VERIFY + "eagle_sample", noise.verify_perturbed
+    yield "around", _LOGPROBS + "compute_spec_logprobs", noise.spec_logprobs
 
     yield "around", _DRAFT_WORKER + "draft", ranking.draft
     yield "around", _DRAFT_WORKER + "draft_forward", ranking.draft_forward
@@ -87,9 +84,8 @@ def _hooks(
 
     yield "replace", _PARAMS + "AdaptiveSpeculativeParams", adaptive.make
     yield "around", _WORKER + "forward_batch_generation", adaptive.launch
-    yield "around", _RESULTS + "_resolve_spec_v2_tokens", adaptive.resolve
+    yield "after", _RESULTS + "_resolve_spec_v2_tokens", adaptive.resolve
 
     yield "around", _RUNNER + "check_weights", answers.answer
-    yield "around", _RESULTS + "process_batch_result_decode", answers.count_pass
     yield "after", _RESULTS + "_resolve_spec_v2_tokens", answers.note_verify_pass
     yield "after", _STREAMER + "is_request_level_customized_info_key", answers.is_whole_response

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -122,30 +121,6 @@ def ended_if_late(processes: EngineProcesses, timeout_s: float) -> Iterator[thre
     finally:
         is_done.set()
         thread.join()
-
-
-class Signals:
-    """Restores the handlers that SGLang replaces. Does nothing outside the main thread."""
-
-    def __init__(self, on_quit: Callable[[int, FrameType | None], None]) -> None:
-        self._is_main = threading.current_thread() is threading.main_thread()
-        self._on_quit = on_quit
-        if self._is_main:
-            self._before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGQUIT)}
-
-    def take_back(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Replace SGLang's handlers: install ours for SIGQUIT and the former one for SIGTERM."""
-        if not self._is_main:
-            return
-        for number in (signal.SIGTERM, signal.SIGQUIT):
-            loop.remove_signal_handler(number)
-        signal.signal(signal.SIGTERM, self._before[signal.SIGTERM] or signal.SIG_DFL)
-        signal.signal(signal.SIGQUIT, self._on_quit)
-
-    def restore(self) -> None:
-        """Restore the handler of SIGQUIT from before the engine."""
-        if self._is_main:
-            signal.signal(signal.SIGQUIT, self._before[signal.SIGQUIT] or signal.SIG_DFL)
 
 
 class Silence:

@@ -13,9 +13,6 @@ from contextlib import contextmanager
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
 
-# Names of the synchronized blocks, for error messages.
-LOADING, SLEEPING, WAKING = "loading weights", "putting the engine to sleep", "waking the engine"
-
 
 @contextmanager
 def in_step(what: str, replica: Group) -> Iterator[None]:

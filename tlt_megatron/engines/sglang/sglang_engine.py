@@ -20,20 +20,14 @@ from tlt_megatron.config.schema import RolloutSection, SglangSection, Speculatio
 from tlt_megatron.engines.base import EngineStats, MorePrompts, PassRecord, group_rollouts
 from tlt_megatron.engines.sglang.adaptive_policy import write_config
 from tlt_megatron.engines.sglang.answers import Question
-from tlt_megatron.engines.sglang.arguments import (
-    check_drafter_names,
-    engine_arguments,
-    plan_speculation,
-)
+from tlt_megatron.engines.sglang.arguments import engine_arguments, plan_speculation
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET, Connection
-from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, in_step
-from tlt_megatron.engines.sglang.sglang_noise import SamplingSettings
-from tlt_megatron.engines.sglang.sglang_responses import answer_all, make_rollout
+from tlt_megatron.engines.sglang.replica import in_step
+from tlt_megatron.engines.sglang.sglang_responses import answer_all, generate_one
 from tlt_megatron.engines.sglang.weights import WeightSender
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import SINGLE, Group
-from tlt_megatron.speculation.sampling import request_seed, seed_at_origin
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 Request = Callable[[], Awaitable[tuple[Rollout, Mapping[str, Any]]]]
@@ -44,7 +38,10 @@ _IDLE_TIMEOUT_S = 30.0
 
 
 class SglangEngine:
-    """See `RolloutEngine`. The constructor starts the processes."""
+    """See `RolloutEngine`. The constructor starts the processes.
+
+    If the engine uses the GPUs of several ranks, the first of them starts it. The others have no connection: they answer no
+    prompts, but take part in `sleep`, `wake` and the weight loads, and wait while the engine uses their GPU's memory."""
 
     def __init__(
         self,
@@ -58,45 +55,48 @@ class SglangEngine:
         speculation: SpeculationSection | None = None,
         replica: Group = SINGLE,
     ) -> None:
-        """`replica`: the ranks whose GPUs the engine uses, this one first. All of them must call
-        `sleep`, `wake` and the weight loads. ValueError for settings that SGLang does not support;
-        RuntimeError if it does not start in time."""
+        """`replica`: the ranks whose GPUs the engine uses. All of them must call `sleep`, `wake` and
+        the weight loads. ValueError for settings that SGLang does not support; RuntimeError if it
+        does not start in time."""
+        self._replica = replica
+        self._num_ranks = int(section.engine_args.get("tp_size", 1))
         self._is_cuda = device.is_cuda
         self._version: int | None = None
-        self._drafter_version: int | None = None
         self._is_asleep = False
         self._plan = None if speculation is None else plan_speculation(speculation)
-        arguments = engine_arguments(
-            model_path,
-            rollout,
-            section,
-            speculation=self._plan,
-            device_type=device.torch_device.type,
-            device_index=device.torch_device.index or 0,
-            rank=rank,
-            max_prompt_tokens=max_prompt_tokens,
-        )
-        capacity = int(arguments["max_total_tokens"])
-        self._most_positions = min(max_prompt_tokens + rollout.max_new_tokens, capacity)
-        self._num_ranks = int(arguments.get("tp_size", 1))
+        self._stats = EngineStats()
+        self._most_positions = max_prompt_tokens + rollout.max_new_tokens
         self._folder = tempfile.TemporaryDirectory(prefix="tlt_sglang_")
-        if speculation is not None and self._plan is not None and self._plan.is_adaptive:
-            path = Path(self._folder.name) / "adaptive.json"
-            write_config(
-                path,
-                self._plan.strategies,
-                speculation.selector,
-                max_batch_size=rollout.max_batch_size,
+        self._sglang: Connection | None = None
+        if replica.is_first:
+            arguments = engine_arguments(
+                model_path,
+                rollout,
+                section,
+                speculation=self._plan,
+                device_type=device.torch_device.type,
+                device_index=device.torch_device.index or 0,
+                rank=rank,
+                max_prompt_tokens=max_prompt_tokens,
             )
-            arguments["speculative_adaptive_config"] = str(path)
-        self._sglang = Connection(
-            arguments,
-            section,
-            rank=rank,
-            is_cpu=not device.is_cuda,
-            num_ranks=self._num_ranks,
-        )
-        self._replica = replica
+            capacity = int(arguments["max_total_tokens"])
+            self._most_positions = min(self._most_positions, capacity)
+            if speculation is not None and self._plan is not None and self._plan.is_adaptive:
+                path = Path(self._folder.name) / "adaptive.json"
+                write_config(
+                    path,
+                    self._plan.strategies,
+                    speculation.selector,
+                    max_batch_size=rollout.max_batch_size,
+                )
+                arguments["speculative_adaptive_config"] = str(path)
+            self._sglang = Connection(
+                arguments,
+                section,
+                rank=rank,
+                is_cpu=not device.is_cuda,
+                num_ranks=self._num_ranks,
+            )
         self._weights = WeightSender(
             self._sglang,
             replica,
@@ -106,7 +106,10 @@ class SglangEngine:
             offers_own=device.is_cuda,
             has_drafter=self._plan is not None and self._plan.has_draft_model,
         )
-        self._stats = EngineStats(kv_capacity_tokens=capacity)
+
+    def _ask(self, question: Question, argument: object = None) -> list[Any]:
+        """Return the answers of SGLang's ranks; [None] on a rank without a connection."""
+        return [None] if self._sglang is None else self._sglang.ask(question, argument=argument)
 
     # ---- weights and lifetime
 
@@ -130,20 +133,19 @@ class SglangEngine:
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
     ) -> None:
-        """See `RolloutEngine`. ValueError if tensors that a drafter borrows are included."""
+        """See `RolloutEngine`."""
         self._require_awake()
         if not self._weights.has_drafter:
             raise RuntimeError(f"drafter version {version}: the engine was given none to replace")
-        check_drafter_names(list(tensors))
+        # SGLang would overwrite the policy's with them.
+        assert not any("embed_tokens" in name or "lm_head" in name for name in tensors)
         device = self._weights.device
         held = checksum_tensors((name, t.to(device)) for name, t in tensors.items())
         if held != checksum:
             raise RuntimeError(f"drafter version {version} has checksum {held}: must be {checksum}")
         named = list(self._weights.cast(tensors.items()))
         cast = checksum_tensors(named)
-        self._drafter_version = None
         self._load(DRAFT, named, version, lambda: cast)
-        self._drafter_version = version
 
     def pause_speculation(self, is_paused: bool) -> bool:
         """See `RolloutEngine`. Returns False if the engine spans several ranks, which would not see
@@ -152,15 +154,11 @@ class SglangEngine:
             return False
         if self._plan is None:
             return True
-        return all(self._sglang.ask(Question.TURN_OFF, argument=is_paused))
-
-    @property
-    def drafter_version(self) -> int | None:
-        """Return the version of the drafter weights loaded last; None for those on disk."""
-        return self._drafter_version
+        return all(self._ask(Question.TURN_OFF, is_paused))
 
     def checksum(self, role: str) -> int:
         """Return the checksum of the weights in use. RuntimeError if SGLang's ranks disagree."""
+        assert self._sglang is not None
         answers = {int(answer) for answer in self._sglang.ask(Question.CHECKSUM, role=role)}
         if len(answers) != 1:
             raise RuntimeError(f"sglang's ranks hold different {role} weights: {sorted(answers)}")
@@ -173,9 +171,11 @@ class SglangEngine:
         version: int,
         checksum: Callable[[], int],
     ) -> None:
-        """Send tensors and compare checksums."""
+        """Send tensors. The first rank compares checksums."""
         self._weights.send(tensors, role=role, version=str(version))
-        with in_step(LOADING, self._replica):
+        with in_step("loading weights", self._replica):
+            if self._sglang is None:
+                return
             expected, held = checksum(), self.checksum(role)
             if held != expected:
                 what = "policy_version=" if role == TARGET else "drafter version "
@@ -193,23 +193,26 @@ class SglangEngine:
         kept on the host."""
         if self._is_asleep:
             return
-        with in_step(SLEEPING, self._replica):
-            manager = self._sglang.engine.tokenizer_manager
-            flushed = self._sglang.run(manager.flush_cache(timeout_s=_IDLE_TIMEOUT_S))
-            if not flushed.success:
-                raise RuntimeError(f"sglang cannot drop its keys and values: {flushed.message}")
-            self._memory("release_memory_occupation")
+        with in_step("putting the engine to sleep", self._replica):
+            if self._sglang is not None:
+                manager = self._sglang.engine.tokenizer_manager
+                flushed = self._sglang.run(manager.flush_cache(timeout_s=_IDLE_TIMEOUT_S))
+                if not flushed.success:
+                    raise RuntimeError(f"sglang cannot drop its keys and values: {flushed.message}")
+                self._memory(self._sglang, "release_memory_occupation")
         self._is_asleep = True
         self._version = None if self._is_cuda else self._version
 
     def wake(self) -> None:
         """Undo `sleep`. On a GPU, release cached memory before, and load weights again after."""
-        if self._is_asleep:
-            with in_step(WAKING, self._replica):
-                self._memory("resume_memory_occupation")
+        if not self._is_asleep:
+            return
+        with in_step("waking the engine", self._replica):
+            if self._sglang is not None:
+                self._memory(self._sglang, "resume_memory_occupation")
         self._is_asleep = False
 
-    def _memory(self, method: str) -> None:
+    def _memory(self, sglang: Connection, method: str) -> None:
         if not self._is_cuda:
             return  # SGLang's memory saver does nothing on a CPU
         from sglang.srt.managers import io_struct
@@ -218,12 +221,13 @@ class SglangEngine:
             "release_memory_occupation": io_struct.ReleaseMemoryOccupationReqInput,
             "resume_memory_occupation": io_struct.ResumeMemoryOccupationReqInput,
         }
-        self._sglang.call(method, requests[method](tags=list(MEMORY_TAGS)))
+        sglang.call(method, requests[method](tags=list(MEMORY_TAGS)))
         # The first rank's scheduler has answered for all. This all of them answer, when done.
-        self._sglang.ask(Question.ALIVE)
+        sglang.ask(Question.ALIVE)
 
     def close(self) -> None:
-        self._sglang.close()
+        if self._sglang is not None:
+            self._sglang.close()
         self._folder.cleanup()
 
     # ---- generation
@@ -240,23 +244,28 @@ class SglangEngine:
         more_prompts: MorePrompts | None = None,
     ) -> list[RolloutGroup]:
         """See `RolloutEngine`. `on_features` is never called: decoding runs in SGLang's processes.
-        `should_stop` is called every 0.2 s, `more_prompts` every 0.02 s."""
+        `should_stop` and `more_prompts` are called every 0.02 s."""
+        sglang = self._sglang
+        if sglang is None:
+            assert not prompts, "the first rank of the engine answers all prompts"
+            return []
         self._require_awake()
         if self._version != policy_version:
             raise RuntimeError(
                 f"policy_version={policy_version}: the engine holds {self._version or 'no'} weights"
             )
         started = time.perf_counter()
-        self._sglang.ask(Question.COUNTERS)
-        self._sglang.ask(Question.PASSES)
-
+        settings = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        sglang.ask(Question.BEGIN, argument=settings)
         asked: list[Prompt] = []
 
         def requests_of(prompts: Sequence[Prompt]) -> list[Request]:
             self._check_lengths(prompts, params)
             asked.extend(prompts)
             return [
-                partial(self._answer, prompt, index, params, policy_version, on_finish)
+                partial(
+                    generate_one, sglang.engine, prompt, index, params, policy_version, on_finish
+                )
                 for prompt in prompts
                 for index in prompt.sample_indices(params)
             ]
@@ -265,56 +274,21 @@ class SglangEngine:
             later = more_prompts() if more_prompts is not None else None
             return None if later is None else requests_of(later.prompts)
 
-        answered = self._sglang.run(
+        answered = sglang.run(
             answer_all(
                 requests_of(prompts),
                 should_stop,
-                abort_all=self._sglang.abort_all,
+                abort_all=sglang.abort_all,
                 more_requests=more_requests,
             )
         )
-        counters = self._sglang.ask(Question.COUNTERS)[0]
         rollouts, metas = [r for r, _ in answered], [meta for _, meta in answered]
         self._stats = EngineStats(
-            num_prompt_tokens=sum(m["prompt_tokens"] - m["cached_tokens"] for m in metas),
             num_generated_tokens=sum(m["completion_tokens"] for m in metas),
-            num_decode_passes=counters["num_passes"],
             num_preemptions=sum(m["num_retractions"] for m in metas),
             seconds=time.perf_counter() - started,
-            peak_kv_tokens=counters["peak_tokens"],
-            kv_capacity_tokens=self._stats.kv_capacity_tokens,
         )
         return group_rollouts(asked, params, rollouts)
-
-    async def _answer(
-        self,
-        prompt: Prompt,
-        sample_index: int,
-        params: SamplingParams,
-        policy_version: int,
-        on_finish: Callable[[Rollout], None] | None,
-    ) -> tuple[Rollout, Mapping[str, Any]]:
-        """Generate one response. Return the rollout and SGLang's `meta_info`."""
-        settings = SamplingSettings(params.temperature, params.top_p, params.top_k)
-        seed = request_seed(params.seed, prompt.draw_index, sample_index, prompt.first_position)
-        output = await self._sglang.engine.async_generate(
-            input_ids=list(prompt.token_ids),
-            sampling_params={
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": params.top_k or -1,
-                "max_new_tokens": prompt.limit(params),
-                "stop_token_ids": list(params.stop_token_ids),
-                "ignore_eos": not params.stop_token_ids,
-                "sampling_seed": seed_at_origin(seed, len(prompt.token_ids)),
-            },
-            return_logprob=True,
-            top_logprobs_num=0 if settings.is_plain or params.temperature == 0.0 else 1,
-        )
-        rollout = make_rollout(prompt, sample_index, params, policy_version, output)
-        if on_finish is not None:
-            on_finish(rollout)
-        return rollout, output["meta_info"]
 
     def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         for prompt in prompts:
@@ -327,21 +301,22 @@ class SglangEngine:
                 )
 
     def stats(self) -> EngineStats:
+        """See `RolloutEngine`. Passes and KV tokens are not counted."""
         return self._stats
 
     def take_passes(self) -> list[PassRecord]:
         """See `RolloutEngine`. Returns passes only with adaptive speculation."""
         return [
             PassRecord(**{**record, "accepted_by_depth": tuple(record["accepted_by_depth"])})
-            for record in self._sglang.ask(Question.PASSES)[0] or []
+            for record in self._ask(Question.PASSES)[0] or []
         ]
 
     def state_dict(self) -> dict[str, object]:
-        return {"selector": self._sglang.ask(Question.SELECTOR_STATE)[0]}
+        return {"selector": self._ask(Question.SELECTOR_STATE)[0]}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         if state.get("selector") is not None:
-            self._sglang.ask(Question.LOAD_SELECTOR_STATE, argument=state["selector"])
+            self._ask(Question.LOAD_SELECTOR_STATE, state["selector"])
 
     def _require_awake(self) -> None:
         if self._is_asleep:

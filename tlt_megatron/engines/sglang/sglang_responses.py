@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.engines.sglang.answers import VERIFY_PASSES
+from tlt_megatron.engines.sglang.sglang_noise import is_plain
+from tlt_megatron.speculation.sampling import request_seed, seed_at_origin
 from tlt_megatron.types import FinishReason, KeptTokens, Prompt, Rollout, SamplingParams
 
+if TYPE_CHECKING:
+    from sglang import Engine  # pyright: ignore[reportAttributeAccessIssue]
+
 T = TypeVar("T")
-_POLL_S = 0.2
-_OPEN_POLL_S = 0.02  # while more requests may come
+_POLL_S = 0.02
 
 
 async def answer_all(
@@ -35,31 +40,19 @@ async def answer_all(
     GenerationStopped if `should_stop` returns True; the first error of a request is raised. In both
     cases all requests are aborted and have ended in SGLang before, so the engine can be used again.
     """
-    tasks = [asyncio.ensure_future(request()) for request in requests]
-    pending = set(tasks)
-    is_open = True
+    tasks: list[asyncio.Future[T]] = []
+    new: Sequence[Callable[[], Awaitable[T]]] | None = requests
     try:
-        while pending or is_open:
+        while new is not None or not all(task.done() for task in tasks):
+            tasks += [asyncio.ensure_future(request()) for request in new or ()]
+            await asyncio.sleep(_POLL_S)
+            answers = [task.result() for task in tasks if task.done()]  # raises the first error
             if should_stop is not None and should_stop():
+                num_lost = len(tasks) - len(answers)
                 raise GenerationStopped(
-                    f"should_stop: {len(pending)} of {len(tasks)} responses were given up"
+                    f"should_stop: {num_lost} of {len(tasks)} responses were given up"
                 )
-            if is_open:
-                more = more_requests()
-                is_open = more is not None
-                new = [asyncio.ensure_future(request()) for request in more or ()]
-                tasks += new
-                pending.update(new)
-            if not pending:
-                await asyncio.sleep(_OPEN_POLL_S)
-                continue
-            done, pending = await asyncio.wait(
-                pending,
-                timeout=_OPEN_POLL_S if is_open else _POLL_S,
-                return_when=asyncio.FIRST_EXCEPTION,
-            )
-            for task in done:
-                task.result()
+            new = None if new is None else more_requests()
         return [task.result() for task in tasks]
     except asyncio.CancelledError:  # the engine is lost and cannot answer
         for task in tasks:
@@ -72,6 +65,36 @@ async def answer_all(
             await asyncio.wait(tasks, timeout=_POLL_S)
         await asyncio.gather(*tasks, return_exceptions=True)  # errors of aborted requests
         raise
+
+
+async def generate_one(
+    engine: Engine,
+    prompt: Prompt,
+    sample_index: int,
+    params: SamplingParams,
+    policy_version: int,
+    on_finish: Callable[[Rollout], None] | None,
+) -> tuple[Rollout, Mapping[str, Any]]:
+    """Generate one response. Return the rollout and SGLang's `meta_info`."""
+    seed = request_seed(params.seed, prompt.draw_index, sample_index, prompt.first_position)
+    output = await engine.async_generate(
+        input_ids=list(prompt.token_ids),
+        sampling_params={
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "max_new_tokens": prompt.limit(params),
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": not params.stop_token_ids,
+            "sampling_seed": seed_at_origin(seed, len(prompt.token_ids)),
+        },
+        return_logprob=True,
+        top_logprobs_num=0 if is_plain(params) or params.temperature == 0.0 else 1,
+    )
+    rollout = make_rollout(prompt, sample_index, params, policy_version, output)
+    if on_finish is not None:
+        on_finish(rollout)
+    return rollout, output["meta_info"]
 
 
 def make_rollout(
@@ -98,7 +121,7 @@ def make_rollout(
         )
     logprobs = _checked_logprobs(meta["output_token_logprobs"], token_ids, request)
     policy_logprobs, kept = logprobs, None
-    if meta.get("output_top_logprobs"):  # see `sglang_noise._as_top`
+    if meta.get("output_top_logprobs"):  # see `sglang_noise._write_top`
         chosen = [top[0] for top in meta["output_top_logprobs"]]
         policy_logprobs = _checked_logprobs(chosen, token_ids, request)
         kept = _kept_tokens([top[1:] for top in meta["output_top_logprobs"]], params)
@@ -140,15 +163,11 @@ def _checked_logprobs(
     entries: Sequence[Sequence[float]], token_ids: Sequence[int], request: str
 ) -> Tensor:
     """Return [T] float32 from (log-probability, token id, text), compared with `token_ids`."""
-    if len(entries) != len(token_ids):
-        raise RuntimeError(
-            f"sglang: {request} has {len(entries)} log-probabilities for {len(token_ids)} tokens: the numbers differ from"
-            f" position {min(len(entries), len(token_ids))} on"
-        )
-    for position, (entry, token_id) in enumerate(zip(entries, token_ids, strict=True)):
-        if entry[1] != token_id:
+    ids = [entry[1] for entry in entries]
+    for position, pair in enumerate(zip_longest(ids, token_ids)):
+        if pair[0] != pair[1]:
             raise RuntimeError(
-                f"sglang: {request} has the log-probability of token {entry[1]} at position {position}: must be of token"
-                f" {token_id}"
+                f"sglang: {request} has {len(ids)} log-probabilities for {len(token_ids)} tokens: at position"
+                f" {position} of token {pair[0]}, must be {pair[1]}"
             )
     return torch.tensor([entry[0] for entry in entries], dtype=torch.float32)
