@@ -1,4 +1,4 @@
-"""Prints how SGLang itself resolves the options of an engine: `python -m tests.sglang.resolve_arguments FILE H100|cpu`.
+"""Prints how SGLang itself resolves the options of an engine: `python -m tests.sglang.resolve_arguments FILE`.
 
 FILE holds the options as JSON. A process of its own: SGLang caches what it asks the machine, and here the
 answers are those of an H100. No engine is started and no weights are read.
@@ -57,8 +57,7 @@ def main() -> None:
     importlib.import_module("sglang.srt.arg_groups.pipeline")
     from sglang.srt.server_args import ServerArgs
 
-    if sys.argv[2] == "H100":
-        pretend_h100()
+    pretend_h100()
     arguments = ServerArgs(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     arguments.resolve_once()
     arguments.check_server_args()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,13 +54,21 @@ CUT = SamplingParams(
 )
 
 
-def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Of a model, as a sender of weights computes it."""
-    return checksum_tensors(tensors)
+Weights = Sequence[tuple[str, Tensor]]
+
+
+def load(engine: SglangEngine | EmbeddedEngine, tensors: Weights, version: int = VERSION) -> None:
+    """Replace the policy's weights."""
+    engine.load_weights(tensors, version=version, checksum=lambda: checksum_tensors(tensors))
+
+
+def load_draft(engine: SglangEngine, tensors: Weights, version: int = 1) -> None:
+    """Replace the drafter's weights."""
+    engine.load_drafter_weights(dict(tensors), version=version, checksum=checksum_tensors(tensors))
 
 
 def tensors_of(folder: Path) -> list[tuple[str, Tensor]]:
-    """All tensors of a model or drafter."""
+    """Return all tensors of a model or drafter."""
     return list(HfReader(folder).items())
 
 
@@ -111,8 +119,7 @@ def start_sglang(
         max_prompt_tokens=MAX_PROMPT_TOKENS,
         speculation=speculation,
     )
-    tensors = tensors_of(policy)
-    engine.load_weights(tensors, version=VERSION, checksum=lambda: checksum(tensors))
+    load(engine, tensors_of(policy))
     return engine
 
 
@@ -132,8 +139,7 @@ def start_embedded(
         max_prompt_tokens=MAX_PROMPT_TOKENS,
         tap_layers=tuple(tap_layers),
     )
-    tensors = tensors_of(policy)
-    engine.load_weights(tensors, version=VERSION, checksum=lambda: checksum(tensors))
+    load(engine, tensors_of(policy))
     if drafter is not None:
         embedding, head = engine.target_tensors()
         model = load_drafter(drafter, embedding_VD=embedding, lm_head_VD=head)
@@ -195,10 +201,17 @@ def token_lists(rollouts: Sequence[Rollout]) -> list[list[int]]:
     return [rollout.token_ids.tolist() for rollout in rollouts]
 
 
-def kept_sets(rollout: Rollout) -> tuple[list[int], list[int]] | None:
-    """Ids and counts of the tokens that top-p and top-k kept."""
-    kept = rollout.kept
-    return None if kept is None else (kept.token_ids.tolist(), kept.counts.tolist())
+def check_same(found: Sequence[Rollout], expected: Sequence[Rollout]) -> None:
+    """Tokens, log-probabilities and what top-p and top-k kept."""
+    assert token_lists(found) == token_lists(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.finish_reason == theirs.finish_reason
+        torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-4)
+        torch.testing.assert_close(ours.policy_logprobs, theirs.policy_logprobs, rtol=0, atol=1e-4)
+        assert (ours.kept is None) == (theirs.kept is None)
+        if ours.kept is not None and theirs.kept is not None:
+            assert torch.equal(ours.kept.token_ids, theirs.kept.token_ids)
+            assert torch.equal(ours.kept.counts, theirs.kept.counts)
 
 
 def mean_accept_length(rollouts: Sequence[Rollout]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,15 @@ from tests.sglang.rollouts import (
     CUT,
     GREEDY,
     SAMPLED,
-    VERSION,
     answers,
     check_accept_lengths,
-    checksum,
+    load_draft,
     mean_accept_length,
     start_embedded,
     start_sglang,
     tensors_of,
     token_lists,
 )
-from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
 
 STRATEGIES = ["2_1_2", "4_1_4", "6_1_6"]
 
@@ -27,8 +26,7 @@ STRATEGIES = ["2_1_2", "4_1_4", "6_1_6"]
 def test_a_chain_accepts_as_much_as_in_the_embedded_engine_and_can_be_paused(
     policy_folder: Path, drafter: Path
 ) -> None:
-    engine = start_sglang(policy_folder, drafter=drafter, strategies=["4_1_4"])
-    try:
+    with closing(start_sglang(policy_folder, drafter=drafter, strategies=["4_1_4"])) as engine:
         check_accept_lengths(engine, policy_folder, drafter, "4_1_4", num_tokens=1000)
         plain = token_lists(answers(start_embedded(policy_folder), SAMPLED))
         assert engine.pause_speculation(True)
@@ -37,35 +35,30 @@ def test_a_chain_accepts_as_much_as_in_the_embedded_engine_and_can_be_paused(
         assert token_lists(paused) == plain
         assert engine.pause_speculation(False)
         assert mean_accept_length(answers(engine, SAMPLED)) > 1.5
-    finally:
-        engine.close()
 
 
 def prefer(name: str, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a selector that has seen `name` take a hundredth of the time of all other strategies."""
-    now, cells = state["cost"]["now"], []
+    now, table = state["cost"]["num_passes"], []
     for strategy in ("off", *STRATEGIES):
         seconds = [0.01 if strategy == name else 1.0] * 8
-        cells += [[strategy, quarter, seconds, now] for quarter in range(20)]
-    return state | {"cost": {"now": now, "cells": cells}}
+        table += [[strategy, octave, seconds, now] for octave in range(5)]
+    return state | {"cost": {"num_passes": now, "table": table}}
 
 
 def test_our_selector_chooses_on_two_ranks_as_one_its_passes_add_up_and_its_state_survives(
     policy_folder: Path, drafter: Path
 ) -> None:
-    engine = start_sglang(
-        policy_folder,
-        drafter=drafter,
-        strategies=STRATEGIES,
-        selector="cost_model",
-        engine_args={"tp_size": 2},
-    )
-    try:
-        policy, own = tensors_of(policy_folder), tensors_of(drafter)
-        engine.load_weights(policy, version=VERSION, checksum=lambda: checksum(policy))
-        engine.load_drafter_weights(dict(own), version=1, checksum=checksum(own))
-        assert engine.checksum(TARGET) == checksum(policy)
-        assert engine.checksum(DRAFT) == checksum(own)
+    with closing(
+        start_sglang(
+            policy_folder,
+            drafter=drafter,
+            strategies=STRATEGIES,
+            selector="cost_model",
+            engine_args={"tp_size": 2},
+        )
+    ) as engine:
+        load_draft(engine, tensors_of(drafter))  # a load compares the checksums of both ranks
         plain = start_embedded(policy_folder)
         for params in (GREEDY, CUT):
             assert token_lists(answers(engine, params)) == token_lists(answers(plain, params))
@@ -103,5 +96,3 @@ def test_our_selector_chooses_on_two_ranks_as_one_its_passes_add_up_and_its_stat
         engine.load_state_dict({"selector": late | {"strategies": ["off"]}})
         assert engine.state_dict()["selector"]["num_observed"] == early["num_observed"]
         assert not engine.pause_speculation(True)  # the other rank could not tell
-    finally:
-        engine.close()

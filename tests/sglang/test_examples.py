@@ -1,4 +1,4 @@
-"""The settings of the examples, as SGLang itself reads them: `config.json` of that shape, no weights."""
+"""The settings of the examples for GPUs, as SGLang itself reads them: `config.json` of that shape, no weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from tlt_megatron.models.draft_model import make_draft_config
 from tlt_megatron.runtime.device import Device
 
 # (ranks, sizes) of Qwen2.5-7B-Instruct and Qwen2.5-32B-Instruct, from config.json in their Hugging Face repositories
-# (Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen2.5-32B-Instruct). The CPU examples get a tiny policy.
+# (Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen2.5-32B-Instruct).
 SHAPES = {
     "qwen2_5_7b_8gpu": (
         8,
@@ -37,12 +37,6 @@ SHAPES = {
         | {"num_attention_heads": 40, "num_key_value_heads": 8},
     ),
 }
-TINY = {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 64}
-TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
-SHAPES |= {"quickstart": (2, TINY), "bench_step": (2, TINY)}
-GPU_EXAMPLES = ("qwen2_5_7b_8gpu", "qwen2_5_32b_slurm")
-_GPU = Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl")
-_CPU = Device(torch_device=torch.device("cpu"), backend="gloo")
 
 
 def write_policy(folder: Path, sizes: dict[str, int]) -> None:
@@ -71,85 +65,74 @@ def write_drafter(folder: Path, policy: Path) -> None:
     save_draft_config(folder, config, torch.bfloat16)
 
 
-class Started:
-    """An engine of an example up to the start of SGLang's processes: the options that they would get."""
+class Started(NamedTuple):
+    """An engine of an example up to the start of SGLang's processes, and the options that they would get."""
 
-    def __init__(self, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        num_ranks, sizes = SHAPES[name]
-        self.policy, self.drafter, data = folder / "policy", folder / "drafter", folder / "d.jsonl"
-        write_policy(self.policy, sizes)
-        write_drafter(self.drafter, self.policy)
-        data.write_text("{}\n", encoding="utf-8")
-        paths = {"model.path": self.policy, "data.train": data, "data.eval": data}
-        overrides = [f"{key}={path}" for key, path in paths.items()]
-        overrides.append("rollout.engine=sglang")
-        self.config: RunConfig = load_config(REPO / "examples" / f"{name}.yaml", overrides)
-        check_layout(self.config, num_ranks)
-        self.arguments: dict[str, Any] = {}
-        monkeypatch.setattr(engine_module, "Connection", self._note)
-        speculation = dataclasses.replace(self.config.speculation, drafter=str(self.drafter))
-        self._engine = SglangEngine(  # it owns the folder of SGLang's adaptive configuration
-            str(self.policy),
-            self.config.rollout,
-            self.config.sglang,
-            _GPU if name in GPU_EXAMPLES else _CPU,
-            rank=0,
-            max_prompt_tokens=self.config.data.max_prompt_tokens,
-            speculation=speculation,
-        )
-
-    def _note(self, arguments: dict[str, Any], *_: object, **__: object) -> None:
-        self.arguments |= arguments
+    config: RunConfig
+    folders: dict[str, Path]  # of the policy and the drafter
+    arguments: dict[str, Any]
+    engine: SglangEngine  # owns the folder of SGLang's adaptive configuration
 
 
-@pytest.mark.parametrize("name", GPU_EXAMPLES)
-def test_an_example_passes_sglangs_own_model_config(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=SHAPES)
+def started(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Started:
+    num_ranks, sizes = SHAPES[request.param]
+    policy, drafter, data = tmp_path / "policy", tmp_path / "drafter", tmp_path / "d.jsonl"
+    write_policy(policy, sizes)
+    write_drafter(drafter, policy)
+    data.write_text("{}\n", encoding="utf-8")
+    paths = {"model.path": policy, "data.train": data, "data.eval": data}
+    overrides = [f"{key}={path}" for key, path in paths.items()]
+    config = load_config(REPO / "examples" / f"{request.param}.yaml", overrides)
+    check_layout(config, num_ranks)
+    arguments: dict[str, Any] = {}
+    monkeypatch.setattr(
+        engine_module, "Connection", lambda asked, *_, **__: arguments.update(asked)
+    )
+    engine = SglangEngine(
+        str(policy),
+        config.rollout,
+        config.sglang,
+        Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl"),
+        rank=0,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        speculation=dataclasses.replace(config.speculation, drafter=str(drafter)),
+    )
+    return Started(config, {"policy": policy, "drafter": drafter}, arguments, engine)
+
+
+def test_an_example_passes_sglangs_own_model_config(started: Started) -> None:
     from sglang.srt.configs.model_config import ModelConfig
 
-    started = Started(name, tmp_path, monkeypatch)
-    config, arguments = started.config, started.arguments
-    needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    for folder, is_draft in ((started.policy, False), (started.drafter, True)):
-        found = ModelConfig(
-            str(folder),
-            context_length=arguments["context_length"],
-            dtype=arguments["dtype"],
-            is_draft_model=is_draft,
-        )
-        assert needed < found.context_len == arguments["context_length"] <= 32768
+    needed = started.config.data.max_prompt_tokens + started.config.rollout.max_new_tokens
+    asked = {key: started.arguments[key] for key in ("context_length", "dtype")}
+    for name, folder in started.folders.items():
+        found = ModelConfig(str(folder), is_draft_model=name == "drafter", **asked)
+        assert needed < found.context_len == asked["context_length"] <= 32768
 
 
-@pytest.mark.parametrize("name", SHAPES)
 def test_sglang_resolves_the_options_of_an_example_and_changes_none(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: Started, tmp_path: Path
 ) -> None:
-    started = Started(name, tmp_path, monkeypatch)
-    asked, is_gpu = started.arguments, name in GPU_EXAMPLES
+    asked = started.arguments
     (tmp_path / "options.json").write_text(json.dumps(asked), encoding="utf-8")
-    machine = "H100" if is_gpu else "cpu"
     command = [sys.executable, "-W", "ignore", "-m", "tests.sglang.resolve_arguments"]
     told = subprocess.run(
-        [*command, str(tmp_path / "options.json"), machine],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=False,
+        [*command, str(tmp_path / "options.json")], cwd=REPO, capture_output=True, text=True
     )
     assert told.returncode == 0, told.stderr[-3000:]
     resolved = json.loads(told.stdout.splitlines()[-1])
     assert {key: resolved[key] for key in asked} == asked
-    if started.config.speculation.enabled:  # SGLang turns it off in silence where it cannot adapt
-        assert resolved["speculative_adaptive"]
-        assert resolved["speculative_num_draft_tokens"] == resolved["speculative_num_steps"] + 1
-        steps = json.loads(Path(asked["speculative_adaptive_config"]).read_text(encoding="utf-8"))
-        depths = [int(text.split("_")[0]) for text in started.config.speculation.strategies]
-        assert steps["1"]["candidate_steps"] == sorted({0, *depths})
-    if is_gpu:
-        assert not resolved["disable_overlap_schedule"]
-        graphs = resolved["cuda_graph_config"]
-        assert graphs["prefill"]["backend"] == "disabled"  # others refuse the memory saver
-        decode = graphs["decode"]
-        assert decode["backend"] == "full"
-        assert max(decode["bs"]) == started.config.rollout.max_batch_size  # no batch runs without
+    assert resolved["speculative_adaptive"]  # SGLang turns it off in silence where it cannot adapt
+    assert resolved["speculative_num_draft_tokens"] == resolved["speculative_num_steps"] + 1
+    steps = json.loads(Path(asked["speculative_adaptive_config"]).read_text(encoding="utf-8"))
+    depths = [int(text.split("_")[0]) for text in started.config.speculation.strategies]
+    assert steps["1"]["candidate_steps"] == sorted({0, *depths})
+    assert not resolved["disable_overlap_schedule"]
+    graphs = resolved["cuda_graph_config"]
+    assert graphs["prefill"]["backend"] == "disabled"  # others refuse the memory saver
+    assert graphs["decode"]["backend"] == "full"
+    # no batch runs without a graph
+    assert max(graphs["decode"]["bs"]) == started.config.rollout.max_batch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.sglang.rollouts import (
     GREEDY,
     SAMPLED,
     answers,
-    checksum,
+    load_draft,
     mean_accept_length,
     save_random_drafter,
     start_embedded,
@@ -21,7 +22,6 @@ from tests.sglang.rollouts import (
     token_lists,
 )
 from tlt_megatron.drafter.eagle_folder import load_draft_config
-from tlt_megatron.engines.sglang.connection import DRAFT
 from tools.export_drafter import export_drafter, load_target
 
 ALL = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT}
@@ -35,17 +35,13 @@ def plain(policy_folder: Path) -> dict[str, list[list[int]]]:
 
 def test_eagle3_changes_no_token(policy_folder: Path, tmp_path: Path, plain: dict) -> None:
     drafter = save_random_drafter(policy_folder, tmp_path, "eagle3")
-    engine = start_sglang(policy_folder, drafter=drafter, strategies=["3_2_6"])
-    try:
+    with closing(start_sglang(policy_folder, drafter=drafter, strategies=["3_2_6"])) as engine:
         own = tensors_of(save_random_drafter(policy_folder, tmp_path / "b", "eagle3", seed=1))
-        engine.load_drafter_weights(dict(own), version=1, checksum=checksum(own))
-        assert engine.checksum(DRAFT) == checksum(own)
+        load_draft(engine, own)
         for name, params in ALL.items():
             found = answers(engine, params)
             assert token_lists(found) == plain[name]
             assert mean_accept_length(found) > 1.0
-    finally:
-        engine.close()
 
 
 def test_an_exported_drafter_of_few_ids_loads_and_accepts_as_much(
@@ -63,8 +59,7 @@ def test_an_exported_drafter_of_few_ids_loads_and_accepts_as_much(
         tap_layers=tap_layers,
         ids=ids,
     )
-    engine = start_sglang(policy_folder, drafter=few, strategies=["4_1_4"])
-    try:
+    with closing(start_sglang(policy_folder, drafter=few, strategies=["4_1_4"])) as engine:
         for name in ("greedy", "sampled"):  # the embedded engine cuts its drafts too
             found, expected = answers(engine, ALL[name]), answers(twin, ALL[name])
             assert token_lists(found) == token_lists(expected) == plain[name]
@@ -72,17 +67,12 @@ def test_an_exported_drafter_of_few_ids_loads_and_accepts_as_much(
             num_same = sum(ours.accept_lengths == theirs.accept_lengths for ours, theirs in pairs)
             assert num_same >= 0.9 * len(found)
         assert mean_accept_length(found) > 1.0
-    finally:
-        engine.close()
 
 
 def test_ngram_drafts_change_no_token(policy_folder: Path, plain: dict) -> None:
-    engine = start_sglang(policy_folder, strategies=["ngram_6"])
-    try:
+    with closing(start_sglang(policy_folder, strategies=["ngram_6"])) as engine:
         for name, params in ALL.items():
             assert token_lists(answers(engine, params)) == plain[name]
         again = answers(engine, SAMPLED)  # its own responses are in the cache now
         assert token_lists(again) == plain["sampled"]
         assert mean_accept_length(again) > 1.5
-    finally:
-        engine.close()

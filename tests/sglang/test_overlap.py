@@ -6,6 +6,7 @@ interprets the scheduler's kernels.
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,9 @@ def test_adaptive_chains_change_no_token_while_the_schedule_overlaps(
     asked: list[object] = []
     monkeypatch.setattr(speculative_hook, "_disable_overlap_schedule_for_cpu", asked.append)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # the schedule's own kernels, in SGLang's processes
-    engine = start_sglang(
-        policy_folder, drafter=drafter, strategies=STRATEGIES, selector="cost_model"
-    )
-    try:
+    with closing(
+        start_sglang(policy_folder, drafter=drafter, strategies=STRATEGIES, selector="cost_model")
+    ) as engine:
         plain = start_embedded(policy_folder)
         for params in (GREEDY, SAMPLED):
             assert token_lists(answers(engine, params)) == token_lists(answers(plain, params))
@@ -41,5 +41,3 @@ def test_adaptive_chains_change_no_token_while_the_schedule_overlaps(
         assert passes
         assert {record.strategy for record in passes} <= {"off", *STRATEGIES}
         assert asked, "overlap was turned off, or never on"
-    finally:
-        engine.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,18 +17,19 @@ from tests.sglang.rollouts import (
     SAMPLED,
     VERSION,
     answers,
-    checksum,
+    check_same,
     engine_processes,
-    kept_sets,
+    load,
     make_prompts,
     start_embedded,
     start_sglang,
     tensors_of,
     token_lists,
 )
-from tlt_megatron.engines.base import GenerationStopped, LaterPrompts
+from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.engines.sglang.connection import TARGET
 from tlt_megatron.engines.sglang.sglang_engine import MEMORY_TAGS, SglangEngine
+from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
 
 PARAMS = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT}
@@ -51,9 +51,8 @@ def engine(engines: list[SglangEngine], policy_folder: Path) -> SglangEngine:
         before = dict(os.environ)
         engines.append(start_sglang(policy_folder))
         assert dict(os.environ) == before, "the start of an engine changes the environment"
-    tensors = tensors_of(policy_folder)
     engines[0].wake()
-    engines[0].load_weights(tensors, version=VERSION, checksum=lambda: checksum(tensors))
+    load(engines[0], tensors_of(policy_folder))
     return engines[0]
 
 
@@ -74,14 +73,8 @@ def test_logprobs_are_those_of_transformers(engine: SglangEngine, policy_folder:
 def test_tokens_and_logprobs_are_those_of_the_embedded_engine(
     engine: SglangEngine, policy_folder: Path, name: str
 ) -> None:
-    expected = answers(start_embedded(policy_folder), PARAMS[name])
     found = answers(engine, PARAMS[name])
-    assert token_lists(found) == token_lists(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.finish_reason == theirs.finish_reason
-        torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-4)
-        torch.testing.assert_close(ours.policy_logprobs, theirs.policy_logprobs, rtol=0, atol=1e-4)
-        assert kept_sets(ours) == kept_sets(theirs)
+    check_same(found, answers(start_embedded(policy_folder), PARAMS[name]))
     if name != "greedy":
         assert {r.finish_reason for r in found} == {FinishReason.STOP, FinishReason.LENGTH}
 
@@ -94,55 +87,6 @@ def test_cut_and_continued_responses_are_those_of_one_go(engine: SglangEngine, n
     check_continued(generate, make_prompts(), PARAMS[name], cut=6, atol=1e-4)
 
 
-def test_later_turns_in_the_same_call_are_those_of_a_call_of_their_own(
-    engine: SglangEngine, policy_folder: Path
-) -> None:
-    """Each first turn comes back with an observation of two tokens."""
-    firsts = {p.draw_index: replace(p, max_new_tokens=8) for p in make_prompts()}
-
-    def following(turn: Rollout) -> Prompt:
-        return replace(
-            firsts[turn.draw_index],
-            token_ids=(*turn.prompt_ids, *turn.token_ids.tolist(), 9, 10),
-            first_sample=turn.sample_index,
-            first_position=turn.token_ids.numel() + 2,
-            num_samples=1,
-            max_new_tokens=20,
-        )
-
-    ready: list[Prompt] = []
-    num_sent = 0
-
-    def take_turn(turn: Rollout) -> None:
-        if turn.prompt_ids == firsts[turn.draw_index].token_ids:
-            ready.append(following(turn))
-
-    def more_prompts() -> LaterPrompts | None:
-        nonlocal num_sent
-        if num_sent == 18:
-            return None
-        found = [ready.pop() for _ in range(len(ready))]
-        num_sent += len(found)
-        return LaterPrompts(found)
-
-    calls = {"policy_version": VERSION, "on_finish": take_turn, "more_prompts": more_prompts}
-    groups = engine.generate(list(firsts.values()), SAMPLED, **calls)
-    embedded = start_embedded(policy_folder)
-    turns = embedded.generate(list(firsts.values()), SAMPLED, policy_version=VERSION)
-    later = [following(turn) for group in turns for turn in group.rollouts]
-    expected = turns + embedded.generate(later, SAMPLED, policy_version=VERSION)
-
-    def by_turn(groups: Sequence[RolloutGroup]) -> dict[tuple, list[int]]:
-        return {
-            (r.draw_index, r.sample_index, r.prompt_ids): r.token_ids.tolist()
-            for group in groups
-            for r in group.rollouts
-        }
-
-    assert by_turn(groups) == by_turn(expected)
-    assert len(by_turn(groups)) == 36
-
-
 def test_responses_are_reported_as_they_finish(engine: SglangEngine) -> None:
     finished: list[Rollout] = []
     groups = engine.generate(
@@ -152,10 +96,7 @@ def test_responses_are_reported_as_they_finish(engine: SglangEngine) -> None:
         (r.draw_index, r.sample_index) for group in groups for r in group.rollouts
     }
     assert len(finished) == 18
-    stats = engine.stats()
-    assert stats.num_generated_tokens == sum(r.token_ids.numel() for r in finished)
-    assert 40 <= stats.num_decode_passes <= stats.num_generated_tokens
-    assert 0 < stats.peak_kv_tokens <= stats.kv_capacity_tokens
+    assert engine.stats().num_generated_tokens == sum(r.token_ids.numel() for r in finished)
 
 
 def test_an_update_replaces_the_weights_and_a_restored_policy_repeats_its_tokens(
@@ -164,10 +105,10 @@ def test_an_update_replaces_the_weights_and_a_restored_policy_repeats_its_tokens
     before = token_lists(answers(engine, SAMPLED))
     original = tensors_of(policy_folder)
     shifted = [(n, t.roll(1, 0) if "lm_head" in n else t) for n, t in original]
-    engine.load_weights(shifted, version=2, checksum=lambda: checksum(shifted))
-    assert engine.checksum(TARGET) == checksum(shifted)
+    load(engine, shifted, version=2)
+    assert engine.checksum(TARGET) == checksum_tensors(shifted)
     assert token_lists(answers(engine, SAMPLED, version=2)) != before
-    engine.load_weights(original, version=3, checksum=lambda: checksum(original))
+    load(engine, original, version=3)
     assert token_lists(answers(engine, SAMPLED, version=3)) == before
 
 
@@ -176,7 +117,7 @@ def test_weights_that_arrive_otherwise_than_sent_are_refused(
 ) -> None:
     tensors = tensors_of(policy_folder)
     with pytest.raises(RuntimeError, match="policy_version=5 have checksum"):
-        engine.load_weights(tensors, version=5, checksum=lambda: checksum(tensors) + 1)
+        engine.load_weights(tensors, version=5, checksum=lambda: 1)
     with pytest.raises(RuntimeError, match="holds no weights"):
         answers(engine, GREEDY, version=5)
 
