@@ -26,8 +26,7 @@ _BENCHES = {
     "partial": "TLT, partial rollouts and both: time to a held-out accuracy",
     "llm": "TLT on a real language model, SmolLM2-135M-Instruct",
     "drafter": "packed drafter training, and checkpoints in the background",
-    "gate": "selectors over recorded passes, without the noise of the machine",
-    "coupling": "acceptance of noise-keyed drafts and of rejection sampling",
+    "ablate": "selectors and parts of speculation over recorded passes, without the machine's noise",
     "costs": "what sampling noise and a draft step cost beside a decode pass on a CPU",
     "roofline": "tokens per second and graph pool that follow from bytes on a GPU, computed",
 }

@@ -17,9 +17,7 @@ from typing import Any
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
 
-_MAX_SLOWDOWN = (
-    3.0  # cap on a pass's seconds, as a multiple of the median: longer passes were disturbed
-)
+_MAX_SLOWDOWN = 3.0  # cap on a pass's seconds over the median: longer passes were disturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +30,9 @@ class PassTrace:
 
     batch_size: int
     strategy: SpeculationStrategy
-    accepted_by_depth: tuple[int, ...]  # of length `strategy.depth`
+    accepted_by_depth: Sequence[int]  # of length `strategy.depth`
     seconds: float
-    first_by_depth: tuple[int, ...] | None = None  # see `StrategySelector.observe`
+    first_by_depth: Sequence[int] | None = None  # see `StrategySelector.observe`
 
     @property
     def num_committed(self) -> int:
@@ -47,15 +45,9 @@ class PassTrace:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> PassTrace:
-        """Read the result of `to_json`; other keys are ignored."""
-        first = record["first_by_depth"]
-        return cls(
-            batch_size=record["batch_size"],
-            strategy=SpeculationStrategy.parse(record["strategy"]),
-            accepted_by_depth=tuple(record["accepted_by_depth"]),
-            seconds=record["seconds"],
-            first_by_depth=None if first is None else tuple(first),
-        )
+        """Read the result of `to_json`."""
+        strategy = SpeculationStrategy.parse(record["strategy"])
+        return cls(**{**record, "strategy": strategy})
 
 
 class RecordingSelector(FixedSelector):
@@ -78,9 +70,9 @@ class RecordingSelector(FixedSelector):
             PassTrace(
                 batch_size=batch_size,
                 strategy=strategy,
-                accepted_by_depth=tuple(accepted_by_depth),
+                accepted_by_depth=accepted_by_depth,
                 seconds=seconds,
-                first_by_depth=None if first_by_depth is None else tuple(first_by_depth),
+                first_by_depth=first_by_depth,
             )
         )
 
@@ -150,42 +142,28 @@ class ReplayResult:
     of_plain: float  # relative to plain decoding
 
 
-def decode(
-    selector: StrategySelector, table: TraceTable, batch_sizes: Iterable[int]
-) -> Iterator[tuple[SpeculationStrategy, int]]:
-    """Let `selector` choose for passes of `batch_sizes` and observe recorded ones. Yield each strategy and recorded size.
+def replay(
+    selector: StrategySelector, table: TraceTable, batch_sizes: Sequence[int]
+) -> ReplayResult:
+    """Let `selector` choose for passes of `batch_sizes` and observe recorded ones.
 
     ValueError if it chooses a strategy that was not recorded.
     """
+    total_s = oracle_s = plain_s = 0.0
     draws = table.draws()
-    for wanted in batch_sizes:
-        batch_size = table.nearest(wanted)
+    for batch_size in map(table.nearest, batch_sizes):
         strategy = selector.choose(batch_size).strategy
         if strategy not in table.strategies:
-            raise ValueError(
-                f"strategy={strategy} was chosen, recorded are {', '.join(map(str, table.strategies))}"
-            )
+            recorded = ", ".join(map(str, table.strategies))
+            raise ValueError(f"strategy={strategy} was chosen, recorded are {recorded}")
         drawn = next(draws[strategy, batch_size])
         selector.observe(
             strategy, batch_size, drawn.accepted_by_depth, drawn.seconds, drawn.first_by_depth
         )
-        yield strategy, batch_size
-
-
-def replay(
-    selector: StrategySelector, table: TraceTable, batch_sizes: Iterable[int], *, num_first: int = 0
-) -> ReplayResult:
-    """Judge the choices of `decode`. The first `num_first` passes do not count; ValueError if no pass counts."""
-    total_s = oracle_s = plain_s = 0.0
-    passes = decode(selector, table, batch_sizes)
-    for strategy, batch_size in list(passes)[num_first:]:
         tokens, spent_s = table.tokens_and_seconds(strategy, batch_size)
-        best_rate = table.tokens_per_s(table.best(batch_size), batch_size)
         total_s += spent_s
-        oracle_s += tokens / best_rate
+        oracle_s += tokens / table.tokens_per_s(table.best(batch_size), batch_size)
         plain_s += tokens / table.tokens_per_s(OFF, batch_size)
-    if not total_s:
-        raise ValueError(f"batch_sizes: none behind num_first={num_first}")
     return ReplayResult(of_oracle=oracle_s / total_s, of_plain=plain_s / total_s)
 
 

@@ -5,7 +5,7 @@
 (a) speed by batch size, for fixed strategies and both selectors; the cost model also with a useless drafter
 (b) a long-tailed set of requests end to end
 (c) accept length by kind of tree and temperature
-(d) the selectors against the strategy that is best over all batch sizes; `tools.bench gate` judges them without noise
+(d) the selectors against the strategy that is best over all batch sizes; `tools.bench ablate` judges them without noise
 
 It also measures what `rollout.batch_invariant` costs.
 
@@ -19,10 +19,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+import torch
 from rich.console import Console
 
-from tools.bench.accept_length import bench_accept_lengths
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tools.bench.interleaved import mismatch_per_token
+from tools.bench.measure import print_table
 from tools.bench.setting import (
     BEG_MAB,
     COST_MODEL,
@@ -38,7 +40,9 @@ from tools.bench.speed import (
     best_fixed,
     compare_selectors,
 )
+from tools.load_engine import LoadedPolicy, accept_length
 
+_KINDS = {"tree": "6_4_16", "chain": "16_1_16", "n-gram": "ngram_16"}  # of 16 drafted tokens
 QUICK = {
     "batch_sizes": [1, 8, 64],
     "num_tokens": 40,
@@ -70,7 +74,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     for dtype in dtypes:
         measured = _bench_one_dtype(options, dtype, console)
         result |= {dtype: measured} if result else measured
-    return result | bench_accept_lengths(options, console)
+    return result | _bench_accept_lengths(options, console)
 
 
 def _bench_one_dtype(
@@ -101,3 +105,28 @@ def _bench_one_dtype(
         },
         "batch_invariant": bench_batch_invariant(setting, options, console),
     }
+
+
+def _bench_accept_lengths(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Return temperature -> kind -> tokens out per verify pass, and the entropy at temperature 1 in nats per token.
+
+    Entropy is minus the mean log-probability of what the policy draws.
+    """
+    limit = options.accept_max_new_tokens
+    policy = LoadedPolicy(options.model, max_new_tokens=limit)
+    model = policy.load_drafter(options.drafter)
+    prompts = policy.prompts(options.prompts, options.accept_prompts)
+    groups = policy.generate(prompts, policy.params(limit, num_samples=2, seed=3))
+    logprobs = torch.cat([r.policy_logprobs for group in groups for r in group.rollouts])
+    lengths: dict[str, dict[str, float]] = {}
+    for temperature in options.temperatures:
+        params = policy.params(limit, num_samples=2, seed=3, temperature=temperature)
+        row = lengths[str(temperature)] = {}
+        for kind, text in _KINDS.items():
+            policy.speculate(model, SpeculationStrategy.parse(text))
+            row[kind] = accept_length(policy.generate(prompts, params))
+    entropy = -float(logprobs.mean())
+    title = f"(c) tokens out per verify pass of 16 drafted tokens, {entropy:.2f} nats of entropy"
+    rows = ([name, *row.values()] for name, row in lengths.items())
+    print_table(console, title, ("temperature", *_KINDS), rows, num_names=0)
+    return {"accept_length": lengths, "entropy": entropy}

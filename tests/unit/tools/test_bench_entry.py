@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,11 @@ def test_the_benchmarks_of_a_language_model_measure_any_policy_folder(tmp_path: 
         invariant = result["batch_invariant_price"][dtype]
         assert "refused" in invariant or set(invariant["mismatch_per_token"]) == {"1", "8", "64"}
     assert [row["steps"] for row in result["accept_length_by_training_s"]] == [0, 1]
+    folder = tmp_path / "ablate" / "7"
+    shutil.copytree(model, folder / "policy")
+    shutil.copytree(drafter, folder / "drafter")
+    shutil.copy(tmp_path / "eval.jsonl", folder / "policy")
+    few = ("--seeds", "7", "--folder", str(folder.parent), "--deepen", "0")
+    shares = [measured("ablate", "--quick", *few)["shares"] for _ in range(2)]
+    assert shares[0] == shares[1]  # the trace is kept
+    assert all(0 < share <= 1 for of in shares[0].values() for share in of["7"])

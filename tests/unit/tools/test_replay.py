@@ -60,13 +60,6 @@ def test_batch_sizes_are_taken_as_the_nearest_recorded_one() -> None:
     assert small_table().nearest(3) == 8
 
 
-def test_first_passes_are_not_judged() -> None:
-    result = replay(FixedSelector(CHAIN), small_table(), [8, 8, 1], num_first=2)
-    assert result.of_oracle == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="num_first=3"):
-        replay(FixedSelector(CHAIN), small_table(), [8, 8, 1], num_first=3)
-
-
 def test_passes_are_drawn_in_recorded_order() -> None:
     recorder = RecordingSelector(CHAIN)
     replay(recorder, small_table(), [1, 1, 1])
@@ -93,7 +86,9 @@ def test_tables_with_holes_are_refused() -> None:
 
 def test_records_survive_json() -> None:
     strategy = SpeculationStrategy.parse("4_2_8")
-    record = one_pass(strategy, 3, (3, 2, 1, 0), 0.25)
+    record = PassTrace(
+        batch_size=3, strategy=strategy, accepted_by_depth=[3, 2, 1, 0], seconds=0.25
+    )
     assert PassTrace.from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
@@ -108,8 +103,8 @@ def test_selector_is_judged_on_a_recorded_table_as_on_the_machine_itself() -> No
             run_selector(recorder, world, [batch_size] * 100)
             passes += recorder.passes
     table = TraceTable(passes, [2, 16])
-    result = replay(
-        CostModelSelector(ARMS), table, [16, 2] * 100 + [16] * 300 + [2] * 300, num_first=200
-    )
+    selector = CostModelSelector(ARMS)
+    replay(selector, table, [16, 2] * 100)
+    result = replay(selector, table, [16] * 300 + [2] * 300)
     assert result.of_oracle > 0.93
     assert result.of_plain > 1.5
