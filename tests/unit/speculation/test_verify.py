@@ -86,46 +86,27 @@ def test_verdict_equals_the_slow_walk_on_chains() -> None:
             assert_is(verdict, row, walk(tree, row, samples[row], set(), 99))
 
 
-def chain_verdict(*, stop: int | None = None, limit: int | None = None) -> Verdict:
-    """Drafts 7, 8, 9 all accepted, then the bonus token 5."""
-    return verify_noise_keyed(
+@pytest.mark.parametrize(
+    ("stop", "limit", "committed", "is_stopped"),
+    [
+        (None, None, [7, 8, 9, 5], False),  # all, and the bonus token
+        (8, None, [7, 8], True),
+        (5, None, [7, 8, 9, 5], True),  # the bonus token may be a stop
+        (None, 2, [7, 8], False),
+        (9, 2, [7, 8], False),  # a stop behind the limit does not count
+    ],
+)
+def test_stops_and_limits_end_the_commit_inside_an_accepted_chain(
+    stop: int | None, limit: int | None, committed: list[int], is_stopped: bool
+) -> None:
+    verdict = verify_noise_keyed(
         chain_tree(torch.tensor([[7, 8, 9]])),
         torch.tensor([[7, 8, 9, 5]]),
         stop_token_ids=torch.tensor([stop]) if stop is not None else None,
         max_commit_B=torch.tensor([limit]) if limit is not None else None,
     )
-
-
-def test_all_accepted_commits_the_bonus_token() -> None:
-    verdict = chain_verdict()
-    assert verdict.committed_tokens_BS.tolist() == [[7, 8, 9, 5]]
-    assert verdict.path_BS.tolist() == [[0, 1, 2, 3]]
-    assert not bool(verdict.is_stopped_B)
-
-
-def test_stop_token_inside_a_draft_ends_the_commit() -> None:
-    verdict = chain_verdict(stop=8)
-    assert verdict.committed_tokens_BS.tolist() == [[7, 8, UNUSED, UNUSED]]
-    assert verdict.num_committed_B.tolist() == [2]
-    assert verdict.num_accepted_B.tolist() == [3]
-    assert bool(verdict.is_stopped_B)
-
-
-def test_stop_as_the_bonus_token_is_seen() -> None:
-    assert bool(chain_verdict(stop=5).is_stopped_B)
-    assert chain_verdict(stop=5).num_committed_B.tolist() == [4]
-
-
-def test_length_limit_inside_a_draft_ends_the_commit() -> None:
-    verdict = chain_verdict(limit=2)
-    assert verdict.committed_tokens_BS.tolist() == [[7, 8, UNUSED, UNUSED]]
-    assert not bool(verdict.is_stopped_B)
-
-
-def test_stop_token_behind_the_length_limit_does_not_count() -> None:
-    verdict = chain_verdict(stop=9, limit=2)
-    assert verdict.num_committed_B.tolist() == [2]
-    assert not bool(verdict.is_stopped_B)
+    assert_is(verdict, 0, (3, [0, 1, 2, 3], committed))
+    assert bool(verdict.is_stopped_B) == is_stopped
 
 
 def test_accepted_by_depth_counts_requests() -> None:
