@@ -19,7 +19,7 @@ from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.pass_cost import PassCost
 from tlt_megatron.speculation.selector import Decision, fits
 
-_HALF_LIFE = 10.0  # passes of one request after which a count weighs half; n requests are alike and count as sqrt(n)
+_HALF_LIFE = 15.0  # passes of one request after which a count weighs half; n requests are alike and count as sqrt(n)
 _WIDTH_TOKENS = (
     100.0  # accepted beyond the expected ones that change the width of a tree by a factor e
 )

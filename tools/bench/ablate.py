@@ -122,11 +122,11 @@ def phase_shares(
     while left >= 1.0:
         sizes.append(int(left))
         left *= 0.5 ** (1.0 / options.halving)
-    shares = []
+    shares, draws = [], {name: table.draws() for name, table in tables.items()}
     for phase, drafter in _PHASES.items():
         if phase == "again":
             selector.drafter_changed()
-        shares.append(replay(selector, tables[drafter], sizes).of_oracle)
+        shares.append(replay(selector, tables[drafter], sizes, draws[drafter]).of_oracle)
     return shares
 
 

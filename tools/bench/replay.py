@@ -86,6 +86,9 @@ class _Cell:
     seconds: float  # mean per pass, each capped at _MAX_SLOWDOWN times the median
 
 
+Draws = dict[tuple[SpeculationStrategy, int], Iterator[PassTrace]]
+
+
 class TraceTable:
     """Recorded passes of every strategy, OFF included, at every batch size."""
 
@@ -129,7 +132,7 @@ class TraceTable:
         """Return the recorded batch size whose ratio to this one is closest to 1; the larger on a tie."""
         return min(self.batch_sizes, key=lambda b: (max(b, batch_size) / min(b, batch_size), -b))
 
-    def draws(self) -> dict[tuple[SpeculationStrategy, int], Iterator[PassTrace]]:
+    def draws(self) -> Draws:
         """Return endless iterators over the passes of every (strategy, batch size), in recorded order."""
         return {key: itertools.cycle(cell.passes) for key, cell in self._cells.items()}
 
@@ -143,14 +146,17 @@ class ReplayResult:
 
 
 def replay(
-    selector: StrategySelector, table: TraceTable, batch_sizes: Sequence[int]
+    selector: StrategySelector,
+    table: TraceTable,
+    batch_sizes: Sequence[int],
+    draws: Draws | None = None,
 ) -> ReplayResult:
     """Let `selector` choose for passes of `batch_sizes` and observe recorded ones.
 
-    ValueError if it chooses a strategy that was not recorded.
+    Several calls go on in the recorded order if they share `draws` (`TraceTable.draws`). ValueError if it chooses a strategy that was not recorded.
     """
     total_s = oracle_s = plain_s = 0.0
-    draws = table.draws()
+    draws = draws or table.draws()
     for batch_size in map(table.nearest, batch_sizes):
         strategy = selector.choose(batch_size).strategy
         if strategy not in table.strategies:

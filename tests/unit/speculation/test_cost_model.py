@@ -83,7 +83,7 @@ def test_retrieval_is_used_where_the_learned_drafter_fails() -> None:
     assert score.of_oracle > 0.97
 
 
-@pytest.mark.parametrize(("batch_size", "num_passes"), [(1, 70), (8, 25), (32, 10)])
+@pytest.mark.parametrize(("batch_size", "num_passes"), [(1, 100), (8, 35), (32, 15)])
 def test_a_drafter_that_goes_bad_is_left_and_taken_up_again_when_it_is_good(
     batch_size: int, num_passes: int
 ) -> None:

@@ -55,7 +55,7 @@ def test_a_straggler_does_not_keep_new_requests_from_drafting() -> None:
         world, selector = SyntheticDecoding(seed=seed, quality=0.85), CostModelSelector(ARMS)
         run_selector(selector, world, [8] * 300)
         world.quality = 0.0
-        assert run_selector(selector, world, [1] * 200).chosen[100:].count(OFF) > 70
+        assert run_selector(selector, world, [1] * 300).chosen[200:].count(OFF) > 70
         world.quality = 0.85
         assert run_selector(selector, world, [8] * 12).chosen.count(OFF) <= 3  # probes
 

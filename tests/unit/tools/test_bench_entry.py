@@ -92,4 +92,4 @@ def test_the_benchmarks_of_a_language_model_measure_any_policy_folder(tmp_path: 
     few = ("--seeds", "7", "--folder", str(folder.parent), "--deepen", "0")
     shares = [measured("ablate", "--quick", *few)["shares"] for _ in range(2)]
     assert shares[0] == shares[1]  # the trace is kept
-    assert all(0 < share <= 1 for of in shares[0].values() for share in of["7"])
+    assert all(0 < share < 1.001 for of in shares[0].values() for share in of["7"])
