@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; ranks inherit it
 _BENCHES = {
     "rollout": "tokens per second of the embedded engine and of transformers",
     "speculation": "what speculation gains, by batch size, drafter and selector",
-    "step": "what TLT gains in an RL step, and that it changes no token",
+    "step": "what TLT gains in an RL step",
     "partial": "TLT, partial rollouts and both: time to a held-out accuracy",
     "llm": "TLT on a real language model, SmolLM2-135M-Instruct",
     "drafter": "packed drafter training, and checkpoints in the background",

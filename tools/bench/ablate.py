@@ -17,7 +17,7 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -188,7 +188,7 @@ def _record(
     return passes
 
 
-def fixed_seconds(passes: Sequence[PassTrace], seed: int) -> list[PassTrace]:
+def fixed_seconds(passes: Iterable[PassTrace], seed: int) -> list[PassTrace]:
     """Replace seconds by the median of the pass's strategy and batch size, times seeded noise."""
     rng, passes = random.Random(seed), list(passes)
     cells: dict[tuple[SpeculationStrategy, int], list[float]] = {}

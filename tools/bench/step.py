@@ -1,16 +1,15 @@
-"""Measures what TLT gains in an RL step, and checks that it changes no token.
+"""Measures what TLT gains in an RL step, and counts the steps in which it drew the same tokens.
 
-    python -m tools.bench step                       # speed and exactness
+    python -m tools.bench step
     python -m tools.bench step --quick               # shows that everything works
 
 Variants: `off` (no speculation), `frozen` (a warmed-up drafter without training), `tlt` (the same
 drafter, trained on idle ranks), `cold_start` (tlt from random weights).
 
-- Speed: training runs cannot alternate step by step in one process, so they alternate in rounds. In
-  each round every variant continues from its checkpoint for a few steps. The order rotates, and the
-  first step of a round is not timed. Speculation changes no token, so step k of two variants does
-  the same work.
-- Exactness: all tokens and rewards of a shorter run with float64 rollouts are compared.
+Training runs cannot alternate step by step in one process, so they alternate in rounds. In each
+round every variant continues from its checkpoint for a few steps. The order rotates, and the first
+step of a round is not timed. Speculation changes no token, so step k of two variants does the same
+work.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from tools.expand_layers import expand_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 OFF, FROZEN, TLT, COLD = "off", "frozen", "tlt", "cold_start"
-QUICK = {"rounds": 1, "steps": 4, "exact_steps": 1}
+QUICK = {"rounds": 1, "steps": 4}
 ROLLOUT_SECONDS = "timing_s/gen"
 _ACCEPT_LENGTH = "drafter/live_accept_length"
 _NUM_LONG = 0.1  # share of the prompts that are called long
@@ -94,9 +93,6 @@ class Launcher:
         seconds, load = time.perf_counter() - started, os.getloadavg()[0]
         self.console.print(f"{name}: at step {num_steps}, {seconds:.0f} s, load {load:.1f}")
         return folder
-
-
-# ---- parts: each runs, prints, and returns its keys of the result
 
 
 def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
@@ -168,28 +164,6 @@ def print_by_step(
     print_table(console, title, ("step", *columns), rows)
 
 
-def bench_exact(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
-    """Run all variants with float64 rollouts, and compare every token and every reward."""
-    exact = ("rollout.dtype=float64", f"rollout.max_new_tokens={options.exact_tokens}")
-    base, *others = (
-        {
-            step: record.responses
-            for step, record in read_run(
-                launcher.run(f"exact/{name}", options.exact_steps, *exact, *overrides)
-            ).items()
-        }
-        for name, overrides in variant_overrides(options.drafter).items()
-    )
-    num_tokens = sum(len(ids) for drawn in base.values() for ids, _ in drawn.values())
-    identical = all(other == base for other in others)
-    verdict = "identical" if identical else "NOT identical"
-    launcher.console.print(
-        f"float64: tokens and rewards of all variants are {verdict} "
-        f"({options.exact_steps} steps, {num_tokens:,} tokens)"
-    )
-    return {"identical_tokens": identical, "identical_tokens_compared": num_tokens}
-
-
 # ---- measures of runs
 
 
@@ -247,29 +221,20 @@ def _sum(run: Run, steps: Sequence[int], metric: str) -> float:
 # ---- the entry
 
 
-PARTS: dict[str, Callable[[Launcher, argparse.Namespace], dict[str, object]]] = {
-    "speed": bench_speed,
-    "exact": bench_exact,
-}
-
-
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this benchmark."""
     add("--config", default="examples/bench_step.yaml")
     add("--drafter", default="build/tiny_drafter", type=made, help="warmed up")
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--ranks", type=int, default=2)
-    add("--rounds", type=int, default=4, help="of speed")
+    add("--rounds", type=int, default=4)
     add("--steps", type=int, default=6, help="of a round; the first is not timed")
-    add("--exact-steps", type=int, default=3)
-    add("--exact-tokens", type=int, default=200, help="longest response")
     add("--extra-layers", type=int, default=20, help="of a policy made here")
     add("--seed", type=int, default=0)
     add("overrides", nargs="*", metavar="section.key=value")
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Make what is missing, run the parts and print their tables. Return the values of the JSON."""
+    """Make what is missing, run the rounds and print the tables. Return the values of the JSON."""
     if options.steps < 2:
         raise SystemExit(f"--steps {options.steps}: must be >= 2")
     with tempfile.TemporaryDirectory(prefix="bench-step-") as root:
@@ -280,10 +245,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
             overrides=[*_prepare(options, Path(root)), *options.overrides],
             console=console,
         )
-        result: dict[str, object] = {"ranks": options.ranks}
-        for name in options.parts:
-            result |= PARTS[name](launcher, options)
-    return result
+        return {"ranks": options.ranks, **bench_speed(launcher, options)}
 
 
 def _prepare(options: argparse.Namespace, root: Path) -> list[str]:
