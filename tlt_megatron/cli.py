@@ -33,6 +33,8 @@ COMMANDS = {  # the word after `tlt`: the module whose `main()` it calls
     "watch": "tools.watch",
     "compare": "tools.compare_runs",
     "evaluate": "tools.evaluate",
+    "chat": "tools.chat",
+    "serve": "tools.serve",
     "convert": "tools.convert_checkpoint",
     "train-drafter": "tools.warmup_drafter",
     "export-drafter": "tools.export_drafter",

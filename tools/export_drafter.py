@@ -29,6 +29,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,13 +62,6 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 _VLLM_NAMES = {
     "LlamaForCausalLMEagle": "EagleLlamaForCausalLM",
     "LlamaForCausalLMEagle3": "Eagle3LlamaForCausalLM",
-}
-_USAGE = {
-    "sglang": "python -m sglang.launch_server --model-path {policy} --speculative-algorithm {upper}"
-    " --speculative-draft-model-path {path} --speculative-num-steps 4 --speculative-eagle-topk 1"
-    " --speculative-num-draft-tokens 5",
-    "vllm": "vllm serve {policy} --speculative-config"
-    ' \'{{"method": "{lower}", "model": "{path}", "num_speculative_tokens": 4}}\'',
 }
 # Of the outputs of fc with a folded bias, relative to the largest one.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -111,10 +105,25 @@ def main() -> None:
         source, Path(options.to), options.format, target, dtype=dtype, ids_C=ids_C
     )
     print(f"{source} -> {options.to}: {len(layout.tensors)} tensors")
-    method = "eagle3" if layout.is_eagle3 else "eagle"
     served = policy or find_target(source) or "POLICY"
-    names = {"upper": method.upper(), "lower": method, "path": options.to, "policy": served}
-    print(_USAGE[options.format].format(**names))
+    print(shlex.join(server_command(options.format, str(served), Path(options.to))))
+
+
+def server_command(format: str, policy: str, drafter: Path | None) -> list[str]:
+    """Return the command that serves `policy` by SGLang or vLLM. `drafter` is one that was exported to `format`."""
+    method = "" if drafter is None else "eagle3" if read_layout(drafter).is_eagle3 else "eagle"
+    if format == "vllm":
+        settings = {"method": method, "model": str(drafter), "num_speculative_tokens": 4}
+        extra = ["--speculative-config", json.dumps(settings)] if drafter else []
+        return ["vllm", "serve", policy, *extra]
+    command = ["python", "-m", "sglang.launch_server", "--model-path", policy]
+    if drafter is None:
+        return command
+    names = ("algorithm", "draft-model-path", "num-steps", "eagle-topk", "num-draft-tokens")
+    values = (method.upper(), str(drafter), "4", "1", "5")
+    return command + [
+        w for n, v in zip(names, values, strict=True) for w in (f"--speculative-{n}", v)
+    ]
 
 
 def find_drafter(path: Path) -> Path:

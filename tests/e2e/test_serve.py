@@ -1,0 +1,152 @@
+"""`tlt serve` and `tlt chat` on a finished run, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_task import REPO, run
+from tlt_megatron import Engine
+
+SPOT = ("speculation.enabled=true", "speculation.strategies=[2_1_2]", "spot.enabled=true")
+
+
+@pytest.fixture(scope="module")
+def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "run"
+    run(1, config, folder, "run.num_steps=1", *SPOT)
+    return folder
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "tlt_megatron.cli", *map(str, words)]
+
+
+@pytest.fixture(scope="module")
+def address(finished: Path) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = command("serve", finished, "--port", port, "--max-tokens", 48)
+    with subprocess.Popen(words, cwd=REPO, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        said = []
+        for line in server.stderr:
+            said.append(line)
+            if "running on" in line:
+                break
+        else:
+            raise AssertionError("".join(said))
+        yield f"http://127.0.0.1:{port}"
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) in (0, -signal.SIGINT)
+
+
+def post(address: str, path: str, **body: Any) -> tuple[int, Any]:
+    request = urllib.request.Request(
+        f"{address}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request) as reply:
+            text = reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+    return 200, text if body.get("stream") else json.loads(text)
+
+
+def test_answers_are_those_of_the_engine(address: str, finished: Path) -> None:
+    prompts, sampling = ["12+7=", "3*4="], {"temperature": 0.7, "seed": 5}
+    expected = Engine(finished / "hf", max_tokens=48).generate(
+        prompts, max_new_tokens=20, num_samples=2, **sampling
+    )
+    code, reply = post(address, "completions", prompt=prompts, max_tokens=20, n=2, **sampling)
+    assert code == 200
+    assert [choice["text"] for choice in reply["choices"]] == [one.text for one in expected]
+    assert reply["usage"]["completion_tokens"] == sum(len(one.token_ids) for one in expected)
+    assert reply["usage"]["accept_length"] >= 1.0  # with the run's drafter
+    code, text = post(
+        address, "completions", prompt=prompts, max_tokens=20, n=2, stream=True, **sampling
+    )
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    assert [json.loads(e)["choices"][0]["text"] for e in events] == [one.text for one in expected]
+    with urllib.request.urlopen(f"{address}/v1/models") as models:
+        assert json.load(models)["data"][0]["id"] == str(finished)
+
+
+@pytest.mark.parametrize(
+    "path, body, code, said",
+    [
+        ("completions", {"prompt": "1" * 60}, 400, "prompts[0] has 60 tokens: must have 1 to "),
+        ("completions", {"prompt": ""}, 400, "prompts[0] has 0 tokens"),
+        ("completions", {"prompt": "1", "max_tokens": 0}, 422, "greater than 0"),
+        ("completions", {"prompt": "1", "stop": ["x"]}, 422, "stop"),
+        ("completions", {}, 422, "prompt"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "1"}]},
+            400,
+            "no chat template",
+        ),
+    ],
+)
+def test_a_bad_request_is_answered_with_its_reason(
+    address: str, path: str, body: dict[str, Any], code: int, said: str
+) -> None:
+    found, reply = post(address, path, **body)
+    assert (found, said in json.dumps(reply)) == (code, True), reply
+
+
+@pytest.mark.parametrize("engine, program", [("sglang", "python"), ("vllm", "vllm")])
+def test_another_engine_is_started_with_the_exported_drafter(
+    finished: Path, tmp_path: Path, engine: str, program: str
+) -> None:
+    """A stand-in for the server prints its arguments."""
+    stand_in = tmp_path / program
+    stand_in.write_text('#!/bin/sh\necho "started: $@"\n')
+    stand_in.chmod(stat.S_IRWXU)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for _ in range(2):  # the second time the drafter is there
+        done = subprocess.run(
+            command("serve", finished, "--engine", engine, "--port", 8123),
+            cwd=REPO,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        printed, started = done.stdout.splitlines()
+        assert str(finished / f"hf_drafter_{engine}") in printed
+        assert "--port 8123" in printed
+        assert started.startswith("started: ")
+        assert str(finished / "hf") in started
+    assert (finished / f"hf_drafter_{engine}" / "model.safetensors").is_file()
+
+
+def test_chat_answers_each_line(finished: Path, address: str) -> None:
+    for model in (finished, address):
+        done = subprocess.run(
+            command("chat", model, "--max-new-tokens", 8),
+            cwd=REPO,
+            input="12+7=\n3*4=\n\n",
+            capture_output=True,
+            text=True,
+        )
+        if model == address:  # this tokenizer has no chat template
+            assert done.returncode == 2
+            assert "no chat template" in done.stderr.splitlines()[-1]
+        else:
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.count("tokens/s, accept length") == 2

@@ -1,0 +1,79 @@
+"""Serves a trained policy with its drafter behind the protocol of OpenAI.
+
+    tlt serve runs/mine --port 8000
+    tlt serve Qwen/Qwen3-0.6B --drafter drafter --engine sglang
+
+The embedded engine is for trying a model, also on a CPU; it needs `pip install "tlt_megatron[serve]"`. `--engine sglang` or `vllm`
+prints that server's full command and becomes it. The drafter is first exported to its format, beside the original.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+from tools.export_drafter import export_drafter, find_drafter, load_target, server_command
+
+
+def main() -> None:
+    """Serve until Ctrl-C. ValueError for a model or drafter that cannot be used."""
+    options = _parse()
+    model, drafter = model_and_drafter(options.model)
+    drafter = options.drafter or drafter
+    if options.engine != "embedded":
+        command = _other_server(options, model, drafter)
+        print(shlex.join(command), flush=True)
+        os.execvp(command[0], command)
+    for name in ("fastapi", "uvicorn"):
+        if find_spec(name) is None:
+            raise ValueError(f"{name} is not installed: pip install 'tlt_megatron[serve]'")
+    import uvicorn
+
+    from tlt_megatron import Engine
+    from tools.openai_server import make_app
+
+    engine = Engine(model, drafter=drafter, max_tokens=options.max_tokens)
+    uvicorn.run(make_app(engine, options.model), host=options.host, port=options.port)
+
+
+def model_and_drafter(source: str) -> tuple[str, str | None]:
+    """Return the policy of a finished run, and its drafter if it has one. Any other name is that of a model."""
+    run = Path(source)
+    if not (run / "config.yaml").is_file():
+        return source, None
+    if not (run / "hf").is_dir():
+        raise ValueError(
+            f"{source}: has no hf/; tlt convert --from {source} --to FOLDER makes a model of its checkpoint"
+        )
+    drafter = run / "hf_drafter"
+    return str(run / "hf"), str(drafter) if drafter.is_dir() else None
+
+
+def _other_server(options: argparse.Namespace, model: str, drafter: str | None) -> list[str]:
+    """Return the command of SGLang or vLLM. Its format of the drafter is written once."""
+    exported = None
+    if drafter is not None:
+        exported = Path(f"{drafter}_{options.engine}")
+        if not exported.is_dir():
+            source = find_drafter(Path(drafter))
+            export_drafter(source, exported, options.engine, load_target(Path(model)))
+    command = server_command(options.engine, model, exported)
+    return [*command, "--host", options.host, "--port", str(options.port)]
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "model", metavar="RUN_OR_MODEL", help="a run, a folder, or an id on the Hub"
+    )
+    parser.add_argument("--drafter", metavar="FOLDER", help="default: the run's")
+    parser.add_argument("--engine", default="embedded", choices=("embedded", "sglang", "vllm"))
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--max-tokens", type=int, default=2048, help="prompt and response, embedded"
+    )
+    return parser.parse_args()
