@@ -1,12 +1,15 @@
-"""Writes the policy of a run or a checkpoint as a Hugging Face folder.
+"""Converts the policy between a Hugging Face folder and a Megatron torch_dist checkpoint.
 
 It takes one process, on the CPU.
 
     tlt convert --from runs/mine --to exported
+    tlt convert --from Qwen/Qwen3-0.6B --to megatron
 
-`--from` is a run, its checkpoints, one of them or its `policy/` (Megatron's torch_dist), for any
-layout that it was saved with. Config and tokenizer come from `--model`; for a run, the default is
-the folder that it was started with.
+`--from` sets the direction. A folder with config.json and safetensors, or an id of the Hub, becomes a torch_dist
+checkpoint (weights, and the optimizer before its first step), like `policy/` of a run's checkpoint.
+A run, its checkpoints, one of them or its `policy/` becomes a Hugging Face model, for any layout
+that it was saved with. Config and tokenizer come from `--model`; for a run, the default is the
+folder that it was started with.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.device import select_device
+from tlt_megatron.runtime.durable import new_folder
 from tlt_megatron.runtime.process_groups import Group, init_world
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.trainer.manifest import is_checkpoint_root
@@ -52,17 +56,25 @@ _TIMEOUT_S = 600.0
 def main() -> None:
     """Convert and print what was done. ValueError if that is impossible."""
     options = _parse()
-    source, target = Path(options.source), Path(options.to)
+    source, target = fetch_model("--from", options.source), Path(options.to)
     if not source.is_dir():
         raise ValueError(f"--from {source}: no such folder")
     world = init_world("gloo", _TIMEOUT_S)
     try:
-        policy, name = find_policy(source, world), options.model
-        model = fetch_model("--model", name, TOKENIZER) if name else find_model(source)
-        megatron_to_hf(policy, target, model, world, dtype=options.dtype)
+        if is_hf_folder(source):
+            hf_to_megatron(source, target, world, dtype=options.dtype or "float32")
+        else:
+            name = options.model
+            model = fetch_model("--model", name, TOKENIZER) if name else find_model(source)
+            megatron_to_hf(find_policy(source, world), target, model, world, dtype=options.dtype)
     finally:
         dist.destroy_process_group()
     print(f"{source} -> {target}")
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Return whether `path` is a Hugging Face model with weights."""
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
 def find_policy(path: Path, world: Group) -> Path:
@@ -79,7 +91,9 @@ def find_policy(path: Path, world: Group) -> Path:
     for folder in (path, path / "policy"):
         if (folder / _COMMON_FILE).is_file():
             return folder
-    raise ValueError(f"--from {path}: must be a run with a checkpoint, or a torch_dist checkpoint")
+    raise ValueError(
+        f"--from {path}: must be a Hugging Face model, a run with a checkpoint, or a torch_dist checkpoint"
+    )
 
 
 def find_model(path: Path) -> Path:
@@ -89,6 +103,22 @@ def find_model(path: Path) -> Path:
             config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
             return Path(config["model"]["path"])
     raise ValueError(f"--model: needed, as {path} is in no run folder (with config.yaml)")
+
+
+def hf_to_megatron(source: Path, target: Path, world: Group, *, dtype: str = "float32") -> None:
+    """Write the Hugging Face model in `source` as a torch_dist checkpoint to the new folder
+    `target`.
+
+    A run can load it only if its model.dtype is `dtype`.
+    """
+    if target.exists():
+        raise ValueError(f"--to {target}: must not exist")
+    policy = _build(source, dtype, world)
+    try:
+        with new_folder(target) as temporary:
+            policy.save(temporary)
+    finally:
+        destroy_model_parallel()
 
 
 def megatron_to_hf(
@@ -103,16 +133,7 @@ def megatron_to_hf(
         raise ValueError(f"--to {target}: must not exist")
     common = torch.load(source / _COMMON_FILE, weights_only=True)
     identity = common["identity"]
-    parallel = ParallelSection()
-    policy = McorePolicyModel(
-        model=ModelSection(path=str(model), dtype=identity["model.dtype"]),
-        parallel=parallel,
-        mcore=McoreSection(),
-        optimizer=OptimizerSection(),
-        groups=initialize_model_parallel(parallel, world, seed=0),
-        device=select_device("cpu"),
-        keep_reference=False,
-    )
+    policy = _build(model, identity["model.dtype"], world)
     try:
         policy.load(source)
         kept = getattr(torch, dtype or identity["model.dtype"])
@@ -132,13 +153,28 @@ def _shown(tensors: Iterator[tuple[str, Tensor]], model: Path) -> Iterator[tuple
     progress.close()
 
 
+def _build(model: Path, dtype: str, world: Group) -> McorePolicyModel:
+    parallel = ParallelSection()
+    return McorePolicyModel(
+        model=ModelSection(path=str(model), dtype=dtype),
+        parallel=parallel,
+        mcore=McoreSection(),
+        optimizer=OptimizerSection(),
+        groups=initialize_model_parallel(parallel, world, seed=0),
+        device=select_device("cpu"),
+        keep_reference=False,
+    )
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--from", dest="source", required=True, metavar="FOLDER")
     parser.add_argument("--to", required=True, metavar="FOLDER")
     parser.add_argument("--model", metavar="FOLDER", help="config and tokenizer, see above")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="default: that of its training"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="default: float32 for torch_dist, that of its training for Hugging Face",
     )
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""The torch_dist checkpoint of a model becomes that model, and a trained, sharded one becomes one model."""
+"""Hugging Face -> torch_dist -> Hugging Face is the identity, and a trained, sharded checkpoint becomes one model."""
 
 from __future__ import annotations
 
@@ -13,25 +13,20 @@ from safetensors.torch import load_file
 from tests.mcore_policy import Layout, build_policy, train
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
-from tlt_megatron.mcore.initialize import destroy_model_parallel
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.trainer.manifest import Manifest, hash_file, list_files, write_manifest
 from tools.convert_checkpoint import (
     find_model,
     find_policy,
+    hf_to_megatron,
+    is_hf_folder,
     megatron_to_hf,
 )
 
 
 def world() -> Group:
     return Group(handle=dist.group.WORLD, rank=0, size=1, global_ranks=(0,))
-
-
-def save(source: Path, folder: Path) -> None:
-    policy, _ = build_policy(source, Layout(world=1))
-    policy.save(folder)
-    destroy_model_parallel()
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
@@ -41,11 +36,13 @@ def test_there_and_back_is_the_identity(kind: str, tied: bool, tmp_path: Path) -
     megatron, back = tmp_path / "megatron", tmp_path / "back"
 
     def convert() -> None:
-        save(source, megatron)
+        hf_to_megatron(source, megatron, world())
         megatron_to_hf(megatron, back, source, world())
 
     run_ranks(1, convert)
     assert not (back / "made_with.json").exists()
+    assert is_hf_folder(source)
+    assert not is_hf_folder(megatron)
     before, after = HfReader(source), HfReader(back)
     assert before.names() == after.names()
     for name, tensor in before.items():
@@ -58,13 +55,13 @@ def test_a_trained_checkpoint_of_four_ranks_becomes_its_model(tmp_path: Path) ->
     run_dir = tmp_path / "run"
     layout = Layout(world=4, tensor=2, pipeline=2)
 
-    def train_and_save() -> dict[str, torch.Tensor]:
+    def save() -> dict[str, torch.Tensor]:
         policy, groups = build_policy(source, layout, dtype="bfloat16")
         trained = train(policy, groups, (1,))
         policy.save(run_dir / "checkpoints" / "iter_0000001" / "policy")
         return trained["weights"]
 
-    weights = run_ranks(4, train_and_save)[0]
+    weights = run_ranks(4, save)[0]
     seal(run_dir / "checkpoints" / "iter_0000001")
     (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
     (run_dir / "config.yaml").write_text(f"model:\n  path: {source}\n")
@@ -87,13 +84,15 @@ def seal(folder: Path) -> None:
 
 
 def test_a_conversion_that_is_cut_short_leaves_no_model(tmp_path: Path) -> None:
-    """By a full disk (here the limit of a file's size). A kill leaves `back.tmp`."""
+    """By a full disk (here the limit of a file's size), in both directions. A kill leaves `back.tmp`."""
     source = make_tiny_hf(tmp_path / "hf", "llama", num_layers=2)
 
     def convert() -> None:
-        save(source, tmp_path / "megatron")
+        hf_to_megatron(source, tmp_path / "megatron", world())
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, most))
+        with pytest.raises(OSError, match="File too large"):
+            hf_to_megatron(source, tmp_path / "other", world())
         with pytest.raises(OSError, match="File too large"):
             megatron_to_hf(tmp_path / "megatron", tmp_path / "back", source, world())
 
@@ -102,7 +101,7 @@ def test_a_conversion_that_is_cut_short_leaves_no_model(tmp_path: Path) -> None:
 
 
 def test_wrong_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--from .* must be a run with a checkpoint"):
+    with pytest.raises(ValueError, match=r"--from .* must be a Hugging Face model"):
         find_policy(tmp_path, SINGLE)
     with pytest.raises(ValueError, match="--model: needed"):
         find_model(tmp_path)

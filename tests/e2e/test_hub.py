@@ -130,6 +130,13 @@ def test_init_reads_no_weights_and_pins_the_commit(
     assert settings["model"]["path"] == f"tiny/policy@{COMMIT}"
 
 
+def test_a_conversion_takes_an_id(hub: FakeHub, tmp_path: Path) -> None:
+    target = tmp_path / "megatron"
+    code, output = tlt(hub, tmp_path / "hf", "convert", "--from", "tiny/policy", "--to", target)
+    assert code == 0, output
+    assert any(target.iterdir())
+
+
 def test_a_recipe_converts_a_data_set_by_its_id(hub: FakeHub, tmp_path: Path) -> None:
     samples, folder, out = REPO / "examples/datasets/samples", tmp_path / "gsm8k", tmp_path / "rows"
     folder.mkdir()
