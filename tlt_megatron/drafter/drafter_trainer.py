@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -97,6 +97,10 @@ def interruptible(
 _BETAS = 0.9, 0.95  # of Adam's moments
 _NUM_WARMUP = 20  # updates over the drafter's life in which the learning rate rises
 _MAX_GRAD_NORM = 1.0  # larger gradients are scaled down to it
+
+
+def _shares(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, ...]:
+    return tuple(s / count if count else math.nan for s, count in zip(sums, counts, strict=True))
 
 
 def _go_on() -> None:
@@ -207,10 +211,8 @@ class DrafterTrainer:
         return DrafterStats(
             loss=loss_sum / count if count else math.nan,
             num_tokens=round(count),
-            agreement=tuple(a / c if c else math.nan for a, c in zip(agreed, counts, strict=True)),
-            accept_probability=tuple(
-                a / c if c else math.nan for a, c in zip(accepted, counts, strict=True)
-            ),
+            agreement=_shares(agreed, counts),
+            accept_probability=_shares(accepted, counts),
             flags=(rest[-2], rest[-1]),
             grad_norm=grad_norm,
             lr=lr,

@@ -188,7 +188,11 @@ class SpotTrainer:
                 )
             self._level = held[source]
         assert self._level is not None
-        self._clean_up(world)
+        self._groups.trim()
+        if world.is_first:
+            for phase_log in self._left_phases:  # all ranks have left them for this call
+                phase_log.forget()
+        self._left_phases.clear()
         return self._level
 
     def _await_plan(
@@ -258,14 +262,6 @@ class SpotTrainer:
             sessions=tuple(records),
             num_groups_formed=num_groups_formed,
         )
-
-    def _clean_up(self, world: Group) -> None:
-        """Remove past phases from the store. All ranks have left them for a world collective."""
-        self._groups.trim()
-        if world.is_first:
-            for phase_log in self._left_phases:
-                phase_log.forget()
-        self._left_phases.clear()
 
 
 def _is_broken(record: SessionRecord) -> bool:

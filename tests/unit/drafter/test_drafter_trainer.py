@@ -37,14 +37,6 @@ def make_batches(model: DraftModel) -> list[DraftBatch]:
     return [pack_batch([make_sequence(model, n, seed=n) for n in share]) for share in lengths]
 
 
-def test_step_sends_the_loss_down() -> None:
-    trainer = make_trainer(lr=3e-3)
-    batch = make_batches(trainer.model)[0]
-    losses = [trainer.step(batch).loss for _ in range(30)]
-    assert losses[-1] < 0.7 * losses[0]
-    assert trainer.num_updates == 30
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_ranks_equal_one_rank_on_the_union(algorithm: str) -> None:
     """The third member has no data; what it says in its flags counts all the same."""
@@ -93,21 +85,6 @@ def test_newcomer_takes_over_the_state_of_a_member() -> None:
     newcomer, old = run_ranks(2, member)
     assert newcomer["num_updates"] == 4
     assert all(torch.equal(newcomer[name], tensor) for name, tensor in old.items())
-
-
-def test_state_resumes_the_straight_run() -> None:
-    straight, first, second = (make_trainer() for _ in range(3))
-    batches = make_batches(straight.model)
-    expected = [straight.step(batch) for batch in batches + batches]
-    for batch in batches:
-        first.step(batch)
-    state = {name: tensor.clone() for name, tensor in first.state_dict().items()}
-    second.load_state_dict(state)
-    actual = [second.step(batch) for batch in batches]
-    assert actual == expected[3:]
-    for name, tensor in straight.state_dict().items():
-        assert torch.equal(second.state_dict()[name], tensor), name
-    assert not [name for name in state if "embed" in name or "head" in name]
 
 
 def test_wrong_state_is_refused() -> None:

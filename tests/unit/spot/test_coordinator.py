@@ -4,28 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.phase_lines import FOUR, MACHINE, make_view
 from tlt_megatron.spot.coordinator import Coordinator
-from tlt_megatron.spot.rank_state import PhaseView, Plan, ReplicaLayout
-
-FOUR = ReplicaLayout(4)
-MACHINE = "m"
-
-
-def make_view(*lines: str, layout: ReplicaLayout = FOUR) -> PhaseView:
-    view = PhaseView(layout, MACHINE)
-    for line in lines:
-        apply(view, line)
-    return view
-
-
-def apply(view: PhaseView, line: str) -> None:
-    """`finished RANK TIME` stands for a rank of this machine that is ready at once."""
-    kind, *words = line.split()
-    if kind == "finished":
-        rank, time = words
-        view.apply([kind, rank, MACHINE, time], now=1000.0)
-        kind, words = "ready", [rank]
-    view.apply([kind, *words], now=1000.0)
+from tlt_megatron.spot.rank_state import Plan, ReplicaLayout
 
 
 def make_coordinator(

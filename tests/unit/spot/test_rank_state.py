@@ -7,6 +7,7 @@ import random
 import pytest
 import torch.distributed as dist
 
+from tests.phase_lines import FOUR, MACHINE, apply, make_view
 from tlt_megatron.spot.rank_state import (
     PhaseLog,
     PhaseView,
@@ -15,26 +16,6 @@ from tlt_megatron.spot.rank_state import (
     SharedLog,
     SpotRanks,
 )
-
-FOUR = ReplicaLayout(4)
-MACHINE = "m"
-
-
-def make_view(*lines: str, layout: ReplicaLayout = FOUR) -> PhaseView:
-    view = PhaseView(layout, MACHINE)
-    for line in lines:
-        apply(view, line)
-    return view
-
-
-def apply(view: PhaseView, line: str) -> None:
-    """`finished RANK TIME` stands for a rank of this machine that is ready at once."""
-    kind, *words = line.split()
-    if kind == "finished":
-        rank, time = words
-        view.apply([kind, rank, MACHINE, time], now=1000.0)
-        kind, words = "ready", [rank]
-    view.apply([kind, *words], now=1000.0)
 
 
 def phase_log(store: dist.Store, step: int, rank: int) -> PhaseLog:
