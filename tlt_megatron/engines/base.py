@@ -53,7 +53,6 @@ class PassRecord:
     reason: str  # why the selector chose this strategy, such as "exploit"
     num_committed: int  # new tokens of the whole batch
     accepted_by_depth: tuple[int, ...]  # [d - 1]: requests that accepted >= d drafted tokens
-    kv_tokens: int | None = None  # that the KV memory in use has room for; None: not known
 
 
 class LaterPrompts(NamedTuple):

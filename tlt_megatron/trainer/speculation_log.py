@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any
 
 from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.runtime.metrics import keep_rows
@@ -54,8 +53,6 @@ def add_pass_spans(timeline: Timeline, passes: Sequence[PassRecord]) -> None:
         end_s = last.start_s + last.seconds
         if following:  # the sum may round past the start of the next span, and spans must nest
             end_s = min(end_s, following[0].start_s)
-        known = [p.kv_tokens for p in run if p.kv_tokens is not None]
-        more: dict[str, Any] = {"kv_tokens": max(known)} if known else {}
         timeline.add_span(
             "DECODE" if first.strategy == _OFF else f"VERIFY({first.strategy})",
             first.start_s,
@@ -64,7 +61,6 @@ def add_pass_spans(timeline: Timeline, passes: Sequence[PassRecord]) -> None:
             passes=len(run),
             committed=sum(p.num_committed for p in run),
             reason=", ".join(dict.fromkeys(p.reason for p in run)),
-            **more,
         )
 
 

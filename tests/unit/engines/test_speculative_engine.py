@@ -126,7 +126,6 @@ def test_rows_speculate_while_others_wait_and_newcomers_join_them(make_engine, t
     passes = engine.take_passes()
     assert engine.stats().num_unspeculated_passes == 0
     assert all(record.strategy != "off" for record in passes)
-    assert 0 < max(record.kv_tokens for record in passes) <= engine.stats().peak_kv_tokens
     num_tokens = sum(r.token_ids.numel() for g in plain for r in g.rollouts)
     # prefilling brings the first token of each response
     assert sum(record.num_committed for record in passes) == num_tokens - 18

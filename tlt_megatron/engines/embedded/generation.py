@@ -177,7 +177,6 @@ class Generation:
 
     def _record(self, step: _Step) -> None:
         """Report the step's cost to the selector and store a PassRecord."""
-        cache = self._models.cache
         num_committed, accepted, first_by_depth = step.advance
         depths = accepted_by_depth(accepted, step.strategy.depth)
         if self._speculation is not None:
@@ -193,7 +192,6 @@ class Generation:
                 reason=step.reason,
                 num_committed=num_committed,
                 accepted_by_depth=tuple(depths),
-                kv_tokens=(cache.num_pages - cache.num_free) * cache.page_size,
             )
         )
 
