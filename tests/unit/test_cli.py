@@ -126,7 +126,7 @@ def test_bad_input_is_answered_in_one_line_before_torch(
             "export-drafter --from no --to new --format vllm",
             "--from no: must be a drafter's folder",
         ),
-        ("convert --from no --to new", "--from no: must be a run with a checkpoint"),
+        ("convert --from no --to new", "--from no: no such folder"),
         (f"migrate {{run}} --out {EXAMPLE}/no.yaml", "[Errno 20] Not a directory: "),
         (
             "compare {folder} {folder}",
