@@ -94,7 +94,9 @@ def load_model_config(path: str | Path, key: str = "model.path") -> ModelConfig:
     """
     file = Path(path) / "config.json"
     if not str(path) or not file.is_file():
-        raise ValueError(f"{key}={str(path)!r}: must be a folder with config.json and safetensors")
+        raise ValueError(
+            f"{key}={str(path)!r}: must be a folder with config.json and safetensors (GGUF cannot be trained)"
+        )
     hf = read_json(file)
     try:
         return _model_config(hf)

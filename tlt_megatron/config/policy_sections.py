@@ -80,6 +80,14 @@ class RewardSection(Section):
         """Return whether no function is the user's."""
         return self.weights.keys() <= REGISTRY["reward.function"].built_in.keys()
 
+    def may_return(self, number: str) -> bool:
+        """Return whether results may have a further number of this name: the user's functions return any."""
+        if list(self.weights.values()) == [1]:
+            return not self.is_built_in
+        name, _, further = number.partition("/")
+        own = [spec for spec in self.weights if spec.rpartition(":")[2] == name]
+        return bool(own) and (not further or ":" in own[0])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSection(Section):

@@ -149,7 +149,7 @@ class LoggingSection(Section):
     # tensorboard (in <run.dir>/tensorboard), wandb, path/to/file.py:Class or package.module:Class
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     project: str = "tlt_megatron"  # of the run in wandb and trackers of yours
-    # live: a display on a terminal; lines: one per step; auto: live on a terminal, else lines
+    # lines: one per step; auto: a live display on a terminal, else lines
     progress: Annotated[str, one_of("auto", "lines", "none")] = "auto"
     rollouts: bool = False  # every response with its reward: <run.dir>/rollouts/step_0000001.jsonl
     trace: bool = True  # spans of every rank, merged to <run.dir>/trace.json (Perfetto)
@@ -263,6 +263,13 @@ class RunConfig:
             rollout.num_samples > 1 or not self.algorithm.dynamic_sampling,
             "dynamic_sampling",
             "false where rollout.num_samples=1 (it compares siblings)",
+        )
+        metric = self.used_sampling_metric
+        known = ("score", "reward", *["acc"] * self.reward.is_built_in)
+        self.algorithm.require(
+            not metric or metric in known or self.reward.may_return(metric),
+            "dynamic_sampling_metric",
+            f"one of {', '.join(known)}, or a further number of {', '.join(self.reward.weights)}",
         )
         self.reward.require(
             self.reward.overlong_tokens < rollout.max_new_tokens,

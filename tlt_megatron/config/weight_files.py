@@ -49,7 +49,9 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
         return _by_index(index)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder}: must hold .safetensors files (others must be converted)")
+        raise ValueError(
+            f"{folder}: must hold .safetensors files (GGUF and .bin must be converted)"
+        )
     found: dict[str, StoredTensor] = {}
     for file in files:
         for name, tensor in read_header(file).items():

@@ -54,7 +54,7 @@ def render_page(
         panels,
         name=run.name,
         headline=[(label, _filled(text, run.summary)) for label, text in _HEADLINE],
-        facts=_filled(_FACTS, run.config),
+        facts=_filled(_FACTS, run.config) + _memory(run.summary),
         alarms=run.alarms,
         responses=responses,
         live=live,
@@ -88,6 +88,15 @@ def _render(panels: Sequence[Panel], **values: object) -> str:
     template = _environment().get_template("page.html.j2")
     plotly_js = plotly.offline.get_plotlyjs()
     return template.render(panels=panels, plotly_js=plotly_js, on_dark=ON_DARK, **values)
+
+
+def _memory(summary: Mapping[str, object]) -> str:
+    """Return what a rank took of the memory that was planned; "" if no rank could tell."""
+    peak, planned = summary.get("memory_peak_gb"), summary.get("memory_planned_gb")
+    if not isinstance(peak, float) or not isinstance(planned, float):
+        return ""
+    verdict = "above plan" if peak > planned else "planned"
+    return f" · memory of a rank {peak:.3g} GB, {verdict} ({planned:.3g} GB)"
 
 
 def _filled(text: str, values: Mapping[str, object]) -> str:

@@ -116,6 +116,7 @@ CASES = [
     Case("config is not JSON", r"config\.json: cannot be read as JSON", text("model/config.json", "{")),
     Case("config is nested too deeply", r"model/config\.json: cannot be read as JSON: .*recursion", text("model/config.json", "[" * 200_000)),
     Case("config is a list", r"config\.json: must hold a JSON object, not a list", text("model/config.json", "[]")),
+    Case("GGUF file", r"model\.path='[^']*/q4\.gguf': must be a folder with config\.json and safetensors \(GGUF cannot be trained", overrides=("model.path={0}/q4.gguf",)),
     Case("model type", MODEL + r"config\.json model_type='mixtral' is not supported; must be one of llama, qwen2, qwen3", model(model_type="mixtral")),
     Case("no model type", r"model_type=None is not supported", model(model_type=None)),
     Case("sizes", MODEL + r"config\.json lacks vocab_size" , text("model/config.json", '{"model_type": "llama", "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}')),
@@ -138,7 +139,7 @@ CASES = [
     Case("generation config", r"generation_config\.json: eos_token_id=\[2, 99\] must be < vocab_size=32", text("model/generation_config.json", '{"eos_token_id": [2, 99]}')),
     # safetensors
     Case("no safetensors", MODEL + r"must hold \.safetensors files", remove("model/model.safetensors")),
-    Case("another format", r"must hold \.safetensors files \(others must be converted", lambda f: (f / "model/model.safetensors").rename(f / "model/pytorch_model.bin")),
+    Case("another format", r"must hold \.safetensors files \(GGUF and \.bin must be converted", lambda f: (f / "model/model.safetensors").rename(f / "model/pytorch_model.bin")),
     Case("truncated data", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*not fully covered", cut("model/model.safetensors", -1)),
     Case("truncated header", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*header", cut("model/model.safetensors", 100)),
     Case("empty file", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*header too small", text("model/model.safetensors", "")),

@@ -187,6 +187,15 @@ def test_the_headline_and_the_whole_summary_are_on_the_page(run_dir: Path) -> No
     assert "prompts × 8 responses a step" in page
 
 
+@pytest.mark.parametrize(("peak", "verdict"), [(2.43, "above plan"), (2.0, "planned")])
+def test_the_memory_that_was_taken_is_compared_with_the_plan(
+    run_dir: Path, peak: float, verdict: str
+) -> None:
+    memory = {"memory_peak_gb": peak, "memory_planned_gb": 2.11}
+    (run_dir / "summary.json").write_text(json.dumps(SUMMARY | memory))
+    assert f"memory of a rank {peak:.3g} GB, {verdict} (2.11 GB)" in page_of(run_dir)
+
+
 def test_shares_of_strategies_are_those_of_the_passes(run_dir: Path) -> None:
     bars = traces(page_of(run_dir), "strategies")
     passes = [record for step in (1, 2, 3) for rank in (0, 1) for record in passes_of(rank, step)]
