@@ -231,6 +231,21 @@ def test_no_data_parallel_rank_holds_more_of_the_optimizer_than_its_share(
     assert total > 3 * largest  # so that a whole stage on one rank is more than is allowed
 
 
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, model_path: Path) -> None:
+    """The weight sync finds those of a policy, nothing else those of a critic."""
+
+    def run() -> None:
+        policy, groups = build_policy(model_path, TP2)
+        if groups.world.rank == 1:
+            with torch.no_grad():
+                next(policy._stage.parameters()).view(-1)[3] = float("nan")
+        with pytest.raises(RuntimeError, match=r"rank 1: weights of .* are not finite: not saved"):
+            policy.save(tmp_path / "checkpoint")
+
+    run_ranks(2, run)
+    assert not (tmp_path / "checkpoint").exists()
+
+
 def test_an_entry_of_bytes_in_place_of_a_tensor_is_refused(
     tmp_path: Path, model_path: Path
 ) -> None:

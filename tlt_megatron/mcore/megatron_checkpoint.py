@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 from tlt_megatron.mcore.checkpoint_reader import loading_strategies, read_common, read_metadata
 from tlt_megatron.mcore.optimizer import PolicyOptimizer
 from tlt_megatron.mcore.optimizer_state import load_optimizer_state, sharded_optimizer_state
-from tlt_megatron.runtime.collectives import barrier, broadcast_object
+from tlt_megatron.runtime.collectives import barrier, broadcast_object, gather_objects
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.runtime.process_groups import ProcessGroups
 
@@ -35,10 +35,11 @@ def save_checkpoint(
     """Write weights, optimizer and schedule to `path`, a new or empty folder that all ranks see.
 
     A collective of all ranks. When it returns on any rank, all files are on disk (fsynced). ValueError if the folder is not
-    empty, OSError if a rank cannot write.
+    empty, RuntimeError if a weight is not finite, OSError if a rank cannot write.
     """
     from megatron.core import dist_checkpointing
 
+    _require_finite(model, groups)
     is_used = False
     if groups.world.is_first:
         path.mkdir(parents=True, exist_ok=True)
@@ -112,6 +113,16 @@ def _sharded_state(
         # what must be equal when the checkpoint is loaded
         "identity": {"model.dtype": str(next(model.parameters()).dtype).removeprefix("torch.")},
     }
+
+
+def _require_finite(model: GPTModel, groups: ProcessGroups) -> None:
+    """Raise RuntimeError on all ranks if a weight is not finite. No engine gets a critic's weights and checks them."""
+    own = next((n for n, p in model.named_parameters() if not p.detach().isfinite().all()), None)
+    for rank, name in enumerate(gather_objects(own, groups.world)):
+        if name is not None:
+            raise RuntimeError(
+                f"rank {rank}: weights of {name} are not finite: not saved, earlier checkpoints stay"
+            )
 
 
 def _first_failure(error: CheckpointException) -> str:
