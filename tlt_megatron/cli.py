@@ -29,6 +29,7 @@ COMMANDS = {  # the word after `tlt`: the module whose `main()` it calls
     "migrate": "tools.migrate",
     "train": "tlt_megatron.cli",
     "plan": "tools.print_ledger",
+    "schema": "tools.print_schema",
     "report": "tools.report",
     "watch": "tools.watch",
     "compare": "tools.compare_runs",

@@ -43,7 +43,7 @@ def examine() -> list[Finding]:
         findings += [_memory(), _gpus()]
     how = f"only for rollout.engine=sglang: pip install sglang=={PINS['sglang']} (make setup-sglang on a CPU)"
     sglang = _package("sglang", how, name="SGLang", is_needed=False)
-    findings += [_transformer_engine(has_torch), sglang]
+    findings += [_transformer_engine(has_torch), _apex(), sglang]
     return findings
 
 
@@ -127,6 +127,16 @@ def _transformer_engine(has_torch: bool) -> Finding:
     from tlt_megatron.mcore import transformer_engine
 
     return Finding(name="Transformer Engine", found=version, advice=transformer_engine.problem())
+
+
+def _apex() -> Finding:
+    """The registry's package of this name is another one; NVIDIA's has fused kernels."""
+    found, advice = "installed", ""
+    if importlib.util.find_spec("apex") is None:
+        found, advice = "not installed", "optional: github.com/NVIDIA/apex"
+    elif importlib.util.find_spec("amp_C") is None:
+        advice = "this is the registry's package of that name, not NVIDIA's: pip uninstall apex"
+    return Finding(name="NVIDIA apex", found=found, advice=advice)
 
 
 if __name__ == "__main__":

@@ -104,3 +104,8 @@ def test_broken_transformer_engine_is_said(
         has_transformer_engine(torch.bfloat16)
     assert not has_transformer_engine(torch.float32)
     sys.modules.pop("transformer_engine", None)  # later tests of this process import Megatron
+
+
+def test_the_registrys_apex_is_not_nvidias(tmp_path: Path) -> None:
+    install(tmp_path, "apex", "0.9.10", "")
+    assert "not NVIDIA's" in run_doctor(tmp_path).stdout

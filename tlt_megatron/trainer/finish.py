@@ -16,6 +16,7 @@ from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.durable import replace_text
 from tlt_megatron.runtime.progress import Progress, format_number
 from tlt_megatron.runtime.timeline import merge_timelines
+from tlt_megatron.trainer.model_card import model_card
 from tlt_megatron.trainer.run import Run
 from tlt_megatron.trainer.summary import read_metrics, summarize
 
@@ -61,6 +62,9 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
         # No step since a resume: the speedup that was measured at the run's end stays true.
         summary = json.loads(path.read_text(encoding="utf-8")) | summary
     replace_text(path, json.dumps(summary, indent=2) + "\n")
+    if config.checkpoint.export_hf and is_complete and not run.is_stopped:
+        card = model_card(config, summary, has_drafter=trainer.drafter is not None)
+        replace_text(run_dir / "hf" / "README.md", card)
     if run.is_stopped:
         progress.close()
         log.info(
