@@ -18,24 +18,24 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lines with a token that is neither a comment nor part of a docstring. The wish for the package is
 # 18,800, for tools 5,200 and for tests 25,000.
 CODE_LINES = {
-    "tlt_megatron": 21_580,
-    "tlt_megatron/api": 330,
-    "tlt_megatron/config": 1_800,
-    "tlt_megatron/data": 560,
-    "tlt_megatron/drafter": 910,
-    "tlt_megatron/engines": 4_230,
-    "tlt_megatron/mcore": 2_020,
-    "tlt_megatron/models": 2_190,
-    "tlt_megatron/policy": 980,
-    "tlt_megatron/rewards": 1_000,
-    "tlt_megatron/runtime": 2_100,
-    "tlt_megatron/speculation": 1_330,
-    "tlt_megatron/spot": 1_180,
-    "tlt_megatron/trainer": 3_010,
-    "tools": 6_770,
-    "tests": 31_750,
+    "tlt_megatron": 20_080,
+    "tlt_megatron/api": 310,
+    "tlt_megatron/config": 1_730,
+    "tlt_megatron/data": 500,
+    "tlt_megatron/drafter": 770,
+    "tlt_megatron/engines": 3_830,
+    "tlt_megatron/mcore": 1_830,
+    "tlt_megatron/models": 2_100,
+    "tlt_megatron/policy": 910,
+    "tlt_megatron/rewards": 940,
+    "tlt_megatron/runtime": 1_820,
+    "tlt_megatron/speculation": 1_160,
+    "tlt_megatron/spot": 1_020,
+    "tlt_megatron/trainer": 2_820,
+    "tools": 6_340,
+    "tests": 29_320,
 }
-NUM_SETTINGS = 119
+NUM_SETTINGS = 111
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things
 NO_CODE = {
     tokenize.COMMENT,

@@ -155,7 +155,10 @@ def _check_options(hf: Mapping[str, Any]) -> None:
         raise ValueError(
             f"attention_bias=True is not supported for {kind} (it also puts a bias on o_proj)"
         )
-    for other in hf.get("layer_types") or []:
+    layer_types = hf.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ValueError(f"layer_types={layer_types!r}: must be a list")
+    for other in layer_types:
         if other != "full_attention":
             raise ValueError(f"layer_types with {other} is not supported; only full_attention")
 

@@ -127,6 +127,7 @@ CASES = [
     Case("attention bias", r"attention_bias=True is not supported for llama", model(attention_bias=True)),
     Case("sliding window", r"use_sliding_window=True is not supported", model(use_sliding_window=True)),
     Case("other attention in some layers", MODEL + r"config\.json layer_types with chunked_attention is not supported; only full_attention", model(layer_types=["full_attention", "chunked_attention"])),
+    Case("layer_types of another type", r"layer_types='full_attention': must be a list", model(layer_types="full_attention")),
     Case("yarn", r"rope_type='yarn' is not supported; must be one of default, linear, llama3", model(rope_parameters={"rope_type": "yarn", "factor": 4.0})),
     Case("yarn as transformers 4 wrote it", r"rope_type='yarn' is not supported", model(rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0})),
     Case("dynamic rope", r"rope_type='dynamic' is not supported", model(rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
