@@ -38,9 +38,11 @@ def sync_tree(folder: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield the empty folder `<path>.tmp`. If the body succeeds, it is flushed and replaces `path`.
 
-    After a crash `path` is the whole old or the whole new folder, or not there.
+    After a crash `path` is the whole old or the whole new folder, or the whole old one is `<path>.old`, which the next call puts back.
     """
     temporary, old = (path.with_name(path.name + ending) for ending in (".tmp", ".old"))
+    if old.exists() and not path.exists():
+        old.rename(path)
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -48,12 +50,13 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield temporary
         sync_tree(temporary)
         if path.exists():
-            shutil.rmtree(path.rename(old))
+            path.rename(old)
         temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)  # frees the space if the disk is full
         raise
     sync_path(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str) -> None:
