@@ -20,9 +20,8 @@ _OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}
 _FUSED_D, _FUSED_F, _FUSED_Q, _FUSED_KV = 4.0, 3.0, 3.0, 1.5
 _UNFUSED_D, _UNFUSED_F, _UNFUSED_Q = 7.25, 5.0, 5.5
 # The C heap of a CPU process keeps freed blocks that no later block fits into. As a share of the activations of a micro-batch:
-# 0 (SmolLM2, few steps) to 0.6 (quickstart, 50 steps with sequences of other lengths). The middle, so that the plan is within
-# 15 % at both ends.
-_FREED_SHARE = 0.35
+# 0 (SmolLM2, few steps) to 0.6 (quickstart, 50 steps with sequences of other lengths).
+_FREED_SHARE = 0.5
 _STATE_BYTES = 12  # per parameter in a checkpoint: master weight and two moments in float32
 # Host bytes per parameter of a rank's shard while it loads a checkpoint: the state, and the gate and up projections once more,
 # which Megatron joins. 12 B plus 16 (a small model) to 20 of 12 (Qwen2.5) for these.
