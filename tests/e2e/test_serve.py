@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 
 from tests.tiny_task import REPO, run
 from tlt_megatron import Engine
+from tlt_megatron.trainer.model_card import base_model
 
 SPOT = ("speculation.enabled=true", "speculation.strategies=[2_1_2]", "spot.enabled=true")
 
@@ -133,6 +135,25 @@ def test_another_engine_is_started_with_the_exported_drafter(
         assert started.startswith("started: ")
         assert str(finished / "hf") in started
     assert (finished / f"hf_drafter_{engine}" / "model.safetensors").is_file()
+
+
+def test_the_policy_has_a_card_that_the_hub_reads(finished: Path) -> None:
+    card = ModelCard.load(finished / "hf" / "README.md")
+    summary = json.loads((finished / "summary.json").read_text())
+    assert card.data.base_model == "model"  # the folder of the run's model
+    assert f"| eval_accuracy_last | {summary['eval_accuracy_last']:.4g} |" in card.text
+    assert "tlt serve RUN" in card.text
+
+
+@pytest.mark.parametrize(
+    "path, name",
+    [
+        ("/cache/hub/models--Qwen--Qwen3-0.6B/snapshots/0123", "Qwen/Qwen3-0.6B"),
+        ("/models/my-model", "my-model"),
+    ],
+)
+def test_the_base_model_is_named_as_the_hub_names_it(path: str, name: str) -> None:
+    assert base_model(path) == name
 
 
 def test_chat_answers_each_line(finished: Path, address: str) -> None:

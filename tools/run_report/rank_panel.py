@@ -90,7 +90,10 @@ def _layout(window: Window, rows: Sequence[str]) -> Json:
         hovermode="closest",
         height=height + _MARGINS,
         shapes=[line | {"x0": at, "x1": at} for at in window.step_starts.values() if at > 0],
-        uniformtext={"mode": "hide", "minsize": 12},  # a bar too narrow for its label has none
+        uniformtext={
+            "mode": "hide",
+            "minsize": 12,
+        },  # hides labels that their bars have no room for
     )
 
 

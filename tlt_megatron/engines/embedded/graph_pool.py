@@ -51,7 +51,7 @@ class _Captured:
 class GraphPool:
     """The captures of one engine, made at the first use of a shape.
 
-    Example: `pool.bind(model, cache, lane)`, then `hidden_PD, features_PF = pool.run(Role.TARGET, inputs)` for every pass.
+    Example: `pool.bind(model, cache, lane)` once; each pass calls `hidden_PD, features_PF = pool.run(Role.TARGET, inputs)`.
     """
 
     def __init__(self, plan: GraphPlan, new_memory: Callable[[], GraphMemory | None]) -> None:
