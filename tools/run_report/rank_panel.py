@@ -90,10 +90,8 @@ def _layout(window: Window, rows: Sequence[str]) -> Json:
         hovermode="closest",
         height=height + _MARGINS,
         shapes=[line | {"x0": at, "x1": at} for at in window.step_starts.values() if at > 0],
-        uniformtext={
-            "mode": "hide",
-            "minsize": 12,
-        },  # hides labels that their bars have no room for
+        # Hides the labels that their bars have no room for.
+        uniformtext={"mode": "hide", "minsize": 12},
     )
 
 
