@@ -4,6 +4,11 @@
 
 It needs no GPU, and of the model a folder with config.json alone; of an id of the Hub it fetches that file. `run.device=cpu` gives the memory
 of a CPU rank.
+
+    tlt plan my.yaml --ranks 8 --simulate runs/mine
+
+With recorded runs of the same policy and machine it also predicts the seconds of a step by phase, without speculation, with a
+frozen drafter and with TLT: see docs/planner.md.
 """
 
 from __future__ import annotations
@@ -17,12 +22,18 @@ from tlt_megatron.config.hub import CONFIG, load_fetched_config
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.memory_ledger import describe_checkpoint, make_ledger
+from tools.planner.plan import print_plan
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the table. ValueError for settings or a layout that a run would refuse."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, required=True, help="GPUs (or CPU ranks) of the run")
+    parser.add_argument(
+        "--simulate", action="append", default=[], metavar="RUN", help="run folder; may be repeated"
+    )
+    parser.add_argument("--lengths", default="", metavar="MEDIAN,P99", help="assumed, in tokens")
+    parser.add_argument("--against", default="", metavar="RUN", help="finished run to compare with")
     parser.add_argument(
         "words",
         nargs="+",
@@ -46,6 +57,12 @@ def main(arguments: list[str] | None = None) -> None:
     device = Device(torch_device=torch.device(kind, 0), backend="gloo")  # nothing communicates
     print("\n".join(make_ledger(config, given.ranks, device).lines()))
     print(describe_checkpoint(config, given.ranks))
+    if given.simulate:
+        print_plan(
+            config, given.ranks, given.simulate, lengths=given.lengths, against=given.against
+        )
+    elif given.lengths or given.against:
+        parser.error("--lengths and --against need --simulate RUN")
 
 
 if __name__ == "__main__":

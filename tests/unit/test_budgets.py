@@ -32,8 +32,8 @@ CODE_LINES = {
     "tlt_megatron/speculation": 1_160,
     "tlt_megatron/spot": 1_020,
     "tlt_megatron/trainer": 2_820,
-    "tools": 6_340,
-    "tests": 29_345,
+    "tools": 6_800,
+    "tests": 29_470,
 }
 NUM_SETTINGS = 111
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things

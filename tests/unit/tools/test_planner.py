@@ -1,0 +1,151 @@
+"""`tlt plan --simulate`: predictions from run folders whose machine is known."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron import cli
+
+LENGTHS = [[[3, 5], [9, 2]], [[4, 4], [4, 4]]]  # of two steps of two prompts of two responses
+OFF_S, SLOPE_S = 10.0, 2.0  # of a plain pass: start, and for each request
+CHAIN_S = 20.0  # of a pass of 2_1_2, whatever its batch
+UPDATE_S = 50.0  # and 1.0 for each token of a rank
+
+
+def _record(folder: Path, *, spot: bool = True) -> Path:
+    """Write a run of two ranks whose passes and phases follow the constants above. A drafter of u updates has both tokens right with chance min(u / 100, 1)."""
+    rows, metrics = [], []
+    for step, prompts in enumerate(LENGTHS, start=1):
+        updates = 100 if step == 2 else 0
+        for rank in range(2):
+            for size in (1, 2):
+                requests, right = 200 * size, 2 * updates * size
+                pass_s = OFF_S + SLOPE_S * size
+                rows.append(_passes(step, rank, "off", size, 200 * pass_s, requests, []))
+                committed = requests + 2 * right
+                rows.append(
+                    _passes(step, rank, "2_1_2", size, 200 * CHAIN_S, committed, [right, right])
+                )
+        tokens = sum(map(sum, prompts))
+        gen_s = sum(row["seconds"] for row in rows if row["step"] == step and row["rank"] == 0)
+        update_s = UPDATE_S + tokens / 2
+        metrics.append(
+            {
+                "step": step,
+                "timing_s/gen": gen_s,
+                "timing_s/update_actor": update_s,
+                "timing_s/step": gen_s + update_s,
+                "spot/updates": 100.0 if spot else 0.0,
+                "bubble/idle_s": 1.0,
+                "bubble/used_s": 1.0 if spot else 0.0,
+            }
+        )
+        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        responses = [
+            {"draw_index": index, "token_ids": [7] * length}
+            for index, lengths in enumerate(prompts)
+            for length in lengths
+        ]
+        _write(folder / "rollouts" / f"step_{step:07d}.jsonl", responses)
+    _write(folder / "speculation.jsonl", rows)
+    _write(folder / "metrics.jsonl", metrics)
+    (folder / "config.yaml").write_text("{}\n")
+    return folder
+
+
+def _passes(step, rank, strategy, size, seconds, committed, accepted) -> dict:
+    names = ("step", "rank", "strategy", "batch_size", "passes", "seconds", "committed")
+    values = (step, rank, strategy, size, 200, seconds, committed)
+    return dict(zip(names, values, strict=True)) | {"accepted_by_depth": accepted, "reasons": {}}
+
+
+def _write(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Return a function that runs `tlt plan --simulate` and returns its exit code and the numbers of each row."""
+    monkeypatch.setenv("COLUMNS", "200")
+    model = tmp_path / "model"
+    make_tiny_hf(model, "qwen2")
+    config = tmp_path / "my.yaml"
+    config.write_text(
+        f"model: {{path: {model}}}\n"
+        "data: {max_prompt_tokens: 16}\n"
+        "rollout: {num_prompts: 2, num_samples: 2, max_new_tokens: 16}\n"
+        "speculation: {enabled: true, strategies: ['2_1_2']}\n"
+        "spot: {enabled: true}\nrun: {device: cpu}\n"
+    )
+
+    def run(*words: str) -> tuple[int, str, dict[str, list[float]]]:
+        code = cli.main(["plan", str(config), "--ranks", "2", *words])
+        printed = capsys.readouterr()
+        table = {}
+        for line in printed.out.splitlines():
+            cells = [cell.strip() for cell in line.split("│")[1:-1]]
+            if len(cells) > 1 and all(re.fullmatch(r"[\d.]+", cell) for cell in cells[1:]):
+                table[cells[0]] = [float(cell) for cell in cells[1:]]
+        return code, printed.out + printed.err, table
+
+    return run
+
+
+def test_seconds_are_those_of_the_recorded_machine(plan, tmp_path: Path) -> None:
+    code, text, table = plan("--simulate", str(_record(tmp_path / "run")))
+    assert code == 0, text
+    # Rank 0 has [3, 5] and rank 1 [9, 2]: 8 plain passes, one of them with two requests. Then two times [4, 4].
+    first_s = 7 * (OFF_S + SLOPE_S) + (OFF_S + 2 * SLOPE_S)
+    second_s = 3 * (OFF_S + 2 * SLOPE_S)
+    plain, fixed, frozen, tlt = table["gen"]
+    assert plain == pytest.approx((first_s + second_s) / 2, abs=0.01)
+    # A trained drafter commits 3 tokens in a pass of 20 s: 3 passes for 8 tokens, then one for 3.
+    assert fixed == pytest.approx((3 + 1) * CHAIN_S / 2, abs=0.01)
+    assert frozen <= plain
+    assert tlt <= plain + 2 * CHAIN_S
+    trained = (19 + 16) / 2 / 2  # tokens of a rank, mean of the steps
+    assert table["update_actor"] == pytest.approx([UPDATE_S + trained] * 4, abs=0.01)
+    assert table["step"][0] == pytest.approx(plain + table["update_actor"][0], abs=0.02)
+
+
+def test_prediction_stands_beside_what_was_measured(plan, tmp_path: Path) -> None:
+    run = str(_record(tmp_path / "run"))
+    code, text, table = plan("--simulate", run, "--against", run)
+    assert code == 0, text
+    predicted, measured, ratio = table["update_actor"]
+    assert (predicted, ratio) == (measured, 1.0)
+
+
+def test_longer_responses_take_longer(plan, tmp_path: Path) -> None:
+    run = str(_record(tmp_path / "run"))
+    _, _, short = plan("--simulate", run, "--lengths", "4,8", "rollout.max_new_tokens=400")
+    _, _, long = plan("--simulate", run, "--lengths", "40,300", "rollout.max_new_tokens=400")
+    assert long["gen"][0] > 5 * short["gen"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lengths", "9,4"], "--lengths 9,4: must be MEDIAN,P99"),
+        (["--lengths", "many"], "--lengths many: must be MEDIAN,P99"),
+        (["speculation.strategies=[4_1_4]"], "4_1_4 did not run in the recorded runs"),
+        (["--against", "nowhere"], "nowhere: has no metrics.jsonl"),
+    ],
+)
+def test_what_is_missing_is_named(plan, tmp_path: Path, words: list[str], message: str) -> None:
+    code, text, _ = plan("--simulate", str(_record(tmp_path / "run")), *words)
+    assert code == 2
+    assert message in text
+
+
+def test_a_thousand_replicas_decode_at_the_speed_of_the_first_ones(plan, tmp_path: Path) -> None:
+    run = str(_record(tmp_path / "run"))
+    words = ("--simulate", run, "--lengths", "20,21", "rollout.max_new_tokens=400")
+    _, _, few = plan(*words, "rollout.num_prompts=8", "--ranks", "8")
+    _, _, many = plan(*words, "rollout.num_prompts=1024", "--ranks", "1024")
+    assert many["gen"][0] == pytest.approx(few["gen"][0], rel=0.1)

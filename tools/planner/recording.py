@@ -1,0 +1,90 @@
+"""Reads what a simulation needs of a run folder: lengths of responses, decode passes, and seconds by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.run_report.data import read_metrics
+from tools.run_report.files import errors_named, read_lines
+
+Lengths = list[list[int]]  # response tokens of a step, by prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """The passes of one rank in a step with one strategy at one batch size: a row of speculation.jsonl."""
+
+    step: int
+    rank: int
+    strategy: str
+    batch_size: int
+    passes: int
+    seconds: float
+    committed: int
+    accepted_by_depth: Sequence[int]
+
+    @property
+    def requests(self) -> int:
+        """Return the requests of all passes: one counts once per pass."""
+        return self.passes * self.batch_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A run: of each RL step its metrics, lengths and passes."""
+
+    path: Path
+    metrics: Sequence[Mapping[str, float]]
+    lengths: Sequence[Lengths]
+    passes: Sequence[Sequence[Passes]]
+    updates: Sequence[float]  # optimizer steps of the drafter, before each RL step
+
+    @property
+    def num_replicas(self) -> int:
+        """Return the replicas of the engine. Each has written passes."""
+        return len({row.rank for rows in self.passes for row in rows})
+
+    def seconds(self, phase: str) -> float:
+        """Return the mean seconds of a phase in a step, on its slowest rank; 0.0 for one that never ran."""
+        return sum(row.get(f"timing_s/{phase}", 0.0) for row in self.metrics) / len(self.metrics)
+
+
+def read_recording(path: Path) -> Recording:
+    """Read a run folder. ValueError names what it lacks."""
+    for name in ("metrics.jsonl", "speculation.jsonl", "rollouts"):
+        if not (path / name).exists():
+            raise ValueError(
+                f"{path}: has no {name}; a run with speculation.enabled=true and logging.rollouts=true is needed"
+            )
+    with errors_named(path):
+        metrics = [
+            {name: value for name, value in row.items() if value is not None}
+            for row in read_metrics(path / "metrics.jsonl")
+            if "timing_s/step" in row
+        ]
+        passes: dict[int, list[Passes]] = {int(row["step"]): [] for row in metrics}
+        for row in read_lines(path / "speculation.jsonl"):
+            values = {name: row[name] for name in Passes.__dataclass_fields__}
+            passes.get(row["step"], []).append(Passes(**values))
+        if not all(passes.values()):
+            raise ValueError("a step has no decode pass in speculation.jsonl")
+        updates, done = [], 0.0
+        for row in metrics:
+            updates.append(done)
+            done += row.get("spot/updates", 0.0)
+        return Recording(
+            path=path,
+            metrics=metrics,
+            lengths=[_read_lengths(path, step) for step in passes],
+            passes=list(passes.values()),
+            updates=updates,
+        )
+
+
+def _read_lengths(path: Path, step: int) -> Lengths:
+    by_prompt: dict[int, list[int]] = {}
+    for row in read_lines(path / "rollouts" / f"step_{step:07d}.jsonl"):
+        by_prompt.setdefault(row["draw_index"], []).append(len(row["token_ids"]))
+    return list(by_prompt.values())
