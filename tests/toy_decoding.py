@@ -1,4 +1,4 @@
-"""A toy language model and the smallest decode loops over it, for the tests of speculation.
+"""A toy language model and drafts for it, for the tests of speculation.
 
 The state of a sequence is a hash of its tokens, and the logits are a row of a random table: as hard to guess as a real
 model, and a drafter is another table.
@@ -7,16 +7,13 @@ model, and a drafter is another table.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.sampling import gumbel_noise, sample
-from tlt_megatron.speculation.tree import DraftTree, TreeGrower, chain_tree
-from tlt_megatron.speculation.verify import Verdict
+from tlt_megatron.speculation.tree import DraftTree, TreeGrower
 
 NUM_STATES = 97
 
@@ -53,20 +50,6 @@ def draw(table: Tensor, states: Tensor, seeds: Tensor, positions: Tensor, how: S
         how.top_k,
     )
     return sampled.token_ids_B.view(states.shape)
-
-
-def decode_plain(
-    table: Tensor, seed: int, how: Sampling, max_tokens: int, stop_token_ids: tuple[int, ...] = ()
-) -> list[int]:
-    """One request, token by token."""
-    state, tokens = torch.zeros(1, dtype=torch.int64), []
-    while len(tokens) < max_tokens:
-        token = draw(table, state, torch.tensor([seed]), torch.tensor([len(tokens)]), how)
-        state = next_states(state, token)
-        tokens.append(int(token))
-        if tokens[-1] in stop_token_ids:
-            break
-    return tokens
 
 
 def grow_draft(
@@ -129,55 +112,3 @@ def random_tree(generator: random.Random, batch_size: int, num_nodes: int, vocab
         depths_BQ=torch.tensor(depths),
         depth=max(map(max, depths)),
     )
-
-
-Verify = Callable[[DraftTree, Tensor, Tensor, Tensor, Tensor], Verdict]
-"""(tree, row states [B, R], seeds, positions, remaining tokens) -> verdict."""
-Retrieve = Callable[[list[int], list[list[int]], int], Tensor]
-"""(requests, the response of each so far, N) -> what an index might say follows [B, N]."""
-
-
-def decode_speculative(
-    draft_table: Tensor,
-    seeds: list[int],
-    how: Sampling,
-    max_tokens: list[int],
-    verify: Verify,
-    choose: Callable[[int], SpeculationStrategy],
-    retrieve: Retrieve | None = None,
-) -> tuple[list[list[int]], list[int]]:
-    """All requests together; one that ends leaves the batch. Returns their tokens and all accept lengths.
-
-    `choose` gives the strategy of a step number; `retrieve` is for strategies with retrieved tokens.
-    """
-    responses: list[list[int]] = [[] for _ in seeds]
-    active, accept_lengths, step = list(range(len(seeds))), [], 0
-    states_B = torch.zeros(len(seeds), dtype=torch.int64)
-    while active:
-        strategy = choose(step)
-        step += 1
-        seeds_B = torch.tensor([seeds[i] for i in active])
-        positions_B = torch.tensor([len(responses[i]) for i in active])
-        left_B = torch.tensor([max_tokens[i] - len(responses[i]) for i in active])
-        noise_BDV = noise_of_depths(seeds_B, positions_B, strategy.depth, draft_table.shape[1])
-        if strategy.is_learned:
-            grower = TreeGrower(strategy)
-            tree = grow_draft(draft_table, states_B, grower, how, noise_BDV)
-        else:
-            so_far = [responses[i] for i in active]
-            found_BN = retrieve(active, so_far, strategy.num_retrieved)
-            tree = chain_tree(found_BN)
-        verdict = verify(tree, row_states(tree, states_B), seeds_B, positions_B, left_B)
-        going = []
-        for row, index in enumerate(active):
-            count = int(verdict.num_committed_B[row])
-            new = verdict.committed_tokens_BS[row, :count]
-            for token in new:
-                states_B[row] = next_states(states_B[row], token)
-            responses[index] += new.tolist()
-            accept_lengths.append(count)
-            is_full = len(responses[index]) >= max_tokens[index]
-            if not is_full and not bool(verdict.is_stopped_B[row]):
-                going.append(row)
-        active, states_B = [active[row] for row in going], states_B[going]
-    return responses, accept_lengths

@@ -1,6 +1,4 @@
-"""A thousand requests: whatever drafts, however it is chosen and whatever happens meanwhile, the tokens are those of plain
-decoding. Token for token in float64; in float32 log-probabilities agree and differing tokens are counted.
-"""
+"""A thousand requests: whatever drafts and however it is chosen, the tokens are those of plain decoding. Token for token in float64; in float32 log-probabilities agree and differing tokens are counted."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from tests.continuation import check_continued
 from tests.unit.engines.conftest import (
-    checksum,
     engine_over,
     make_drafter,
     speculate,
@@ -38,10 +35,9 @@ STRATEGIES = [
     for text in ("1_1_1", "5_1_5", "3_2_6", "4_4_16", "2_8_20", "ngram_6")
 ]
 CHAIN, TREE, NGRAMS = (SpeculationStrategy.parse(text) for text in ("4_1_4", "4_4_16", "ngram_4"))
-DRAFTERS = ("trained", "random", "always_wrong", "always_right")
+DRAFTERS = ("trained", "random", "always_wrong", "always_right", "broken")
 SELECTORS = ("fixed", "beg_mab", "cost_model", "restless")
-EVENTS = ("none", "swap")  # while a rollout runs
-NUM_COMPOSITIONS, NUM_REQUESTS = 2, 32  # of each drafter with each selector; 1,024 requests in all
+NUM_COMPOSITIONS, NUM_REQUESTS = 2, 32  # of each drafter with each selector; 1,280 requests in all
 # Noise all but decides what is drawn at this temperature, so a drafter that knows a little is nearly always right.
 HOT = 10.0
 
@@ -140,6 +136,10 @@ def draft_with(
 ) -> None:
     model = make_drafter(engine, is_wrong=drafter == "always_wrong")
     model.load_state_dict(drafters["random" if drafter == "random" else "trained"])
+    if drafter == "broken":
+        torch.nn.utils.vector_to_parameters(
+            torch.full((sum(p.numel() for p in model.parameters()),), torch.nan), model.parameters()
+        )
     strategies = [*STRATEGIES, CHAIN, TREE, NGRAMS]
     speculate(engine, strategies, selector=selector, drafter=model)
 
@@ -192,21 +192,10 @@ def test_speculative_output_is_plain_output(
         engine = engine_over(tiny_path, **asked.engine)
         chosen = make_selector(selector, seed, usable_strategies(drafter, number))
         draft_with(engine, drafters, drafter, chosen)
-        # Each with every drafter and with every selector.
-        event = EVENTS[(case // len(SELECTORS) + case % len(SELECTORS) + number) % len(EVENTS)]
-
-        def happen(rollout: Rollout, event=event, engine=engine, draw=draw) -> None:
-            """Between two passes of a running rollout."""
-            if event == "swap":
-                weights = drafters[draw.choice(("random", "trained"))]
-                engine.load_drafter_weights(weights, version=2, checksum=checksum(weights.items()))
-
         for epoch in range(2 if drafter == "always_right" else 1):
-            speculative = engine.generate(
-                asked.prompts, asked.params, on_finish=happen, **arguments
-            )
+            speculative = engine.generate(asked.prompts, asked.params, **arguments)
             assert sum(len(g.rollouts) for g in speculative) == NUM_REQUESTS
-            told = f"composition {seed}, epoch {epoch}, {event}, {asked.params}, {asked.engine}"
+            told = f"composition {seed}, epoch {epoch}, {asked.params}, {asked.engine}"
             assert tokens_of(speculative) == tokens_of(plain), told
             assert ends_of(speculative) == ends_of(plain), told
             assert kept_of(speculative) == kept_of(plain), told
@@ -214,11 +203,7 @@ def test_speculative_output_is_plain_output(
 
 @pytest.mark.parametrize(
     ("temperature", "atol", "settings"),
-    [
-        (0.0, 1e-6, {}),
-        (1.0, 1e-6, {"kv_cache_tokens": 256}),
-        (1.0, 0.0, {"dtype": "bfloat16", "batch_invariant": True}),
-    ],
+    [(0.0, 1e-6, {}), (1.0, 0.0, {"dtype": "bfloat16", "batch_invariant": True})],
     ids=str,
 )
 def test_cut_and_continued_responses_are_those_of_one_go(
@@ -244,10 +229,6 @@ def test_cut_and_continued_responses_are_those_of_one_go(
     check_continued(generate, prompts, params, cut=17, atol=atol)
 
 
-def test_there_are_a_thousand_requests() -> None:
-    assert len(DRAFTERS) * len(SELECTORS) * NUM_COMPOSITIONS * NUM_REQUESTS >= 1000
-
-
 def test_drafters_are_as_right_and_as_wrong_as_they_are_called(
     tiny_path: Path, drafters: dict[str, Weights]
 ) -> None:
@@ -269,28 +250,15 @@ def test_drafters_are_as_right_and_as_wrong_as_they_are_called(
     assert measure("always_wrong", TREE, 0.0) < 1.05
 
 
-@pytest.mark.parametrize(
-    ("settings", "most"),
-    [
-        ({"dtype": "float32"}, 1e-3),
-        ({"dtype": "bfloat16"}, 5e-2),
-        ({"dtype": "bfloat16", "batch_invariant": True}, 0.0),
-    ],
-    ids=str,
-)
-def test_float32_keeps_logprobs_and_few_tokens_differ(
-    tiny_path: Path,
-    drafters: dict[str, Weights],
-    capsys: pytest.CaptureFixture[str],
-    settings: dict,
-    most: float,
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-3), ("bfloat16", 5e-2)])
+def test_rounding_changes_few_tokens_and_no_logprob(
+    tiny_path: Path, drafters: dict[str, Weights], dtype: str, most: float
 ) -> None:
     prompts = draw_prompts(24, 20, random.Random(3))
     params = SamplingParams(num_samples=4, max_new_tokens=32, seed=5)
-    engine = engine_over(tiny_path, max_batch_size=64, **settings)
+    engine = engine_over(tiny_path, max_batch_size=64, dtype=dtype)
     plain = engine.generate(prompts, params, policy_version=1)
-    selector = RestlessSelector(STRATEGIES, seed=6)
-    draft_with(engine, drafters, "trained", selector)
+    draft_with(engine, drafters, "trained", RestlessSelector(STRATEGIES, seed=6))
     speculative = engine.generate(prompts, params, policy_version=1)
     num_differing = num_compared = 0
     for mine, theirs in zip(speculative, plain, strict=True):
@@ -299,13 +267,7 @@ def test_float32_keeps_logprobs_and_few_tokens_differ(
             num_same = int(is_same_T.long().cumprod(0).sum())
             num_differing += num_same < is_same_T.numel()
             num_compared += min(num_same + 1, is_same_T.numel())
-            if settings["dtype"] == "float32":
-                for name in ("logprobs", "policy_logprobs"):
-                    ours, others = getattr(a, name)[:num_same], getattr(b, name)[:num_same]
-                    torch.testing.assert_close(ours, others, atol=1e-4, rtol=0)
-    with capsys.disabled():
-        told = " ".join(f"{key}={value}" for key, value in settings.items())
-        print(
-            f"\n{told}: {num_differing} of {num_compared:,} tokens are not those of plain decoding"
-        )
+            for name in ("logprobs", "policy_logprobs") if dtype == "float32" else ():
+                ours, others = getattr(a, name)[:num_same], getattr(b, name)[:num_same]
+                torch.testing.assert_close(ours, others, atol=1e-4, rtol=0)
     assert num_differing <= most * num_compared

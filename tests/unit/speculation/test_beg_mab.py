@@ -33,12 +33,6 @@ def test_automatic_thresholds_grow_by_one_factor_up_to_half_of_the_largest_batch
     assert chosen == [WIDE, WIDE, LONG, LONG, OFF]
 
 
-def test_retrieved_tokens_are_tokens_to_verify() -> None:
-    chain, retrieval = (SpeculationStrategy.parse(text) for text in ("4_1_4", "ngram_8"))
-    selector = BegMabSelector([chain, retrieval], (1, 4), epsilon=0.0)
-    assert [selector.choose(size).strategy for size in (3, 4)] == [retrieval, chain]
-
-
 def test_greedy_choice_is_the_median_of_the_window() -> None:
     """Rewards by hand, batch size 10, 1 s: 10 requests + accepted. Window 3.
 
@@ -75,16 +69,6 @@ def test_epsilon_is_the_share_of_uniform_draws() -> None:
     chosen = [decision.strategy for decision in decisions]
     assert reasons.count("explore") == pytest.approx(800, abs=126)
     assert chosen.count(SHORT) == pytest.approx(400, abs=95)
-
-
-def test_best_arm_is_found_after_a_change() -> None:
-    """The window forgets: once the drafter is good, deep drafts win."""
-    deep, shallow = SpeculationStrategy.parse("6_1_6"), SpeculationStrategy.parse("1_6_6")
-    selector = BegMabSelector([shallow, deep], (1,), window=50, seed=1)
-    world = SyntheticDecoding(seed=0, quality=0.1)
-    assert run_selector(selector, world, [2] * 300).chosen[-100:].count(shallow) > 80
-    world.quality = 0.9
-    assert run_selector(selector, world, [2] * 1500).chosen[-100:].count(deep) > 80
 
 
 def test_state_round_trip_repeats_every_choice() -> None:

@@ -82,39 +82,6 @@ def test_proposals_equal_a_search_through_all_texts(vocab: int) -> None:
             assert found == [slow.propose(key, text, 6) for key, text in slow_texts]
 
 
-def test_example_of_the_docstring() -> None:
-    index = NgramIndex(sizes=(2, 1))
-    text = index.start("a", [5, 6, 7, 8, 5, 6])
-    token_ids_BN, counts = index.propose([text], 5)
-    assert (token_ids_BN.tolist(), counts) == ([[7, 8, 5, 6, 7]], [5])
-    assert token_ids_BN.dtype == torch.int64
-
-
-def test_siblings_and_a_later_epoch_follow_an_earlier_response() -> None:
-    index, prompt = NgramIndex(), list(range(30))
-    response = [100 + i for i in range(40)]
-    first = index.start("a", prompt)
-    index.append([first], [response[:20]])
-    sibling = index.start("a", prompt)
-    assert rows(*index.propose([sibling], 25)) == [response[:20]]
-    index.append([first], [response[20:]])
-    index.append([sibling], [response[:5]])
-    assert rows(*index.propose([sibling], 8)) == [response[5:13]]
-    again = index.start("a", prompt)
-    assert rows(*index.propose([again], 50)) == [response]
-
-
-def test_own_prompt_goes_before_others_and_a_longer_context_before_both() -> None:
-    index = NgramIndex(sizes=(3, 2))
-    index.start("a", [1, 2, 3, 4])
-    index.start("b", [9, 2, 3, 5])
-    own = index.start("a", [1, 2, 3, 4])
-    index.append([own], [[7, 2, 3]])
-    assert rows(*index.propose([own], 1)) == [[4]]
-    index.append([own], [[8, 9, 2, 3]])
-    assert rows(*index.propose([own], 1)) == [[5]]  # after [9 2 3], which only the other has seen
-
-
 def test_sibling_of_a_known_prompt_teaches_nothing() -> None:
     """Indexing the prompt again would cost as much as a short response, and bury what the others wrote."""
     index = NgramIndex(sizes=(2,))
@@ -131,14 +98,6 @@ def test_what_other_prompts_wrote_outlives_one_change_of_generation() -> None:
         found.append(rows(*index.propose([index.start("c", [1, 2])], 1))[0])
     assert found[0] == [3]
     assert found[-1] == []
-
-
-def test_nothing_known_proposes_nothing() -> None:
-    index = NgramIndex()
-    texts = [index.start("a", [1]), index.start("b", [])]
-    index.append(texts, [[4], [5, 6]])
-    token_ids_BN, counts = index.propose(texts, 3)
-    assert (token_ids_BN.tolist(), counts) == ([[UNUSED] * 3] * 2, [0, 0])
 
 
 def test_any_token_of_a_large_vocabulary_comes_back() -> None:

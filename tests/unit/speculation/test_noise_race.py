@@ -58,19 +58,6 @@ def test_two_tokens_are_independent(uniform_BV: Tensor, tokens: tuple[int, int])
     assert chi_square_p(counts, torch.outer(probs, probs).flatten()) > ALARM
 
 
-def test_the_order_of_a_block_is_uniform(uniform_BV: Tensor) -> None:
-    """First and second of a block, and the distance between them: Exp(1) / 64, then Exp(1) / 63."""
-    race_BW = -uniform_BV[:, :64].log()
-    values_B2, places_B2 = race_BW.topk(2, largest=False)
-    for rank in (0, 1):
-        counts = torch.bincount(places_B2[:, rank], minlength=64)
-        assert chi_square_p(counts, torch.full((64,), 1 / 64)) > ALARM
-    gap = values_B2[:, 1] - values_B2[:, 0]
-    for values, rate in ((values_B2[:, 0], 64), (gap, 63)):
-        counts = torch.bincount((torch.exp(-rate * values) * 16).long(), minlength=16)
-        assert chi_square_p(counts, torch.full((16,), 1 / 16)) > ALARM
-
-
 def test_drawn_tokens_follow_the_softmax_over_several_blocks() -> None:
     """Probability in one block, and in another, and spread over both."""
     count = 20_000

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -64,26 +62,8 @@ def test_search_equals_the_plain_argmax(
     hidden_BV[:, seed % vocab_size] = False
     logits_BV = logits_BV.masked_fill(hidden_BV, -torch.inf)
     seeds_B, positions_B = draws(6, seed)
-    assert searched(logits_BV, seeds_B, positions_B) == plain(logits_BV, seeds_B, positions_B)
-
-
-@pytest.mark.parametrize("entropy", [0.5, 2.8, 6.0])
-def test_many_draws_from_a_real_vocabulary(entropy: float) -> None:
-    """Logits of about this entropy in nats. Most winners are tokens that are not scored first."""
-    scale = math.sqrt(2.0 * (math.log(REAL) - entropy))
-    logits_BV = normal(48, REAL, 1, scale).float()
-    for seed in range(4):
-        seeds_B, positions_B = draws(48, seed)
-        assert searched(logits_BV, seeds_B, positions_B) == plain(logits_BV, seeds_B, positions_B)
-
-
-def test_every_token_can_win() -> None:
-    """With equal logits the noise alone decides; winners are spread over all blocks and the rest after them."""
-    logits_BV = torch.zeros(256, 1000)
-    found = searched(logits_BV, *draws(256))
-    assert found == plain(logits_BV, *draws(256))
-    assert min(found) < 40
-    assert max(found) >= 1000 - 40
+    strided_BV = torch.cat((logits_BV, logits_BV), dim=1)[:, :vocab_size]
+    assert searched(strided_BV, seeds_B, positions_B) == plain(logits_BV, seeds_B, positions_B)
 
 
 @pytest.mark.parametrize("lead", [35.0, 40.8, 50.0, 1e20])
@@ -104,16 +84,6 @@ def test_a_rival_at_the_bound_is_not_lost(vocab_size: int, behind: float) -> Non
         logits_BV[:, :first] -= behind
         found = searched(logits_BV, seeds_B, positions_B)
         assert found == plain(logits_BV, seeds_B, positions_B)
-
-
-def test_noise_of_a_block_is_below_its_bound() -> None:
-    """The smallest E of a block has the largest noise, at the place that the hash says; rounding leaves the order."""
-    seeds_B, positions_B = draws(500)
-    race = noise._Race.start(torch.zeros(500, 1024), row_keys(seeds_B, positions_B))
-    noise_BKW = gumbel_noise(seeds_B, positions_B, 1024).unflatten(1, (16, 64))
-    largest_BK, places_BK = noise_BKW.max(dim=2)
-    assert (largest_BK.numpy() < race.most_BK).all()
-    assert (places_BK.numpy() == race.places_BK).all()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -168,9 +138,3 @@ def test_noise_does_not_depend_on_the_size_of_the_vocabulary() -> None:
     keys_B = row_keys(seeds_B, positions_B)
     for ids_C in (some_C, some_C[:1], torch.tensor([64]), torch.tensor([63, 40_000])):
         assert torch.equal(noise.gumbel_of_ids(keys_B, ids_C), whole_BV[:, ids_C])
-
-
-def test_rows_of_a_strided_view() -> None:
-    wide_BV = normal(8, 9000, 5, 3.0).float()
-    view_BV = wide_BV[::2, 100:8100]
-    assert searched(view_BV, *draws(4)) == searched(view_BV.contiguous(), *draws(4))

@@ -23,11 +23,6 @@ def make_selectors() -> list[StrategySelector]:
     ]
 
 
-def test_fixed_selector_keeps_its_strategy() -> None:
-    selector = FixedSelector(CHAIN)
-    assert [selector.choose(n).strategy for n in (1, 8, 64)] == [CHAIN] * 3
-
-
 @pytest.mark.parametrize("index", range(3))
 def test_state_of_another_selector_is_ignored_with_a_warning(
     index: int, caplog: pytest.LogCaptureFixture
