@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_task import check_same_run, metric_rows, run, weights
+from tests.tiny_task import check_same_run, metric_rows, run, run_ending, weights
 from tlt_megatron.models.hf_io import HfReader
 
 pytestmark = pytest.mark.e2e
@@ -74,7 +74,8 @@ def test_a_critic_that_starts_at_a_resume_is_warmed_up_first(config: Path, tmp_p
     quick = ("data.eval=", "logging.trackers=[]", "rollout.max_new_tokens=8", "--resume=auto")
     run(1, config, tmp_path, *quick, "run.num_steps=1")
     ppo = (*PPO, *quick, "critic.warmup_steps=2")
-    run(1, config, tmp_path, *ppo, "run.num_steps=2")
+    said = run_ending(0, 1, config, tmp_path, *ppo, "run.num_steps=2")
+    assert "iter_0000001 holds no critic: it starts anew" in said
     run(1, config, tmp_path, *ppo, "run.num_steps=4")
     updated = ["actor/pg_loss" in row for row in metric_rows(tmp_path)]
     assert updated == [True, False, False, True]
