@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model
@@ -21,7 +21,6 @@ from tools.export_drafter import (
     Target,
     export_drafter,
     find_drafter,
-    find_target,
     frequent_ids,
     main,
     read_layout,
@@ -140,16 +139,6 @@ def test_a_bias_that_no_embedding_can_carry_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
-def test_the_target_of_a_runs_drafter_is_its_trained_policy(tmp_path: Path) -> None:
-    drafter = tmp_path / "run" / "checkpoints" / "iter_0000001" / "drafter"
-    drafter.mkdir(parents=True)
-    assert find_target(drafter) is None
-    (tmp_path / "run" / "config.yaml").touch()
-    assert find_target(drafter) is None
-    (tmp_path / "run" / "hf").mkdir()
-    assert find_target(drafter) == tmp_path / "run" / "hf"
-
-
 def test_another_target_is_refused(tmp_path: Path) -> None:
     model = make_draft_model("eagle3")
     other = Target(embedding_VD=torch.randn(VOCAB_SIZE, HIDDEN_SIZE), lm_head_VD=model.lm_head_VD)
@@ -158,50 +147,10 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["d"]  # nothing half done
 
 
-def test_a_run_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
-    model, run = make_draft_model("eagle"), tmp_path / "run"
-    folder = run / "checkpoints" / "iter_0000004"
-    save(run / "drafter", model)
-    assert find_drafter(run) == run / "drafter"  # before the first checkpoint
-    folder.mkdir(parents=True)
-    save(folder / "drafter", model)
-    seal(folder, step=4)
-    (folder.parent / "latest_checkpointed_iteration.txt").write_text("4")
-    for path in (run, folder.parent, folder, folder / "drafter"):
-        assert find_drafter(path) == folder / "drafter"
-    export_drafter(folder / "drafter", tmp_path / "out", "sglang")
-    with pytest.raises(ValueError, match=r"--from .* must be a drafter's folder"):
-        find_drafter(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"--to .* must not exist"):
-        export_drafter(folder / "drafter", tmp_path / "out", "sglang")
-
-
 def seal(folder: Path, *, step: int) -> None:
     """The manifest that a run writes."""
     files = {name: hash_file(folder / name) for name in list_files(folder)}
     write_manifest(folder, Manifest(step=step, order=step, files=files))
-
-
-def test_a_run_is_exported_from_the_checkpoint_that_a_resume_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = tmp_path / "run" / "checkpoints"
-    for step in (1, 2):
-        save(root / f"iter_000000{step}" / "drafter", make_draft_model("eagle"))
-        seal(root / f"iter_000000{step}", step=step)
-    newest = root / "iter_0000002" / "drafter"
-    weights = bytearray((newest / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (newest / "model.safetensors").write_bytes(weights)
-    options = ["--to", str(tmp_path / "out"), "--format", "sglang"]
-    for damaged in (newest, newest.parent):
-        monkeypatch.setattr(sys, "argv", ["export", "--from", str(damaged), *options])
-        with pytest.raises(ValueError, match=r"drafter/model\.safetensors is damaged"):
-            main()
-    monkeypatch.setattr(sys, "argv", ["export", "--from", str(tmp_path / "run"), *options])
-    main()
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-    assert "iter_0000001 is the newest intact checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize("format", ["sglang", "vllm"])
@@ -237,30 +186,36 @@ def test_a_reduced_head_has_the_most_frequent_ids_of_all_ranks(format: str, tmp_
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize(
-    ("form", "said"),
-    [
-        ("sglang", "python -m sglang.launch_server --model-path {run}/hf --speculative-algorithm EAGLE"),
-        ("vllm", "vllm serve {run}/hf --speculative-config '{{\"method\": \"eagle\", "),
-    ],
-)  # fmt: skip
-def test_the_last_line_is_a_command_that_serves_policy_and_drafter(
-    form: str,
-    said: str,
+def test_a_run_is_exported_from_the_checkpoint_that_a_resume_takes(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model, run = make_draft_model("eagle"), tmp_path / "run"
-    (run / "hf").mkdir(parents=True)
-    (run / "config.yaml").touch()
-    tensors = {"model.embed_tokens.weight": model.embedding_VD, "lm_head.weight": model.lm_head_VD}
-    save_file(
-        {n: t.detach().float().contiguous().clone() for n, t in tensors.items()},
-        run / "hf" / "model.safetensors",
-    )
-    drafter = save(run / "drafter", model)
-    words = ["tlt", "--from", drafter, "--to", tmp_path / "out", "--format", form]
-    monkeypatch.setattr("sys.argv", [*map(str, words)])
+    run, out = tmp_path / "run", tmp_path / "out"
+    root = run / "checkpoints"
+    older, newest = (root / f"iter_000000{step}" / "drafter" for step in (1, 2))
+    save(run / "drafter", make_draft_model("eagle"))
+    assert find_drafter(run) == run / "drafter"  # before the first checkpoint
+    for step, folder in ((1, older), (2, newest)):
+        save(folder, make_draft_model("eagle"))
+        seal(folder.parent, step=step)
+        for path in (run, root, folder.parent, folder):
+            assert find_drafter(path) == folder
+    weights = bytearray((newest / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(weights)
+    for damaged in (newest, newest.parent):
+        with pytest.raises(ValueError, match=r"drafter/model\.safetensors is damaged"):
+            find_drafter(damaged)
+    arguments = ["export", "--from", str(run), "--to", str(out), "--format", "sglang"]
+    monkeypatch.setattr(sys, "argv", arguments)
     main()
-    assert capsys.readouterr().out.splitlines()[-1].startswith(said.format(run=run))
+    assert (out / "model.safetensors").is_file()
+    assert "iter_0000001 is the newest intact checkpoint" in caplog.text
+    command = "python -m sglang.launch_server --model-path POLICY --speculative-algorithm EAGLE "
+    assert capsys.readouterr().out.splitlines()[-1].startswith(command)
+    with pytest.raises(ValueError, match=r"--to .* must not exist"):
+        main()
+    with pytest.raises(ValueError, match=r"--from .* must be a drafter's folder"):
+        find_drafter(tmp_path / "none")
