@@ -9,8 +9,6 @@ import socket
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.unit.tools.test_report import make_run
 from tlt_megatron.runtime.status import RankStatus
 from tlt_megatron.trainer.run_folder import LOCK_FILE
@@ -123,10 +121,3 @@ def test_a_run_that_died_is_told_from_one_that_ended_and_one_that_cannot_be_seen
     (unseen,) = live.states()
     assert unseen.alarm == ""
     assert unseen.now is not None
-
-
-def test_a_file_that_is_no_status_is_named(tmp_path: Path) -> None:
-    write(tmp_path, RANKS[0])
-    (tmp_path / "status" / "rank_00000.json").write_text('{"rank": 0}')
-    with pytest.raises(ValueError, match=r"rank_00000.json: is not as a run writes it"):
-        read_ranks(tmp_path)

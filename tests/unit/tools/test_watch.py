@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.tools.test_report import figures, make_run, rows_of, traces
+from tests.unit.tools.test_report import RANK_0, figures, make_run, rows_of, traces
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, ScoredGroup
@@ -144,14 +144,12 @@ def test_several_runs_are_drawn_in_the_same_figures(tmp_path: Path) -> None:
     assert "All settings of the run" not in page
 
 
-def test_a_run_that_starts_says_so_and_a_broken_file_is_named(tmp_path: Path) -> None:
+def test_a_run_that_starts_says_so(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     run = LiveRun(tmp_path)
     assert "The run is starting" in run.page([])
     (tmp_path / "metrics.jsonl").write_text('{"step": 1')  # the first row is being written
     assert "The run is starting" in run.page([])
-    (tmp_path / "metrics.jsonl").write_text("broken\n")
-    assert "metrics.jsonl: &#39;broken&#39; is not JSON" in run.page([])
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing_s/step": 2.0}\n')
     assert "1 of ? RL steps are done" in run.page([])
 
@@ -182,52 +180,65 @@ def test_a_folder_of_runs_stands_for_the_runs_below_it(tmp_path: Path) -> None:
 
 
 def spoil(run_dir: Path, name: str, text: str) -> None:
-    """Put `text` in place of a file of a run: a pipe, a folder, or a new last line."""
+    """Put a pipe, a folder or `text` in place of a file of a run."""
     path = run_dir / name
     path.parent.mkdir(exist_ok=True)
-    if text in ("a pipe", "a folder"):
-        path.unlink(missing_ok=True)
-        os.mkfifo(path) if text == "a pipe" else path.mkdir()
+    path.unlink(missing_ok=True)
+    if text == "a pipe":
+        os.mkfifo(path)
+    elif text == "a folder":
+        path.mkdir()
     else:
-        with path.open("a") as file:
-            file.write(f"{text}\n")
+        path.write_text(f"{text}\n")
 
 
+CONFIG, METRICS, SUMMARY, PASSES = "config.yaml", "metrics.jsonl", "summary.json", "speculation.jsonl"  # fmt: skip
+RESPONSES, STATUS = "rollouts/step_0000001.jsonl", "status/rank_00000.json"
 SPAN = '{"name": "SYNC", "lane": "MainThread", "start_ns": 1, "dur_ns": 1, "args": '
 DEEP = "[" * 100_000
 RESPONSE = '{"reward": 1, "token_ids": [1, 2], "prompt": "p", "response": "ab", '
+NOT_WRITTEN_SO = "is not as a run writes it: "
 
 
 @pytest.mark.parametrize(
-    "name, text",
+    "name, text, said",
     [
-        *((name, "a pipe") for name in ("config.yaml", "metrics.jsonl", "summary.json", "speculation.jsonl")),
-        *((name, "a pipe") for name in ("rollouts/step_0000001.jsonl", "status/rank_00000.json")),
-        ("metrics.jsonl", "a folder"),
-        ("metrics.jsonl", f'{{"step": {DEEP}'),
-        ("metrics.jsonl", '{"step": 4, "timing_s/step": NaN}'),
-        ("metrics.jsonl", '{"step": 4, "critic/rewards/mean": 1e999}'),
-        ("config.yaml", DEEP),
-        ("speculation.jsonl", '{"step": 4, "rank": [], "strategy": 3, "batch_size": "x"}'),
-        ("timeline/rank_00000.jsonl", f"{SPAN}3}}"),
-        ("timeline/rank_00000.jsonl", f"{SPAN}{DEEP}"),
-        ("timeline/rank_x.jsonl", ""),
-        ("status/rank_00000.json", '{"rank": "0", "num_ranks": [], "host": 1, "changed_s": 1, "num_tokens": "x"}'),
-        ("rollouts/step_0000001.jsonl", RESPONSE + '"logprob_diff": "x"}'),
+        *((name, "a pipe", "") for name in (CONFIG, METRICS, SUMMARY, PASSES, RESPONSES, STATUS)),
+        (METRICS, "a folder", ""),
+        (METRICS, f'{{"step": {DEEP}', ""),
+        (METRICS, '{"st', "'{\"st' is not JSON"),
+        (METRICS, '{"step": "x"}', "step='x' must be a whole number"),
+        (METRICS, '{"step": 1, "a": "b"}', "a='b' must be a finite number"),
+        (METRICS, '{"step": 4, "timing_s/step": NaN}', ""),
+        (METRICS, '{"step": 4, "critic/rewards/mean": 1e999}', "must be a finite number"),
+        (SUMMARY, "[1]", "must hold an object, not a list"),
+        (CONFIG, DEEP, ""),
+        (CONFIG, "a: [", NOT_WRITTEN_SO + "ParserError: while"),
+        (CONFIG, "text", "must hold the sections of a run"),
+        (PASSES, '{"step": 4, "rank": [], "strategy": 3, "batch_size": "x"}', NOT_WRITTEN_SO),
+        (PASSES, '{"step": 1}', NOT_WRITTEN_SO + "KeyError: 'strategy'"),
+        (RANK_0, '{"name": "SYNC"}', NOT_WRITTEN_SO + "KeyError: 'args'"),
+        (RANK_0, f"{SPAN}3}}", ""),
+        (RANK_0, f"{SPAN}{DEEP}", ""),
+        ("timeline/rank_x.jsonl", "", ""),
+        (STATUS, '{"rank": 0}', ""),
+        (STATUS, '{"rank": "0", "num_ranks": [], "host": 1, "changed_s": 1, "num_tokens": "x"}', ""),
+        (RESPONSES, RESPONSE + '"logprob_diff": "x"}', ""),
+        (RESPONSES, '{"reward": 1}', NOT_WRITTEN_SO + "KeyError: 'token_ids'"),
     ],
     ids=lambda text: text[:60],
 )  # fmt: skip
 def test_a_run_that_holds_anything_takes_no_other_run_along(
-    tmp_path: Path, name: str, text: str
+    tmp_path: Path, name: str, text: str, said: str
 ) -> None:
     """Every page answers, and one line says what is wrong with that run.
 
-    The report refuses it in one line.
+    The report refuses it in one line, which names the file.
     """
     run_dir, other = make_run(tmp_path / "spoiled"), make_run(tmp_path / "other", with_trace=False)
     spoil(run_dir, name, text)
-    if name.startswith("status"):  # is shown of a run that goes on
-        (run_dir / "summary.json").unlink()
+    if name == STATUS:  # is shown of a run that goes on
+        (run_dir / SUMMARY).unlink()
     with serving(run_dir, other) as url:
         for path in ("/0/", "/0/version"):
             answer = get(url + path)
@@ -236,9 +247,11 @@ def test_a_run_that_holds_anything_takes_no_other_run_along(
         for path in ("/1/", "/all/"):
             assert '"name": "other"' in get(url + path) or path == "/1/"
         assert "<b>other</b>: The run has ended. 3 of " in get(f"{url}/all/version")
-    if not name.startswith("status"):  # the report has none
-        with pytest.raises(ValueError, match=re.escape(str(run_dir))):
+    if name != STATUS:  # the report has none
+        named = run_dir if "rank_x" in name else run_dir / name
+        with pytest.raises(ValueError, match=re.escape(f"{named}: ") + ".*" + re.escape(said)):
             report([str(run_dir)])
+        assert not (run_dir / "report.html").exists()
 
 
 def test_a_report_does_not_follow_a_link_in_the_run_folder(tmp_path: Path) -> None:
@@ -267,11 +280,6 @@ def test_the_newest_responses_are_shown(tmp_path: Path) -> None:
         write_responses(tmp_path, step, [f"{step}a", f"{step}b", f"{step}c"])
     found = [row.response for row in read_responses(tmp_path, 4)]
     assert found == ["11a", "11b", "11c", "10c"]
-    (tmp_path / "rollouts" / "step_0000012.jsonl").write_text('{"reward": 1}\n')
-    with pytest.raises(
-        ValueError, match=r"step_0000012.jsonl: is not as a run writes it: KeyError: 'token_ids'"
-    ):
-        read_responses(tmp_path, 4)
 
 
 FLOAT32 = {"model": {"dtype": "float32"}, "rollout": {"dtype": "float32"}}
