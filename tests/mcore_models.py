@@ -46,6 +46,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("qwen2", {"tied": True}),
     "qwen3": ("qwen3", {}),
     "qwen3_tied": ("qwen3", {"tied": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    # dense layers between, and the weights of a token's experts do not add up to 1
+    "qwen3_moe_mixed": ("qwen3_moe", {"mlp_only_layers": [0, 3], "norm_topk_prob": False}),
     "llama_linear_rope": ("llama", {"rope_parameters": LINEAR_ROPE}),
     "llama_llama3_rope": (
         "llama",
@@ -57,7 +60,17 @@ LAYOUTS = {
     "tp2": ParallelSection(tensor=2),
     "pp2": ParallelSection(pipeline=2),
     "tp2_pp2": ParallelSection(tensor=2, pipeline=2),
+    "tp2_ep2": ParallelSection(tensor=2, expert=2),
+    "tp2_pp2_ep2": ParallelSection(tensor=2, pipeline=2, expert=2),
 }
+
+
+CASES = [  # dense models have no experts to share
+    (layout, name)
+    for layout, parallel in LAYOUTS.items()
+    for name, (kind, _) in MODELS.items()
+    if parallel.expert == 1 or kind == "qwen3_moe"
+]
 
 
 def build_on_rank(

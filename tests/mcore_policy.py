@@ -43,10 +43,11 @@ class Layout:
     world: int
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
 
     @property
     def parallel(self) -> ParallelSection:
-        return ParallelSection(tensor=self.tensor, pipeline=self.pipeline)
+        return ParallelSection(tensor=self.tensor, pipeline=self.pipeline, expert=self.expert)
 
 
 def build_policy(

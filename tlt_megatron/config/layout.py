@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from tlt_megatron.config.mcore_fields import layers_of_stages
 from tlt_megatron.config.model_shape import load_model_config
@@ -22,9 +23,19 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         raise ValueError(
             f"parallel.tensor={tp} x parallel.pipeline={pp} = {tp * pp} does not divide the {world_size} ranks"
         )
+    expert = config.parallel.expert
+    if world_size // pp % expert:
+        raise ValueError(
+            f"parallel.expert={expert} does not divide the {world_size // pp} ranks of a pipeline stage"
+        )
     if world_size % config.ranks_per_engine:
         raise ValueError(
             f"sglang.engine_args.tp_size={config.ranks_per_engine} does not divide the {world_size} ranks"
+        )
+    policy = load_model_config(config.model.path)
+    if policy.experts is not None and config.rollout.engine == "sglang":
+        raise ValueError(
+            f"rollout.engine=sglang: rolls out no {policy.model_type} yet, set rollout.engine=embedded (on a CPU)"
         )
     for path in config.trained_paths:
         _check_cuts(config, path)
@@ -88,9 +99,21 @@ def _check_cuts(config: RunConfig, path: str) -> None:
     ):
         if size % tp:
             raise ValueError(f"parallel.tensor={tp} does not divide {name}={size} of {path}")
-    layers_of_stages(
+    num_experts = 1 if model.experts is None else model.experts.num_experts
+    if num_experts % config.parallel.expert:
+        raise ValueError(
+            f"parallel.expert={config.parallel.expert} does not divide num_experts={num_experts} of {path}"
+        )
+    stages = layers_of_stages(
         model.num_layers, config.parallel.pipeline, config.mcore.transformer, path=path
     )
+    ends = list(accumulate(stages))
+    for end, count in zip(ends, stages, strict=True):
+        if model.experts and model.experts.layers.isdisjoint(range(end - count, end)):
+            raise ValueError(
+                f"parallel.pipeline={len(stages)} makes a stage of the layers {end - count} to {end - 1} of {path},"
+                " none of which has experts: each stage must have one"
+            )
 
 
 def sglang_slack(config: RunConfig) -> int:

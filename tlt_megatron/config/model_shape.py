@@ -1,4 +1,4 @@
-"""Reads the shape of a decoder-only policy from config.json: Llama, Qwen2/2.5, Qwen3 (dense).
+"""Reads the shape of a decoder-only policy from config.json: Llama, Qwen2/2.5, Qwen3, Qwen3-MoE.
 
 It imports neither torch nor transformers, so an unsupported model is rejected before they are
 loaded. Defaults of absent keys are those of transformers.
@@ -35,12 +35,14 @@ class Family:
     has_qk_norm: bool = False
     num_kv_heads: int | None = None  # None: as many as query heads
     head_dim: int | None = None  # None: hidden_size / query heads
+    has_experts: bool = False
 
 
 FAMILIES = {  # by model_type of config.json
     "llama": Family(),
     "qwen2": Family(has_qkv_bias=True, num_kv_heads=32),
     "qwen3": Family(has_qk_norm=True, num_kv_heads=32, head_dim=128),
+    "qwen3_moe": Family(has_qk_norm=True, num_kv_heads=4, has_experts=True),
 }
 
 
@@ -54,6 +56,20 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The mixture of experts that replaces the MLP in `layers`.
+
+    A token goes to the `num_per_token` experts with the largest softmax of the router.
+    """
+
+    num_experts: int
+    num_per_token: int
+    ffn_size: int  # of one expert
+    normalizes: bool  # the weights of a token's experts add up to 1
+    layers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +90,10 @@ class ModelConfig:
     tie_word_embeddings: bool
     has_qkv_bias: bool
     has_qk_norm: bool
+    experts: ExpertsConfig | None = None  # None: every layer is dense
+
+    def has_experts_in(self, layer: int) -> bool:
+        return self.experts is not None and layer in self.experts.layers
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -136,6 +156,40 @@ def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         has_qkv_bias=family.has_qkv_bias,
         has_qk_norm=family.has_qk_norm,
+        experts=_experts_config(hf) if family.has_experts else None,
+    )
+
+
+def _experts_config(hf: Mapping[str, Any]) -> ExpertsConfig:
+    """Read the experts of a Qwen3-MoE; transformers 5 writes `num_local_experts`."""
+    num_layers = _size(hf, "num_hidden_layers")
+    name = "num_local_experts" if "num_local_experts" in hf else "num_experts"
+    num_experts = _size(hf, name, 128)
+    per_token = _size(hf, "num_experts_per_tok", 8)
+    if per_token > num_experts:
+        raise ValueError(f"num_experts_per_tok={per_token} must be <= {name}={num_experts}")
+    normalizes = hf.get("norm_topk_prob", False)
+    if normalizes and per_token == 1:
+        raise ValueError(
+            "norm_topk_prob=true with num_experts_per_tok=1: must be false, the router would have no gradient"
+        )
+    dense = hf.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(layer not in range(num_layers) for layer in dense):
+        raise ValueError(
+            f"mlp_only_layers={dense!r}: must be a list of layers in 0..{num_layers - 1}"
+        )
+    step = _size(hf, "decoder_sparse_step", 1)
+    layers = frozenset(n for n in range(num_layers) if n not in dense and (n + 1) % step == 0)
+    if not layers:
+        raise ValueError(
+            f"decoder_sparse_step={step} and mlp_only_layers={dense} leave no layer with experts"
+        )
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_per_token=per_token,
+        ffn_size=_size(hf, "moe_intermediate_size", 768),
+        normalizes=bool(normalizes),
+        layers=layers,
     )
 
 
@@ -234,9 +288,6 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj.weight": (kv, hidden),
         "self_attn.v_proj.weight": (kv, hidden),
         "self_attn.o_proj.weight": (hidden, heads),
-        "mlp.gate_proj.weight": (ffn, hidden),
-        "mlp.up_proj.weight": (ffn, hidden),
-        "mlp.down_proj.weight": (hidden, ffn),
     }
     if config.has_qkv_bias:
         layer |= {f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", heads), ("k", kv), ("v", kv))}
@@ -248,9 +299,24 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (vocab, hidden)
+    mlp = _mlp_shapes("mlp", hidden, ffn)
+    sparse = {}
+    if config.experts is not None:
+        sparse["mlp.gate.weight"] = (config.experts.num_experts, hidden)
+        for expert in range(config.experts.num_experts):
+            sparse |= _mlp_shapes(f"mlp.experts.{expert}", hidden, config.experts.ffn_size)
     for number in range(config.num_layers):
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+        own = layer | (sparse if config.has_experts_in(number) else mlp)
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in own.items()}
     return shapes
+
+
+def _mlp_shapes(prefix: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (ffn, hidden),
+        f"{prefix}.up_proj.weight": (ffn, hidden),
+        f"{prefix}.down_proj.weight": (hidden, ffn),
+    }
 
 
 def read_eos_token_ids(folder: Path, vocab_size: int | None = None) -> list[int]:

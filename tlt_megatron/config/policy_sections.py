@@ -41,6 +41,8 @@ class ParallelSection(Section):
 
     tensor: PositiveInt = 1  # tensor-parallel ranks; above 1 also with sequence parallelism
     pipeline: PositiveInt = 1  # pipeline stages
+    # ranks that share the experts of a layer, of tensor x data; an expert is never cut
+    expert: PositiveInt = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from types import CodeType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,6 @@ REWRITES: tuple[tuple[str, str], ...] = (
     (r"^enable_jit_fuser\(\)$", "disable_jit_fuser()"),  # torch.compile: half a minute, no gain
 )
 _COMPILED = tuple((re.compile(pattern, re.MULTILINE), text) for pattern, text in REWRITES)
-_RNG_MODULE = "megatron.core.tensor_parallel.random"
 
 
 def install() -> None:
@@ -86,8 +86,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        if module.__name__ == _RNG_MODULE:
-            _use_cpu_generator(module)
+        if module.__name__ in _PATCHES:
+            _PATCHES[module.__name__](module)
 
 
 def _use_cpu_generator(random: ModuleType) -> None:
@@ -100,3 +100,32 @@ def _use_cpu_generator(random: ModuleType) -> None:
         torch.set_rng_state(state)
 
     vars(random).update(_get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
+
+
+def _use_no_kernel_of_transformer_engine(moe_utils: ModuleType) -> None:
+    """Define the name that the module asks for without having imported it."""
+    vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+def _use_no_stream(token_dispatcher: ModuleType) -> None:
+    """Leave out the copies to the host, and pass gloo's all-to-all numbers, as they would become."""
+
+    def counts_as_numbers(
+        self: Any, point: str, tokens_per_expert: Tensor | None = None
+    ) -> Tensor | None:
+        if point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                counts = getattr(self, name)
+                setattr(self, name, counts.numpy() if isinstance(counts, Tensor) else counts)
+        return tokens_per_expert
+
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = "none"  # of None it would make one
+    dispatcher._maybe_dtoh_and_synchronize = counts_as_numbers
+
+
+_PATCHES = {
+    "megatron.core.tensor_parallel.random": _use_cpu_generator,
+    "megatron.core.transformer.moe.moe_utils": _use_no_kernel_of_transformer_engine,
+    "megatron.core.transformer.moe.token_dispatcher": _use_no_stream,
+}

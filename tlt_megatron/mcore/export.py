@@ -2,7 +2,8 @@
 
 It exports one layer at a time. The owning stage packs the rank's shards into one flat buffer and broadcasts it to the pipeline
 group, so each rank receives 1/tp of a layer. The tensor-parallel group then gathers the parts. This takes two collectives per
-layer. Memory is bounded by one layer or the embedding, whichever is larger.
+layer. Experts follow in the same way, one of each expert-parallel rank at a time. Memory is bounded by one layer or the
+embedding, whichever is larger.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from tlt_megatron.mcore.weight_map import (
     EMBEDDING_ROW,
     FINAL_NORM_ROW,
     Row,
+    expert_rows,
     find_parameter,
     layer_rows,
     lm_head_row,
     merge,
+    num_local_experts,
     shard_shape,
     stage_layers,
 )
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.runtime.collectives import gather_objects
-from tlt_megatron.runtime.process_groups import ProcessGroups
+from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -43,7 +46,10 @@ def iter_hf_weights(
     """
     parameters = dict(model.named_parameters())
     first = next(iter(parameters.values()))
-    for stage, rows in _blocks(model, config, groups):
+    for stage, rows_of_ranks in _blocks(model, config, groups):
+        has_experts = rows_of_ranks[0][0].is_expert
+        group = groups.ep if has_experts else groups.tp
+        rows = rows_of_ranks[group.rank if has_experts else 0]
         shapes = [shard_shape(row, config, groups.tp.size) for row in rows]
         sizes = [shape.numel() for shape in shapes]
         if stage == groups.pp.rank:
@@ -51,24 +57,39 @@ def iter_hf_weights(
             assert flat.numel() == sum(sizes), (rows[0].mcore_names, flat.numel(), sizes)
         else:
             flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        shards = [rank.split(sizes) for rank in _share(flat, stage, groups)]
-        for number, row in enumerate(rows):
-            parts = [rank[number].view(shapes[number]) for rank in shards]
-            yield from zip(row.hf_names, merge(row, parts, config), strict=True)
+        shards = [
+            [part.view(shape) for part, shape in zip(rank.split(sizes), shapes, strict=True)]
+            for rank in _share(flat, stage, groups.pp, group)
+        ]
+        # An expert is on one rank; of other tensors each rank has a shard.
+        parts_of_rows = [[rank] for rank in shards] if has_experts else [shards]
+        for rows, ranks in zip(rows_of_ranks, parts_of_rows, strict=True):
+            for row, *parts in zip(rows, *ranks, strict=True):
+                yield from zip(row.hf_names, merge(row, parts, config), strict=True)
 
 
 def _blocks(
     model: GPTModel, config: ModelConfig, groups: ProcessGroups
-) -> Iterator[tuple[int, list[Row]]]:
-    """Yield (owning pipeline stage, its rows) for each unit of export, in the same order on every rank."""
-    yield 0, [EMBEDDING_ROW]
+) -> Iterator[tuple[int, list[list[Row]]]]:
+    """Yield (owning pipeline stage, its rows) for each unit of export, in the same order on every rank.
+
+    The rows are one list, or those of each expert-parallel rank.
+    """
+    yield 0, [[EMBEDDING_ROW]]
+    ep = groups.ep
     for stage, layers in enumerate(gather_objects(stage_layers(model), groups.pp)):
         for local_index, layer in enumerate(layers):
-            yield stage, layer_rows(config, local_index, layer)
+            yield stage, [layer_rows(config, local_index, layer)]
+            for expert in range(num_local_experts(config, layer, ep)):
+                ranks = range(ep.size)
+                yield (
+                    stage,
+                    [expert_rows(config, local_index, layer, expert, ep, rank) for rank in ranks],
+                )
     last = groups.pp.size - 1
-    yield last, [FINAL_NORM_ROW]
+    yield last, [[FINAL_NORM_ROW]]
     if not config.tie_word_embeddings:
-        yield last, [lm_head_row(config)]
+        yield last, [[lm_head_row(config)]]
 
 
 def _pack(rows: list[Row], parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -81,15 +102,15 @@ def _pack(rows: list[Row], parameters: Mapping[str, Tensor], dtype: torch.dtype)
     return torch.cat(parts)
 
 
-def _share(flat: Tensor, stage: int, groups: ProcessGroups) -> list[Tensor]:
-    """Return `flat` of every tensor-parallel rank of `stage`, in order, on every rank.
+def _share(flat: Tensor, stage: int, pp: Group, group: Group) -> list[Tensor]:
+    """Return `flat` of every rank of `group` in `stage`, in order, on every rank.
 
     Buffers must be contiguous: gloo reads others wrongly without an error.
     """
-    if groups.pp.size > 1:
-        dist.broadcast(flat, src=groups.pp.global_ranks[stage], group=groups.pp.of_torch)
-    if groups.tp.size == 1:
+    if pp.size > 1:
+        dist.broadcast(flat, src=pp.global_ranks[stage], group=pp.of_torch)
+    if group.size == 1:
         return [flat]
-    gathered = flat.new_empty(groups.tp.size * flat.numel())
-    dist.all_gather_into_tensor(gathered, flat, group=groups.tp.of_torch)
-    return list(gathered.chunk(groups.tp.size))
+    gathered = flat.new_empty(group.size * flat.numel())
+    dist.all_gather_into_tensor(gathered, flat, group=group.of_torch)
+    return list(gathered.chunk(group.size))

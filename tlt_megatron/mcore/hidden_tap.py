@@ -209,7 +209,7 @@ def _hook(
     def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
         if _is_in_backward():
             return  # a recomputed layer: its states are recorded already
-        places = next(order)
+        places = next(order, ())  # none for an empty micro-batch (schedule.py)
         if not places:
             return
         hidden_T1D = output[0] if isinstance(output, tuple) else output

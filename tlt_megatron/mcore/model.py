@@ -16,7 +16,7 @@ import torch
 from tlt_megatron.config.schema import McoreSection, ParallelSection
 from tlt_megatron.mcore import cpu, transformer_engine
 from tlt_megatron.mcore.value_head import ValueHead
-from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.models.config import ExpertsConfig, ModelConfig, RopeConfig
 from tlt_megatron.runtime.device import Device
 
 if TYPE_CHECKING:
@@ -129,6 +129,8 @@ def transformer_config(
     fields = {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1,
         "sequence_parallel": parallel.tensor > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -146,6 +148,14 @@ def transformer_config(
         "persist_layer_norm": False,
         "attention_softmax_in_fp32": True,
     }
+    if config.experts is not None:
+        if device.is_cuda and not has_transformer_engine(dtype):
+            raise ValueError(
+                "a mixture of experts on a GPU needs model.dtype=bfloat16 and transformer-engine, whose kernels"
+                " compute all experts of a rank at once"
+            )
+        fields |= _expert_fields(config.experts, config.num_layers)
+        fields["moe_grouped_gemm"] = device.is_cuda
     fields = _architecture_fields(config) | fields | _RECOMPUTE[section.recompute]
     return TransformerConfig(**fields | section.transformer)
 
@@ -168,6 +178,19 @@ def _architecture_fields(config: ModelConfig) -> dict[str, Any]:
         "rotary_interleaved": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+    }
+
+
+def _expert_fields(experts: ExpertsConfig, num_layers: int) -> dict[str, Any]:
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.num_per_token,
+        "moe_ffn_hidden_size": experts.ffn_size,
+        "moe_layer_freq": [int(layer in experts.layers) for layer in range(num_layers)],
+        # softmax over all experts, or over the chosen ones: the same as to normalize
+        "moe_router_pre_softmax": not experts.normalizes,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
     }
 
 
@@ -197,33 +220,33 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Return the spec of this stage's layers and of the norm behind the last one."""
+    """Return the specs of this stage's layers and of the norm behind the last one."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
         get_num_layers_to_build,
     )
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    if has_transformer_engine(config.params_dtype):
+    has_engine = has_transformer_engine(config.params_dtype)
+    layers: Any = gpt_layer_specs.get_gpt_decoder_layer_specs(  # annotated as the block
+        config, use_transformer_engine=has_engine, normalization="RMSNorm"
+    )
+    if has_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=config.qk_layernorm
-        )
         norm: Any = TENorm  # Megatron's annotations know no plain class
     else:
         from tlt_megatron.mcore.attention import SdpaCoreAttention
 
-        layer = gpt_layer_specs.get_gpt_layer_local_spec(
-            normalization="RMSNorm", qk_layernorm=config.qk_layernorm
-        )
         norm = RMSNorm
-        parts: Any = layer.submodules  # annotated as object
-        parts.input_layernorm = parts.pre_mlp_layernorm = norm
-        attention = parts.self_attention.submodules
-        attention.core_attention = SdpaCoreAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = norm
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm
-    )
+        for layer in layers:
+            parts: Any = layer.submodules  # annotated as object
+            parts.input_layernorm = parts.pre_mlp_layernorm = norm
+            attention = parts.self_attention.submodules
+            attention.core_attention = SdpaCoreAttention
+            if config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = norm
+    first = get_transformer_layer_offset(config)
+    own = layers[first : first + get_num_layers_to_build(config)]
+    return TransformerBlockSubmodules(layer_specs=own, layer_norm=norm)

@@ -38,9 +38,23 @@ def sharded_optimizer_state(
 ) -> dict[str, Any]:
     """Return this rank's part of the state as Megatron sharded tensors: data to save, or a template to load into.
 
-    A collective of the data-parallel group. `model_state` is the model's sharded_state_dict.
+    A collective of the data-parallel group. `model_state` is the model's sharded_state_dict. The second optimizer of a mixture of
+    experts, which has the experts, is in the result under "experts".
     """
-    part = _only_part(optimizer)
+    first, *others = optimizer.chained_optimizers
+    state = _state_of_part(first, model_state, metadata, is_loading=is_loading)
+    for part in others:
+        state["experts"] = _state_of_part(part, model_state, metadata, is_loading=is_loading)
+    return state
+
+
+def _state_of_part(
+    part: MegatronOptimizer,
+    model_state: dict[str, Any],
+    metadata: dict[str, Any],
+    *,
+    is_loading: bool,
+) -> dict[str, Any]:
     _materialize(part)
     assert _is_distributed(part)
     state = part.state_dict()  # parameter groups with their step; no tensors
@@ -53,7 +67,13 @@ def sharded_optimizer_state(
 
 def load_optimizer_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) -> None:
     """Load tensors and step from `loaded`. Learning rate, betas, weight decay, ... stay as they are."""
-    part = _only_part(optimizer)
+    first, *others = optimizer.chained_optimizers
+    for part in others:
+        _load_part(part, loaded.pop("experts"))
+    _load_part(first, loaded)
+
+
+def _load_part(part: MegatronOptimizer, loaded: dict[str, Any]) -> None:
     groups = part.optimizer.param_groups
     settings = [
         {key: value for key, value in group.items() if key not in ("params", "step")}
@@ -75,11 +95,6 @@ def load_optimizer_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) ->
             # Megatron does not save a step of zero, and shares one tensor among all parameters.
             step = torch.tensor(0.0) if step is None else torch.as_tensor(step)
             part.optimizer.state[parameter]["step"] = step.clone()
-
-
-def _only_part(optimizer: ChainedOptimizer) -> MegatronOptimizer:
-    (part,) = optimizer.chained_optimizers  # a second one exists only for mixtures of experts
-    return part
 
 
 def _is_distributed(part: MegatronOptimizer) -> TypeGuard[DistributedOptimizer]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tlt_megatron.mcore.logprobs import vocab_parallel_logprobs
-from tlt_megatron.runtime.collectives import broadcast_object
+from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import KeptTokens, LossResult, MicroBatch, TokenLogprobs, TokenValues
 
@@ -70,9 +70,10 @@ def run_forward(
     """Run forward without gradients; return each `record` on the CPU of every peer.
 
     All tensor- and pipeline-parallel peers must call this with the same micro-batches.
-    Data-parallel ranks need not call it together.
+    Data-parallel ranks need not call it together, unless they share experts.
     """
-    if not micro_batches:
+    passes = _equal_passes(micro_batches, groups)
+    if not passes:
         return []
     device = next(model.parameters()).device
 
@@ -81,10 +82,12 @@ def run_forward(
     model.eval()
     try:
         with torch.no_grad():
-            kept = _run_schedule(model, micro_batches, step, is_forward_only=True)
+            kept = _run_schedule(model, passes, step, is_forward_only=True)
     finally:
         model.train(was_training)
-    return _share_over_stages(kept, record, micro_batches, groups, device)
+    if not micro_batches:
+        return []
+    return _share_over_stages(kept[: len(micro_batches)], record, micro_batches, groups, device)
 
 
 def run_forward_backward(
@@ -98,13 +101,17 @@ def run_forward_backward(
 
     `model` is Megatron's DistributedDataParallel. Returns the metric sums, on every pipeline stage,
     and the sum of the counts, on the last. Tensor- and pipeline-parallel peers must call this
-    together, with the same micro-batches.
+    together, with the same micro-batches. So must ranks that share experts, with any.
     """
+    passes = _equal_passes(micro_batches, groups)
     device = next(model.parameters()).device
     totals: dict[str, Tensor] = {}
     counts: list[int] = []
 
     def reduce(predicted: T, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, None]:
+        if len(counts) == len(micro_batches):  # an empty micro-batch: its values are zero
+            nothing = torch.zeros((), dtype=torch.int32, device=device)
+            return getattr(predicted, dataclasses.fields(predicted)[0].name).sum(), nothing, None
         loss = loss_fn(predicted, micro_batch)
         for name, value in loss.metrics.items():
             totals[name] = totals.get(name, 0.0) + value.detach().double()
@@ -115,10 +122,36 @@ def run_forward_backward(
             None,
         )
 
-    if micro_batches:
+    if passes:
         step = _forward_step(model, groups, predict, reduce)
-        _run_schedule(model, micro_batches, step, is_forward_only=False)
+        _run_schedule(model, passes, step, is_forward_only=False)
     return _share_metrics(totals, groups), sum(counts)
+
+
+def _equal_passes(
+    micro_batches: Sequence[MicroBatch], groups: ProcessGroups
+) -> Sequence[MicroBatch]:
+    """Add empty micro-batches where data-parallel ranks share experts: as many passes on each rank.
+
+    In every layer of a pass, the ranks exchange tokens, so one pass more would wait for ever. An
+    empty micro-batch has one token without a label, which gives no gradient.
+    """
+    if groups.ep.size == 1:
+        return micro_batches
+    num_missing = max(gather_objects(len(micro_batches), groups.dp)) - len(micro_batches)
+    id_1, value_1 = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+    empty = MicroBatch(
+        token_ids=id_1,
+        labels=id_1,
+        position_ids=id_1,
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        loss_mask=value_1,
+        loss_weights=value_1,
+        advantages=value_1,
+        old_logprobs=None,
+        rollout_logprobs=value_1,
+    )
+    return [*micro_batches, *[empty] * num_missing]
 
 
 def reduce_gradients(model: nn.Module, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Maps Hugging Face names and layouts to Megatron's, for Llama, Qwen2 and Qwen3.
+"""Maps Hugging Face names and layouts to Megatron's, for Llama, Qwen2, Qwen3 and Qwen3-MoE.
 
 There is one row per Megatron parameter: its name, its Hugging Face tensors, and its split over
 tensor-parallel ranks. A second name is Transformer Engine's, which fuses a norm into the linear
@@ -21,7 +21,7 @@ from tlt_megatron.config.model_shape import ModelConfig, tensor_shapes
 from tlt_megatron.mcore.value_head import ValueHead
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.collectives import broadcast_object
-from tlt_megatron.runtime.process_groups import ProcessGroups
+from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -44,6 +44,7 @@ class Row:
     mcore_names: tuple[str, ...]  # the first one that the model has is used
     hf_names: tuple[str, ...]
     layout: Layout
+    is_expert: bool = False  # one rank of the expert-parallel group has all of it
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -65,6 +66,7 @@ _LAYER_ROWS = (
     ),
     Row(("mlp.linear_fc1.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), Layout.GATE_UP),
     Row(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), Layout.COLUMNS),
+    Row(("mlp.router.weight",), ("mlp.gate.weight",), Layout.WHOLE),
 )
 EMBEDDING_ROW = Row(
     ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Layout.ROWS
@@ -87,6 +89,39 @@ def layer_rows(config: ModelConfig, local_index: int, layer: int) -> list[Row]:
     return [row for row in rows if row.hf_names[0] in _shapes(config)]
 
 
+def expert_rows(
+    config: ModelConfig, local_index: int, layer: int, local_expert: int, ep: Group, rank: int
+) -> list[Row]:
+    """Return the rows of expert `local_expert` of the expert-parallel `rank` in a layer."""
+    assert config.experts is not None
+    expert = config.experts.num_experts // ep.size * rank + local_expert
+    mcore, hf = f"decoder.layers.{local_index}.mlp.experts", f"model.layers.{layer}.mlp.experts"
+
+    def row(name: str, parts: Sequence[str], layout: Layout) -> Row:
+        return Row(
+            # of a SequentialMLP, and of Transformer Engine's grouped one
+            (
+                f"{mcore}.local_experts.{local_expert}.{name}.weight",
+                f"{mcore}.{name}.weight{local_expert}",
+            ),
+            tuple(f"{hf}.{expert}.{part}_proj.weight" for part in parts),
+            layout,
+            is_expert=True,
+        )
+
+    return [
+        row("linear_fc1", ("gate", "up"), Layout.GATE_UP),
+        row("linear_fc2", ("down",), Layout.WHOLE),
+    ]
+
+
+def num_local_experts(config: ModelConfig, layer: int, ep: Group) -> int:
+    """Return the experts of a layer that each expert-parallel rank has; 0 in a dense layer."""
+    if config.experts is None or not config.has_experts_in(layer):
+        return 0
+    return config.experts.num_experts // ep.size
+
+
 def lm_head_row(config: ModelConfig) -> Row:
     """Return the row of the output layer; with tied embeddings, a copy of the embedding."""
     name = EMBEDDING_ROW.hf_names[0] if config.tie_word_embeddings else "lm_head.weight"
@@ -99,11 +134,13 @@ def stage_layers(model: GPTModel) -> list[int]:
     return [layer.layer_number - 1 for layer in layers]
 
 
-def stage_rows(model: GPTModel, config: ModelConfig) -> list[Row]:
-    """Return all rows of this rank's stage, in layer order."""
+def stage_rows(model: GPTModel, config: ModelConfig, ep: Group) -> list[Row]:
+    """Return all rows of this rank's stage, in layer order, with its own experts."""
     rows = [EMBEDDING_ROW] if model.pre_process else []
     for local_index, layer in enumerate(stage_layers(model)):
         rows += layer_rows(config, local_index, layer)
+        for expert in range(num_local_experts(config, layer, ep)):
+            rows += expert_rows(config, local_index, layer, expert, ep, ep.rank)
     if model.post_process:
         rows.append(FINAL_NORM_ROW)
         if isinstance(model.output_layer, ValueHead):
@@ -133,6 +170,8 @@ def split(
     row: Row, tensors: Sequence[Tensor], config: ModelConfig, tp_rank: int, tp_size: int
 ) -> Tensor:
     """Return rank `tp_rank`'s shard of the parameter built from the full `tensors`."""
+    if row.is_expert:
+        tp_rank, tp_size = 0, 1
     if row.layout is Layout.WHOLE:
         return tensors[0]
     if row.layout is Layout.COLUMNS:
@@ -187,7 +226,7 @@ def load_hf_weights(
             "model.embed_tokens.weight: set it to false in config.json, or remove lm_head.weight"
         )
     parameters = dict(model.named_parameters())
-    rows = stage_rows(model, config)
+    rows = stage_rows(model, config, groups.ep)
     assert parameters.keys() <= {name for row in rows for name in row.mcore_names}
     for row in rows:
         if row is VALUE_HEAD_ROW:

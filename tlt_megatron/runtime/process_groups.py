@@ -79,6 +79,7 @@ class ProcessGroups:
     tp: Group = SINGLE
     pp: Group = SINGLE
     dp: Group = SINGLE
+    ep: Group = SINGLE  # of tensor x data: its ranks share the experts of every layer
 
 
 def group_of(handle: object) -> Group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ SIZES = {
 FIRST, LAST = (f"num_layers_in_{which}_pipeline_stage" for which in ("first", "last"))
 
 
-def check(tmp_path: Path, overrides: str = "", world_size: int = 1, **sizes: int | None) -> None:
+def check(tmp_path: Path, overrides: str = "", world_size: int = 1, **sizes: Any) -> None:
     model = tmp_path / "model"
     model.mkdir()
     kept = {name: value for name, value in (SIZES | sizes).items() if value is not None}
@@ -61,6 +62,54 @@ def check(tmp_path: Path, overrides: str = "", world_size: int = 1, **sizes: int
 )
 def test_layouts_that_fit_are_allowed(tmp_path: Path, overrides: str, world_size: int) -> None:
     check(tmp_path, overrides, world_size)
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+def test_experts_are_shared_by_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
+    check(tmp_path, "parallel.tensor=2 parallel.expert=4 parallel.pipeline=2", 8, **MIXTURE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "sizes", "message"),
+    [
+        ("parallel.expert=2", 2, SIZES, "parallel.expert=2 does not divide num_experts=1 of"),
+        ("parallel.expert=3", 3, MIXTURE, "parallel.expert=3 does not divide num_experts=8 of"),
+        (
+            "parallel.expert=4 parallel.pipeline=2",
+            4,
+            MIXTURE,
+            "parallel.expert=4 does not divide the 2 ranks of a pipeline stage",
+        ),
+        (
+            "parallel.pipeline=2",
+            2,
+            MIXTURE | {"mlp_only_layers": [0, 1]},
+            "parallel.pipeline=2 makes a stage of the layers 0 to 1 of .* none of which has experts",
+        ),
+        ("", 1, MIXTURE | {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be <= num_exp"),
+        (
+            "",
+            1,
+            MIXTURE | {"num_experts_per_tok": 1, "norm_topk_prob": True},
+            "norm_topk_prob=true with num_experts_per_tok=1: must be false",
+        ),
+        ("", 1, MIXTURE | {"mlp_only_layers": [4]}, r"mlp_only_layers=\[4\]: must be a list of"),
+        ("", 1, MIXTURE | {"decoder_sparse_step": 5}, "leave no layer with experts"),
+        ("rollout.engine=sglang", 1, MIXTURE, "rollout.engine=sglang: rolls out no qwen3_moe yet"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(
+    tmp_path: Path, overrides: str, world_size: int, sizes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(tmp_path, overrides, world_size, **sizes)
 
 
 def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:

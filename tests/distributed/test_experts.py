@@ -1,0 +1,143 @@
+"""A mixture of experts over expert-parallel ranks: trains, taps and is saved as on one rank.
+
+Its logits and weights are compared in test_mcore_parity.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mcore_policy import (
+    LENGTHS,
+    Layout,
+    build_policy,
+    hf_logits,
+    load_hf,
+    make_batch,
+    share_of,
+    train,
+)
+from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
+
+ALL = (len(LENGTHS),)
+TOLERANCE = 5e-6  # relative, of losses, gradient norms and weights after three steps
+EP2 = Layout(world=2, expert=2)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A qwen3_moe whose first layer is dense."""
+    path = tmp_path_factory.mktemp("models") / "qwen3_moe"
+    return make_tiny_hf(path, "qwen3_moe", mlp_only_layers=[0])
+
+
+def _pass_and_train(path: Path, layout: Layout, shares: tuple[int, ...]) -> dict[str, Any]:
+    """Log-probs and tapped states of this rank's share, then three steps."""
+    policy, groups = build_policy(path, layout)
+    tapped: list[TappedSequence] = []
+    tap = HiddenStateTap(
+        on_sequence=tapped.append, max_bytes=1 << 20, hidden_size=64, aux_layer_ids=(1,)
+    )
+    share = share_of(make_batch(1), groups, shares)
+    logprobs = [each.logprobs for each in policy.infer_logprobs(share, 1.0, tap=tap)]
+    experts = {n for n, _ in policy._stage.named_parameters() if "local_experts" in n}
+    result = train(policy, groups, (1, 2, 3), shares)
+    first = sum(shares[: groups.dp.rank])
+    return result | {
+        "logprobs": {first + i: each for i, each in enumerate(logprobs)},
+        "tapped": {tuple(s.token_ids.tolist()): s for s in tapped},
+        "num_experts": len({name.rpartition(".linear")[0] for name in experts}),
+    }
+
+
+@pytest.fixture(scope="module")
+def one_rank(mixture: Path) -> dict[str, Any]:
+    return run_ranks(1, _pass_and_train, mixture, Layout(world=1), ALL)[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares", "num_experts"),
+    [
+        (EP2, (3, 2), 12),  # 8 experts in each of 3 layers, halved
+        (EP2, (5, 0), 12),
+        (Layout(world=2, tensor=2, expert=2), ALL, 12),
+        (Layout(world=4, tensor=2, expert=2), (1, 4), 12),
+        (Layout(world=4, tensor=2, expert=4), (1, 4), 6),
+        (Layout(world=4, pipeline=2, expert=2), (4, 1), None),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_passes_and_three_steps_equal_one_rank(
+    mixture: Path,
+    one_rank: dict[str, Any],
+    layout: Layout,
+    shares: tuple[int, ...],
+    num_experts: int | None,
+) -> None:
+    """Also if a rank has fewer micro-batches than those with which it shares experts, or none."""
+    results = run_ranks(layout.world, _pass_and_train, mixture, layout, shares)
+    for step, sums in enumerate(one_rank["sums"]):
+        by_dp_rank = {result["dp_rank"]: result["sums"][step] for result in results}
+        for name, value in sums.items():
+            total = sum(part[name] for part in by_dp_rank.values())
+            assert total == pytest.approx(value, rel=TOLERANCE)
+    tapped = {tokens: s for result in results for tokens, s in result["tapped"].items()}
+    assert tapped.keys() == one_rank["tapped"].keys()
+    for tokens, mine in tapped.items():
+        theirs = one_rank["tapped"][tokens]
+        torch.testing.assert_close(mine.features, theirs.features, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(mine.final_hidden, theirs.final_hidden, atol=1e-5, rtol=1e-5)
+    for result in results:
+        assert num_experts in (None, result["num_experts"])
+        for index, logprobs in result["logprobs"].items():
+            expected = one_rank["logprobs"][index]
+            torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+        for mine, theirs in zip(result["stats"], one_rank["stats"], strict=True):
+            assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=TOLERANCE)
+        assert result["weights"].keys() == one_rank["weights"].keys()
+        for name, weight in one_rank["weights"].items():
+            assert (result["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+def test_logprobs_equal_transformers(mixture: Path, one_rank: dict[str, Any]) -> None:
+    model = load_hf(mixture)
+    for index, batch in enumerate(make_batch(1)):
+        with torch.no_grad():
+            logits_PV = hf_logits(model, batch)
+        logprobs_P = torch.log_softmax(logits_PV, -1).gather(1, batch.labels[:, None])[:, 0]
+        expected = logprobs_P * batch.loss_mask
+        torch.testing.assert_close(one_rank["logprobs"][index], expected, atol=1e-4, rtol=0)
+
+
+def _save(path: Path, folder: Path) -> dict[str, Any]:
+    policy, groups = build_policy(path, EP2)
+    train(policy, groups, (1, 2), (3, 2))
+    policy.save(folder)
+    return train(policy, groups, (3, 4), (3, 2))
+
+
+def _load(path: Path, folder: Path, layout: Layout, shares: tuple[int, ...]) -> dict[str, Any]:
+    policy, groups = build_policy(path, layout)
+    policy.load(folder)
+    return train(policy, groups, (3, 4), shares)
+
+
+def test_a_checkpoint_continues_bit_for_bit_and_at_other_layouts(
+    tmp_path: Path, mixture: Path
+) -> None:
+    straight = run_ranks(2, _save, mixture, tmp_path)
+    expected = straight[0]["weights"]
+    for result in run_ranks(2, _load, mixture, tmp_path, EP2, (3, 2)):
+        for name, weight in expected.items():
+            assert torch.equal(result["weights"][name], weight), name
+    for layout in (Layout(world=1), Layout(world=4, pipeline=2, expert=2)):
+        shares = ALL if layout.world == 1 else (3, 2)
+        for result in run_ranks(layout.world, _load, mixture, tmp_path, layout, shares):
+            for name, weight in expected.items():
+                assert (result["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
