@@ -15,11 +15,29 @@ class ModelSizes:
         self.query = c.num_heads * c.head_dim
         self.num_layers = c.num_layers
         self.kv = 2 * c.num_kv_heads * c.head_dim  # keys and values of one position in one layer
-        # Of one layer, without norms and biases.
-        self.matrices = (num_fused + c.num_heads) * c.head_dim * self.hidden
-        self.matrices += 3 * self.hidden * self.ffn
-        self.layer = self.matrices + 2 * self.hidden
-        self.layer += num_fused * c.head_dim * c.has_qkv_bias + 2 * c.head_dim * c.has_qk_norm
+        attention = (num_fused + c.num_heads) * c.head_dim * self.hidden
+        # What a layer has beside its matrices: norms and biases.
+        rest = 2 * self.hidden
+        rest += num_fused * c.head_dim * c.has_qkv_bias + 2 * c.head_dim * c.has_qk_norm
+        dense = attention + 3 * self.hidden * self.ffn
+        self.layer = dense + rest
+        # Of a mixture: all experts of a layer, and such a layer without them.
+        self.sparse_layers = c.experts.layers if c.experts else frozenset[int]()
+        self.experts = router = self.num_routed = 0
+        self.active_ffn = self.ffn  # of one token in a layer, at most
+        if c.experts:
+            self.num_routed = c.experts.num_per_token
+            sparse_ffn = self.num_routed * c.experts.ffn_size
+            is_mixed = len(self.sparse_layers) < self.num_layers
+            self.active_ffn = max(sparse_ffn, self.ffn) if is_mixed else sparse_ffn
+            self.experts = 3 * c.experts.num_experts * self.hidden * c.experts.ffn_size
+            router = c.experts.num_experts * self.hidden
+        self.sparse_layer = attention + rest + router
+        num_sparse = len(self.sparse_layers)
+        num_dense = self.num_layers - num_sparse
+        # Of all layers, without norms and biases.
+        self.matrices = num_dense * dense + num_sparse * (attention + router + self.experts)
         self.table = self.vocab * self.hidden  # the embedding or the LM head
         self.num_tables = 1 if c.tie_word_embeddings else 2
-        self.total = self.num_layers * self.layer + self.num_tables * self.table + self.hidden
+        self.total = self.matrices + self.num_layers * rest
+        self.total += self.num_tables * self.table + self.hidden

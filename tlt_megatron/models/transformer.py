@@ -1,4 +1,4 @@
-"""The policy's forward pass in pure torch: Llama, Qwen2/2.5, Qwen3 (dense), inference only.
+"""The policy's forward pass in pure torch: Llama, Qwen2/2.5, Qwen3, Qwen3-MoE, inference only.
 
 Tokens of all sequences are packed, [P], with explicit positions. The `Attention` object decides
 which keys a query sees: prefill, decoding and verification differ in it alone.
@@ -16,9 +16,11 @@ from torch import Tensor
 from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.models.arithmetic import PLAIN, Arithmetic
 from tlt_megatron.models.attention import Attention
+from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.layers import RotaryTable
 from tlt_megatron.models.matrix import Matrix
+from tlt_megatron.models.mlp import DenseMlp, ExpertsMlp, Mlp
 
 _HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
@@ -33,8 +35,9 @@ class LayerWeights:
     qk_norm: Tensor | None  # [N+K, H], the query norm repeated N times, then the key norm K times
     output: Tensor  # [D, N*H]
     post_norm: Tensor  # [D]
-    gate_up: Tensor  # [2F, D]
-    down: Tensor  # [D, F]
+    router: Tensor | None  # [E, D]; None: a dense layer
+    gate_up: Tensor  # [2F, D], of all experts one after the other
+    down: Tensor  # [D, F], likewise
 
 
 class Transformer:
@@ -50,6 +53,11 @@ class Transformer:
         device: torch.device,
         arithmetic: Arithmetic = PLAIN,
     ) -> None:
+        if config.experts is not None and device.type != "cpu":
+            raise ValueError(
+                f"rollout.engine=embedded: computes a {config.model_type} on a CPU alone;"
+                " set rollout.engine=sglang"
+            )
         self.config = config
         self.arithmetic = arithmetic
         self.dtype = dtype
@@ -61,8 +69,8 @@ class Transformer:
         is_tied = config.tie_word_embeddings
         self.lm_head = self.embedding if is_tied else self._allocate("lm_head.weight")
         self.layers = [self._allocate_layer(number) for number in range(config.num_layers)]
-        # Of each layer: qkv, output, gate and up, down. Made by the first pass after a load.
-        self._matrices: list[tuple[Matrix, Matrix, Matrix, Matrix]] = []
+        # Of each layer: qkv, output, MLP. Made by the first pass after a load.
+        self._matrices: list[tuple[Matrix, Matrix, Mlp]] = []
         self.rotary = RotaryTable(config.rope, config.head_dim, dtype, device)
         self._norm = arithmetic.norm(config.rms_norm_eps, dtype, device)
 
@@ -80,6 +88,11 @@ class Transformer:
         def allocate(*names: str) -> Tensor:
             return self._allocate(*(f"model.layers.{number}.{name}" for name in names))
 
+        names = ["mlp"]
+        if is_sparse := self.config.has_experts_in(number):
+            assert self.config.experts is not None
+            names = [f"mlp.experts.{i}" for i in range(self.config.experts.num_experts)]
+        gate_up = [f"{name}.{part}_proj.weight" for name in names for part in ("gate", "up")]
         has_bias, has_qk_norm = self.config.has_qkv_bias, self.config.has_qk_norm
         return LayerWeights(
             input_norm=allocate("input_layernorm.weight"),
@@ -90,8 +103,9 @@ class Transformer:
             else None,
             output=allocate("self_attn.o_proj.weight"),
             post_norm=allocate("post_attention_layernorm.weight"),
-            gate_up=allocate("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            down=allocate("mlp.down_proj.weight"),
+            router=allocate("mlp.gate.weight") if is_sparse else None,
+            gate_up=allocate(*gate_up),
+            down=allocate(*(f"{name}.down_proj.weight" for name in names)),
         )
 
     def hf_names(self) -> frozenset[str]:
@@ -126,12 +140,26 @@ class Transformer:
             (
                 make(layer.qkv, layer.qkv_bias),
                 make(layer.output, None),
-                make(layer.gate_up, None),
-                make(layer.down, None),
+                self._make_mlp(layer),
             )
             for layer in self.layers
         ]
         self._head = make(self.lm_head, None)
+
+    def _make_mlp(self, layer: LayerWeights) -> Mlp:
+        make, experts = self.arithmetic.matrix, self.config.experts
+        num_parts = 1 if layer.router is None or experts is None else experts.num_experts
+        weights = zip(layer.gate_up.chunk(num_parts), layer.down.chunk(num_parts), strict=True)
+        parts = [
+            DenseMlp(make(gate_up, None), make(down, None), self.arithmetic.gate)
+            for gate_up, down in weights
+        ]
+        if layer.router is None or experts is None:
+            return parts[0]
+        router = make(layer.router.to(wide_dtype(self.dtype)), None)
+        return ExpertsMlp(
+            router, parts, num_per_token=experts.num_per_token, normalizes=experts.normalizes
+        )
 
     def forward(self, token_ids_P: Tensor, position_ids_P: Tensor, attention: Attention) -> Tensor:
         """Return [P, D] after the final norm. `rotary.reserve` must cover the positions."""
@@ -154,12 +182,12 @@ class Transformer:
         num_tokens = token_ids_P.shape[0]
         num_rotated = c.num_heads + c.num_kv_heads
         num_fused = num_rotated + c.num_kv_heads
-        norm, rotate_, gate = self._norm, self.arithmetic.rotate_, self.arithmetic.gate
+        norm, rotate_ = self._norm, self.arithmetic.rotate_
         cos_P1H, sin_P1H = self.rotary.lookup(position_ids_P)
         x_PD = F.embedding(token_ids_P, self.embedding)
         taps: list[Tensor] = []
         for index, (layer, matrices) in enumerate(zip(self.layers, self._matrices, strict=True)):
-            qkv, output, gate_up, down = matrices
+            qkv, output, mlp = matrices
             fused = qkv(norm(x_PD, layer.input_norm))
             heads_PAH = fused.view(num_tokens, num_fused, c.head_dim)
             rotated = heads_PAH[:, :num_rotated]
@@ -170,8 +198,7 @@ class Transformer:
                 index, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :]
             )
             x_PD = output(context_PN, x_PD)
-            gate_PF, up_PF = gate_up(norm(x_PD, layer.post_norm)).chunk(2, dim=-1)
-            x_PD = down(gate(gate_PF, up_PF), x_PD)
+            x_PD = mlp(norm(x_PD, layer.post_norm), x_PD)
             if index in tap_layers:
                 taps.append(x_PD)
         hidden_PD = norm(x_PD, self.final_norm)

@@ -95,6 +95,19 @@ def test_any_tree_gives_the_tokens_of_plain_decoding(
             assert [1, *ends] == [*a.verify_starts, a.token_ids.numel()]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES[2:5], ids=str)
+def test_a_tree_over_a_mixture_of_experts_gives_the_tokens_of_plain_decoding(
+    tmp_path, strategy: SpeculationStrategy
+) -> None:
+    """The drafter of a mixture is dense."""
+    engine = engine_over(make_tiny_hf(tmp_path, "qwen3_moe", num_layers=2, vocab_size=48))
+    plain = engine.generate(prompts(), PARAMS, policy_version=1)
+    selector = CyclingSelector([strategy])
+    speculate(engine, STRATEGIES, selector=selector)
+    assert tokens_of(engine.generate(prompts(), PARAMS, policy_version=1)) == tokens_of(plain)
+    assert any(sum(depths) > 0 for _, _, depths in selector.observed)
+
+
 def test_a_searched_vocabulary_gives_the_tokens_of_the_whole_noise(tmp_path) -> None:
     """Plain and retrieved passes search a large vocabulary; learned trees make its noise."""
     path = make_tiny_hf(tmp_path / "wide", "qwen3", num_layers=1, vocab_size=24_000)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.tiny_models import make_tiny_hf
+from tests.tiny_models import KINDS, make_tiny_hf
 from tlt_megatron.models.attention.paged import PrefillAttention, PrefillSegment
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
@@ -55,6 +55,8 @@ def logits_of(model: Transformer, token_ids_T: Tensor) -> Tensor:
         ("qwen2", {"tied": True}),
         ("qwen3", {}),
         ("qwen3", {"tied": True, "rope_parameters": LINEAR}),
+        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
     ],
 )
 def test_logits_equal_transformers(kind: str, options: dict, tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_bfloat16_is_close_and_float64_closer(tmp_path: Path) -> None:
     assert (half.double() - exact).abs().mean() < 0.05 * scale
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_named_tensors_give_back_what_was_loaded(kind: str, tied: bool, tmp_path: Path) -> None:
     path = make_tiny_hf(tmp_path / "m", kind, num_layers=2, vocab_size=40, tied=tied)

@@ -75,7 +75,7 @@ def _num_weights(model: ModelConfig, *, is_packed: bool) -> int:
     sizes = ModelSizes(model)
     num_repeated = model.num_heads + model.num_kv_heads - 2
     norms = sizes.num_layers * num_repeated * model.head_dim * model.has_qk_norm
-    packed = sizes.matrices * sizes.num_layers + sizes.vocab * sizes.hidden
+    packed = sizes.matrices + sizes.vocab * sizes.hidden
     return sizes.total + norms + packed * is_packed
 
 
@@ -119,7 +119,7 @@ def plan_memory(
         longest_prompt_pages=lane_pages if is_unshared else 0,
     )
     sizes = ModelSizes(model)
-    d, f, v = sizes.hidden, sizes.ffn, sizes.vocab
+    d, f, v = sizes.hidden, sizes.active_ffn, sizes.vocab
     num_fused = model.num_heads + 2 * model.num_kv_heads
     num_slots = kv_tokens + has_graphs * PAGE_TOKENS
     is_learned = any(strategy.is_learned for strategy in drafting)
@@ -128,7 +128,9 @@ def plan_memory(
     if is_learned:
         kv += num_slots * d * (1 + num_taps) * item + (num_slots + 1) * 8
 
-    per_token = 4 * d + (num_fused + 2 * model.num_heads) * model.head_dim + 3 * f
+    per_token = (
+        (4 + sizes.num_routed) * d + (num_fused + 2 * model.num_heads) * model.head_dim + 3 * f
+    )
     prefill = section.prefill_chunk_tokens * per_token * item
     # Logits, float32 logits and log-probs, and in float64 the noise and its sum with the logits.
     num_rows = section.max_batch_size * max((s.num_rows for s in drafting), default=1)
