@@ -12,6 +12,23 @@ QWEN_7B = {
     "max_position_embeddings": 32768,
     "eos_token_id": 1,
 }
+QWEN_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "rope_theta": 1e6,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 48,
+    "intermediate_size": 6144,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "eos_token_id": 1,
+}
 QWEN_32B = QWEN_7B | {
     "hidden_size": 5120,
     "num_attention_heads": 40,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from tlt_megatron.config.mcore_fields import layers_of_stages
 from tlt_megatron.config.schema import McoreSection, ModelSection, ParallelSection
@@ -19,6 +20,9 @@ _OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}
 # hooks.
 _FUSED_D, _FUSED_F, _FUSED_Q, _FUSED_KV = 4.0, 3.0, 3.0, 1.5
 _UNFUSED_D, _UNFUSED_F, _UNFUSED_Q = 7.25, 5.0, 5.5
+# Per expert of a token: its copies before and after the exchange of tokens, and its result. Counted
+# for even loads of the experts, without measurement.
+_ROUTED_D = 3.0
 # The C heap of a CPU process keeps freed blocks that no later block fits into. As a share of the activations of a micro-batch:
 # 0 (SmolLM2, few steps) to 0.6 (quickstart, 50 steps with sequences of other lengths).
 _FREED_SHARE = 0.5
@@ -45,16 +49,36 @@ class Sharding:
         return _ITEM_BYTES[self.model.dtype]
 
     def parameters(self, sizes: ModelSizes) -> int:
-        """Return those of the fullest stage. The first and the last stage have a table."""
-        stages = [n * sizes.layer for n in self._stages(sizes)]
-        stages[0] += sizes.table * (sizes.num_tables if self.parallel.pipeline == 1 else 1)
-        stages[-1] += sizes.table * (self.parallel.pipeline > 1)
-        return max(stages) // self.parallel.tensor
+        """Return those of a rank of the fullest stage."""
+        return sum(self._cut_parameters(sizes))
+
+    def optimizer_parameters(self, sizes: ModelSizes) -> int:
+        """Return those of them whose optimizer state is on one rank.
+
+        Experts have copies on fewer ranks than the rest, and share their state with those alone.
+        """
+        dense, experts = self._cut_parameters(sizes)
+        num_ranks = self.parallel.tensor * self.num_data_parallel  # of a stage
+        return dense // self.num_data_parallel + experts * self.parallel.expert // num_ranks
+
+    def _cut_parameters(self, sizes: ModelSizes) -> tuple[int, int]:
+        """Return (other parameters, experts) of a rank of the fullest stage.
+
+        The first and the last stage have a table.
+        """
+        stages = []
+        for layers in self._stages(sizes):
+            num_sparse = len(sizes.sparse_layers.intersection(layers))
+            dense = (len(layers) - num_sparse) * sizes.layer + num_sparse * sizes.sparse_layer
+            stages.append([dense, num_sparse * sizes.experts // self.parallel.expert])
+        stages[0][0] += sizes.table * (sizes.num_tables if self.parallel.pipeline == 1 else 1)
+        stages[-1][0] += sizes.table * (self.parallel.pipeline > 1)
+        return max(((d // self.parallel.tensor, experts) for d, experts in stages), key=sum)
 
     def checkpoint_bytes(self, sizes: ModelSizes) -> tuple[int, int]:
         """Return the bytes of a model's checkpoint, and how many of them the fullest rank writes."""
-        item, own = self.item_bytes, self.parameters(sizes)
-        share = own * item + own * _STATE_BYTES // self.num_data_parallel
+        item = self.item_bytes
+        share = self.parameters(sizes) * item + self.optimizer_parameters(sizes) * _STATE_BYTES
         return sizes.total * (item + _STATE_BYTES), share
 
     def pass_bytes(self, sizes: ModelSizes, num_tokens: int) -> tuple[int, int]:
@@ -66,10 +90,11 @@ class Sharding:
         """
         if self.is_cuda:
             uncut = _FUSED_D * sizes.hidden
-            cut = _FUSED_F * sizes.ffn + _FUSED_Q * sizes.query + _FUSED_KV * sizes.kv
+            cut = _FUSED_F * sizes.active_ffn + _FUSED_Q * sizes.query + _FUSED_KV * sizes.kv
         else:
             uncut = _UNFUSED_D * sizes.hidden
-            cut = _UNFUSED_F * sizes.ffn + _UNFUSED_Q * sizes.query
+            cut = _UNFUSED_F * sizes.active_ffn + _UNFUSED_Q * sizes.query
+        cut += _ROUTED_D * sizes.num_routed * sizes.hidden
         tensor = self.parallel.tensor
         element_bytes = num_tokens * self.item_bytes
         layer = int(element_bytes * (uncut + cut) / tensor)
@@ -77,12 +102,14 @@ class Sharding:
         if self.mcore.recompute == "full":
             kept, again = int(element_bytes * sizes.hidden / tensor), 2 * layer
         logits = 2 * element_bytes * sizes.vocab // tensor
-        stages = self._stages(sizes)
+        stages = [len(layers) for layers in self._stages(sizes)]
         passes = [(n * kept * (len(stages) - i) + again, 0) for i, n in enumerate(stages)]
         return max((stages[-1] * kept, logits), *passes, key=sum)
 
-    def _stages(self, sizes: ModelSizes) -> list[int]:
-        return layers_of_stages(sizes.num_layers, self.parallel.pipeline, self.mcore.transformer)
+    def _stages(self, sizes: ModelSizes) -> list[range]:
+        counts = layers_of_stages(sizes.num_layers, self.parallel.pipeline, self.mcore.transformer)
+        ends = accumulate(counts)
+        return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def policy_claims(
@@ -104,9 +131,10 @@ def policy_claims(
     """
     mcore, parallel, is_cuda = sharding.mcore, sharding.parallel, sharding.is_cuda
     item, num_shares = sharding.item_bytes, sharding.num_data_parallel
-    own = sharding.parameters(sizes)
+    own, own_state = sharding.parameters(sizes), sharding.optimizer_parameters(sizes)
     critic_own = 0 if critic is None else sharding.parameters(critic)
-    larger = max(own, critic_own)
+    critic_state = 0 if critic is None else sharding.optimizer_parameters(critic)
+    larger, larger_state = max(own, critic_own), max(own_state, critic_state)
     # With mcore.offload_in_rollouts, each model is away in the update of the other. On a CPU its optimizer stays.
     offloads, moves = mcore.offload_in_rollouts, mcore.offload_in_rollouts and is_cuda
     update = {Phase.UPDATE}
@@ -114,9 +142,9 @@ def policy_claims(
 
     gradients = (larger if offloads else own + critic_own) * _GRAD_BYTES
     state_bytes = _OPTIMIZER_BYTES[sharding.model.dtype]
-    optimizer = (larger if moves else own + critic_own) * state_bytes // num_shares
-    away = own * state_bytes // num_shares if moves else 0
-    critic_away = larger * state_bytes // num_shares if moves and critic else 0
+    optimizer = (larger_state if moves else own_state + critic_state) * state_bytes
+    away = own_state * state_bytes if moves else 0
+    critic_away = larger_state * state_bytes if moves and critic else 0
 
     micro_tokens = max(longest, min(mcore.micro_batch_tokens, batch_tokens))
     activations, logits = sharding.pass_bytes(sizes, micro_tokens)
@@ -129,10 +157,11 @@ def policy_claims(
     largest = max(sizes.table, 2 * sizes.hidden * sizes.ffn) // parallel.tensor
     buffers = 4 * largest * (_WRITTEN + _JOINED * (num_shares > 1))
     if resumes:  # a load comes before anything is away
-        buffers = max(buffers, larger * _LOAD_BYTES // num_shares - away)
+        buffers = max(buffers, larger_state * _LOAD_BYTES - away)
     exported = 2 * max(sizes.layer, sizes.table) * 4
 
     layout = f"parallel.tensor={parallel.tensor} or parallel.pipeline={parallel.pipeline}"
+    layout += f" or parallel.expert={parallel.expert}" if sizes.experts else ""
     offload = f"mcore.offload_in_rollouts={offloads}"
     micro_batch = f"mcore.micro_batch_tokens={mcore.micro_batch_tokens}"
     recompute = f"{micro_batch} or mcore.recompute={mcore.recompute!r}"

@@ -49,8 +49,12 @@ def forward_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
     A multiply-add counts as two. The embedding table counts like the head. A backward pass takes twice as many.
     """
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    layer = model.hidden_size * (2 * heads + 2 * kv + 3 * model.ffn_size)
-    weights = model.num_layers * layer + 2 * model.vocab_size * model.hidden_size
+    attention, dense = 2 * heads + 2 * kv, 3 * model.ffn_size
+    layers = model.num_layers * (attention + dense)
+    if (experts := model.experts) is not None:
+        sparse = experts.num_experts + 3 * experts.num_per_token * experts.ffn_size
+        layers += len(experts.layers) * (sparse - dense)
+    weights = model.hidden_size * (layers + 2 * model.vocab_size)
     squares = sum(length * length for length in lengths)
     return 2.0 * weights * sum(lengths) + 2.0 * model.num_layers * heads * squares
 

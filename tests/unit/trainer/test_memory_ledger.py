@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.qwen_shapes import QWEN_7B
+from tests.qwen_shapes import QWEN_7B, QWEN_30B_A3B
 from tests.ranks import run_ranks
 from tlt_megatron.config.load import load_config
+from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.memory_claim import MemoryClaim, MemoryLedger, Phase
 from tlt_megatron.runtime.process_groups import group_of
+from tlt_megatron.trainer.flops import forward_flops
 from tlt_megatron.trainer.memory_ledger import check_memory, describe_checkpoint, make_ledger
 
 # Elements of a layer that are kept for the backward pass, per token: norms, projections and attention, MLP.
@@ -28,9 +32,13 @@ CPU = Device(torch_device=torch.device("cpu"), backend="gloo")
 
 
 def ledger_of(
-    tmp_path: Path, overrides: str = "", world_size: int = 1, device: Device = GPU
+    tmp_path: Path,
+    overrides: str = "",
+    world_size: int = 1,
+    device: Device = GPU,
+    model: dict[str, Any] = QWEN_7B,
 ) -> MemoryLedger:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
     base = "model.dtype=bfloat16 rollout.dtype=bfloat16 rollout.kv_cache_tokens=102400"
     config = load_config(None, [f"model.path={tmp_path}", *base.split(), *overrides.split()])
     return make_ledger(config, world_size, device)
@@ -68,6 +76,24 @@ def test_the_fullest_of_uneven_stages_counts(tmp_path: Path) -> None:
     per_layer = claim(even, "activations") / 28
     assert claim(more, "activations") == pytest.approx(36 * per_layer)
     assert claim(fewer, "activations") == pytest.approx(18 * per_layer)  # beside the logits
+
+
+def test_experts_are_counted_where_they_are(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B: 30.5e9 parameters, of which 3.3e9 compute a token (model card)."""
+    layout = "parallel.tensor=4 parallel.expert=8"
+    ledger = ledger_of(tmp_path, layout, 16, model=QWEN_30B_A3B)
+    model = load_model_config(tmp_path)
+    sizes = sizes_of(tmp_path)
+    assert sizes.total == sum(math.prod(shape) for shape in tensor_shapes(model).values())
+    assert sizes.total == pytest.approx(30.5e9, rel=2e-3)
+    assert forward_flops(model, [1]) == pytest.approx(2 * 3.35e9, rel=1e-2)
+    experts = 48 * sizes.experts
+    rest = sizes.total - experts
+    own = rest / 4 + experts / 8
+    assert claim(ledger, "policy") == pytest.approx(2 * own, rel=1e-3)
+    assert claim(ledger, "gradients") == pytest.approx(4 * own, rel=1e-3)
+    # the rest has a copy on each of 4 data-parallel ranks, an expert on 2
+    assert claim(ledger, "optimizer") == pytest.approx(12 * sizes.total / 16, rel=1e-3)
 
 
 @pytest.mark.parametrize(
