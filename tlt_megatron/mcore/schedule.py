@@ -133,7 +133,7 @@ def _equal_passes(
 ) -> Sequence[MicroBatch]:
     """Add empty micro-batches where data-parallel ranks share experts: as many passes on each rank.
 
-    In every layer of a pass, the ranks exchange tokens, so one pass more would wait for ever. An
+    In every layer of a pass, the ranks exchange tokens, so a pass more would hang. An
     empty micro-batch has one token without a label, which gives no gradient.
     """
     if groups.ep.size == 1:
