@@ -11,7 +11,7 @@ class ModelSizes:
     def __init__(self, model: ModelConfig) -> None:
         c = model
         num_fused = c.num_heads + 2 * c.num_kv_heads
-        self.hidden, self.vocab, self.ffn = c.hidden_size, c.vocab_size, c.ffn_size
+        self.hidden, self.ffn = c.hidden_size, c.ffn_size
         self.query = c.num_heads * c.head_dim
         self.num_layers = c.num_layers
         self.kv = 2 * c.num_kv_heads * c.head_dim  # keys and values of one position in one layer
@@ -37,7 +37,11 @@ class ModelSizes:
         num_dense = self.num_layers - num_sparse
         # Of all layers, without norms and biases.
         self.matrices = num_dense * dense + num_sparse * (attention + router + self.experts)
-        self.table = self.vocab * self.hidden  # the embedding or the LM head
+        self.table = c.vocab_size * self.hidden  # the embedding or the LM head
         self.num_tables = 1 if c.tie_word_embeddings else 2
         self.total = self.matrices + self.num_layers * rest
         self.total += self.num_tables * self.table + self.hidden
+
+    @property
+    def vocab(self) -> int:
+        return self.table // self.hidden
