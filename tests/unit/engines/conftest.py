@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device, select_device
-from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
+from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
 from tlt_megatron.types import RolloutGroup
 
 MakeEngine = Callable[..., EmbeddedEngine]
@@ -104,6 +105,19 @@ def speculate(
     speculation = Speculation(draft, selector, strategies)
     engine.set_speculation(speculation)
     return speculation
+
+
+class RestlessSelector(FixedSelector):
+    """Any of the strategies at any step."""
+
+    def __init__(self, strategies: Sequence[SpeculationStrategy], seed: int) -> None:
+        super().__init__(strategies[0])
+        self._strategies = list(strategies)
+        self._draw = random.Random(seed)
+
+    def choose(self, batch_size: int) -> Decision:
+        """Whatever the batch."""
+        return Decision(strategy=self._draw.choice(self._strategies), reason="any")
 
 
 def tokens_of(groups: Sequence[RolloutGroup]) -> list[list[int]]:

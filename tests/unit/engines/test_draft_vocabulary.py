@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -118,14 +117,6 @@ def test_counts_of_another_vocabulary_are_refused_before_anything_is_loaded(
     with pytest.raises(ValueError, match=r"token id 48: must be in \[0, 48\)"):
         engine.load_state_dict(foreign)
     assert speculation.state_dict() == saved
-
-
-def test_greedy_decoding_takes_few_draft_ids_too(tiny_path: Path) -> None:
-    engine = engine_over(tiny_path, max_batch_size=16, max_new_tokens=64)
-    params = dataclasses.replace(PARAMS, temperature=0.0)
-    plain = engine.generate(prompts(), params, policy_version=1)
-    speculate_with(engine)
-    assert tokens_of(engine.generate(prompts(), params, policy_version=1)) == tokens_of(plain)
 
 
 def test_frequent_ids_are_kept_and_old_ones_fade() -> None:

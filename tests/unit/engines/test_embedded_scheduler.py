@@ -131,19 +131,6 @@ def test_every_request_finishes_in_any_budget(seed: int) -> None:
     assert simulation.cache.num_free == simulation.cache.num_pages
 
 
-def test_ample_memory_preempts_nothing_and_scarce_memory_does() -> None:
-    def preemptions(num_pages: int) -> int:
-        simulation = Simulation(
-            [8] * 4, 4, 24, num_pages=num_pages, max_batch_size=16, chunk=64, seed=1
-        )
-        while not simulation.scheduler.is_done:
-            simulation.step()
-        return simulation.scheduler.num_preemptions
-
-    assert preemptions(4 * 2 + 16 * 6) == 0
-    assert preemptions(16) > 0
-
-
 def test_siblings_share_the_pages_of_their_prompt_until_the_last_has_left() -> None:
     simulation = Simulation([9], 3, 5, num_pages=32, max_batch_size=2, chunk=64, seed=0)
     simulation.lengths = dict(zip(simulation.requests, (1, 5, 3), strict=True))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.continuation import check_continued
 from tests.unit.engines.conftest import (
+    RestlessSelector,
     engine_over,
     make_drafter,
     speculate,
@@ -26,7 +27,7 @@ from tlt_megatron.drafter.packing import DraftSequence, pack_sequences
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
-from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
+from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 VOCAB_SIZE, HIDDEN_SIZE = 48, 64
@@ -42,20 +43,6 @@ NUM_COMPOSITIONS, NUM_REQUESTS = 2, 32  # of each drafter with each selector; 1,
 HOT = 10.0
 
 Weights = dict[str, Tensor]
-
-
-class RestlessSelector(FixedSelector):
-    """Any strategy at any step, or none."""
-
-    def __init__(self, strategies: Sequence[SpeculationStrategy], seed: int) -> None:
-        super().__init__(OFF)
-        self._strategies = list(strategies)
-        self._draw = random.Random(seed)
-
-    def choose(self, batch_size: int) -> Decision:
-        """Whatever the batch."""
-        off = self._draw.random() < 0.3
-        return Decision(strategy=OFF if off else self._draw.choice(self._strategies), reason="any")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +147,7 @@ def make_selector(
         return BegMabSelector([*strategies, OFF], max_batch_size=16, epsilon=0.3, seed=seed)
     if name == "cost_model":
         return CostModelSelector(strategies)
-    return RestlessSelector(strategies, seed)
+    return RestlessSelector([OFF, *strategies], seed)
 
 
 def kept_of(groups: Sequence[RolloutGroup]) -> list[tuple[list[int], list[int]]]:
@@ -224,7 +211,7 @@ def test_cut_and_continued_responses_are_those_of_one_go(
         return engine.generate(prompts, params, policy_version=1)
 
     check_continued(generate, prompts, params, cut=1, atol=atol)
-    selector = RestlessSelector(STRATEGIES, seed=1)
+    selector = RestlessSelector([OFF, *STRATEGIES], seed=1)
     draft_with(engine, drafters, "trained", selector)
     check_continued(generate, prompts, params, cut=17, atol=atol)
 
@@ -258,7 +245,7 @@ def test_rounding_changes_few_tokens_and_no_logprob(
     params = SamplingParams(num_samples=4, max_new_tokens=32, seed=5)
     engine = engine_over(tiny_path, max_batch_size=64, dtype=dtype)
     plain = engine.generate(prompts, params, policy_version=1)
-    draft_with(engine, drafters, "trained", RestlessSelector(STRATEGIES, seed=6))
+    draft_with(engine, drafters, "trained", RestlessSelector([OFF, *STRATEGIES], seed=6))
     speculative = engine.generate(prompts, params, policy_version=1)
     num_differing = num_compared = 0
     for mine, theirs in zip(speculative, plain, strict=True):

@@ -17,16 +17,6 @@ def make_cache(num_pages: int) -> KvCache:
     )
 
 
-def test_prompts_come_from_the_top_and_responses_from_the_bottom() -> None:
-    cache = make_cache(6)
-    prompt: list[int] = []
-    response: list[int] = []
-    assert cache.take_prompt_pages(prompt, 2)
-    assert cache.take_response_page(response)
-    assert (prompt, response, cache.num_free) == ([5, 4], [0], 3)
-    assert (cache.response_end, cache.prompt_start) == (1, 4)
-
-
 def test_a_page_that_is_not_there_is_not_given() -> None:
     cache = make_cache(3)
     prompt: list[int] = []
@@ -47,13 +37,6 @@ def test_freeing_twice_is_caught() -> None:
     cache.free(pages)
     with pytest.raises(AssertionError, match="free already"):
         cache.free(copy)
-
-
-def test_slots_are_the_positions_in_page_order() -> None:
-    cache = make_cache(8)
-    assert cache.slots([5, 0, 3], 1, 6).tolist() == [11, 0, 1, 6, 7]
-    assert cache.slots([5, 0, 3], 2, 3).tolist() == [0]
-    assert cache.slots([], 0, 0).tolist() == []
 
 
 def test_compaction_moves_pages_with_their_data_and_their_lists() -> None:
