@@ -9,9 +9,7 @@ import pytest
 
 from tlt_megatron.config.extensions import REGISTRY, load_extension
 from tlt_megatron.config.load import load_config
-from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.trainer.build_embedded import make_speculation
-from tlt_megatron.types import Prompt
 
 SELECTOR = '''
 from tlt_megatron.speculation.selector import Decision, FixedSelector
@@ -50,14 +48,6 @@ def test_a_new_selector_needs_one_file(place: str) -> None:
     selector = make_speculation(config, None).selector
     chosen = [str(selector.choose(size).strategy) for size in (8, 2, 1)]
     assert chosen == ["ngram_4", "ngram_4", "ngram_2"]
-
-
-def test_a_new_reward_needs_one_file(place: str) -> None:
-    config = load_config(None, [f"reward.function={place}:length"])
-    function = config.reward.function
-    with RewardPool(function, num_workers=1, timeout_s=120.0, on_error="raise") as pool:
-        pool.submit(0, Prompt(prompt_id="a", draw_index=0, token_ids=(1,)), "four")
-        assert pool.collect()[0].score == 4.0
 
 
 def test_a_selector_without_its_methods_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What files alone can tell is refused by the launcher in one line, with exit code 2, before torch is imported.
 
-All cases go through `main` in one fresh process in which an import of torch fails; a few go through the command line too.
+All cases go through `main` in one fresh process in which an import of torch fails.
 """
 
 from __future__ import annotations
@@ -130,7 +130,6 @@ CASES = [
     Case("layer_types of another type", r"layer_types='full_attention': must be a list", model(layer_types="full_attention")),
     Case("yarn", r"rope_type='yarn' is not supported; must be one of default, linear, llama3", model(rope_parameters={"rope_type": "yarn", "factor": 4.0})),
     Case("yarn as transformers 4 wrote it", r"rope_type='yarn' is not supported", model(rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0})),
-    Case("dynamic rope", r"rope_type='dynamic' is not supported", model(rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
     Case("linear rope without factor", r"rope_type='linear' lacks factor", model(rope_parameters={"rope_type": "linear"})),
     Case("llama3 rope that Megatron lacks", MODEL + r"rope high_freq_factor=8\.0 of a llama3 scaling: Megatron supports only 4\.0", model(rope_parameters=llama3(low_freq_factor=1.0, high_freq_factor=8.0, original_max_position_embeddings=8192))),
     Case("partial rotation", r"partial_rotary_factor=0\.5 is not supported", model(partial_rotary_factor=0.5)),
@@ -144,16 +143,13 @@ CASES = [
     Case("truncated data", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*not fully covered", cut("model/model.safetensors", -1)),
     Case("truncated header", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*header", cut("model/model.safetensors", 100)),
     Case("empty file", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*header too small", text("model/model.safetensors", "")),
-    Case("header is not JSON", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*invalid JSON in header", text("model/model.safetensors", b"\4" + bytes(7) + b"abcd")),
     Case("header is nested too deeply", r"model\.safetensors: is truncated, damaged or not safetensors", text("model/model.safetensors", (200_000).to_bytes(8, "little") + b"[" * 200_000)),
     Case("bytes behind", r"is truncated, damaged or not safetensors: .*not fully covered", lambda f: (f / "model/model.safetensors").open("ab").write(b"x")),
     Case("git-lfs pointer", MODEL + r"model\.safetensors: is a git-lfs pointer", text("model/model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")),
     Case("missing tensor", MODEL + r"its files lack model\.norm\.weight$", weights(drop="model.norm.weight")),
     Case("another shape", MODEL + r"model\.norm\.weight has shape \[17\], config\.json makes it \[16\]", weights(model__norm__weight=(17,))),
     Case("bias without a place", MODEL + r"its files hold tensors that a llama of this config\.json does not have: model\.layers\.0\.self_attn\.q_proj\.bias", weights(model__layers__0__self_attn__q_proj__bias=(16,))),
-    Case("more layers", r"does not have: model\.layers\.2\.input_layernorm\.weight", weights(model__layers__2__input_layernorm__weight=(16,))),
     Case("fp8", MODEL + r"model\.safetensors holds quantized weights: model\.layers\.0\.mlp\.up_proj\.weight in F8_E4M3; use the checkpoint in one of F16, BF16, F32, F64", weights(model__layers__0__mlp__up_proj__weight=zeros((24, 16), "F8_E4M3"))),
-    Case("int8", r"holds quantized weights: .*down_proj\.weight in I8", weights(model__layers__0__mlp__down_proj__weight=zeros((16, 24), "I8"))),
     Case("index names a missing file", MODEL + r"model\.safetensors\.index\.json: names files that are not there: model-00002-of-00002\.safetensors", index(model__norm__weight="model-00002-of-00002.safetensors")),
     Case("index names a missing tensor", r"index\.json: names tensors that their files do not hold: other\.weight \(model\.safetensors\)", index(other__weight="model.safetensors")),
     Case("index without a map", r"index\.json: must hold weight_map", text(f"model/{INDEX}", "{}")),
@@ -192,20 +188,14 @@ CASES = [
         Case(f"{key}={value}", re.escape(key) + rf"={shown}: must be a finite number", overrides=(f"{key}={value}",))
         for key, value, shown in (
             ("algorithm.kl_coef", ".nan", "nan"),
-            ("algorithm.entropy_coef", ".inf", "inf"),
             ("algorithm.clip_high", ".inf", "inf"),
             ("optimizer.weight_decay", "-.inf", "-inf"),
-            ("optimizer.clip_grad", ".inf", "inf"),
-            ("drafter.feature_weight", ".nan", "nan"),
-            ("run.group_timeout_s", ".inf", "inf"),
         )
     ),
     *(
         Case(f"mcore.transformer.{name}", rf"mcore\.transformer\.{name}=.*: not allowed.*{hint}", overrides=(f"mcore.transformer.{name}={value}",))
         for name, value, hint in (
             ("num_layers", 3, r"the model is that of model\.path"),
-            ("normalization", "LayerNorm", r"the model is that of model\.path"),
-            ("softmax_scale", 1.0, r"the model is that of model\.path"),
             ("hidden_dropout", 0.1, "of two policies"),
             ("bf16", "true", r"set model\.dtype"),
             ("tensor_model_parallel_size", 2, r"set parallel\.tensor"),
@@ -271,26 +261,6 @@ def test_what_files_tell_is_refused_in_one_line_before_torch(
     assert code == 2, (code, stderr)
     assert re.fullmatch(r"pretrain_rl: [^\n]*\n", stderr), stderr
     assert re.search(case.message, stderr.rstrip("\n")), stderr
-
-
-def test_the_command_line_refuses_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    make_run(tmp_path / "run")
-    cut("model/model.safetensors", -1)(tmp_path / "run")
-    poison = tmp_path / "poison"
-    poison.mkdir()
-    for name in ("torch", "transformers"):
-        (poison / f"{name}.py").write_text("raise SystemExit('was imported')\n")
-    done = subprocess.run(
-        [sys.executable, "launch/pretrain_rl.py", *arguments(tmp_path / "run", ())],
-        cwd=REPO,
-        env=environment() | {"PYTHONPATH": f"{poison}:{REPO}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert re.fullmatch(r"pretrain_rl: .*is truncated.*\n", done.stderr), done.stderr
 
 
 def test_a_rank_beside_the_first_refuses_without_a_line(tmp_path: Path) -> None:

@@ -70,12 +70,9 @@ def test_the_edges_of_the_ranges(
         ),
         ("rollout.environment=calculator", r"rollout\.environment='calculator': must be "),
         ("rollout.temperature=0", r"rollout\.temperature=0\.0: must be in \(0, 10\]"),
-        ("rollout.temperature=11", r"rollout\.temperature=11\.0: must be in \(0, 10\]"),
-        ("algorithm.advantage=vtrace", r"algorithm\.advantage='vtrace': must be one of grpo, "),
         ("algorithm.dual_clip=1", r"algorithm\.dual_clip=1\.0: must be 0 \(off\) or > 1"),
         ("algorithm.loss=gspo", r"algorithm\.aggregation='token_mean': must be sequence_mean"),
         ("algorithm.loss=cispo algorithm.dual_clip=3", r"algorithm\.dual_clip=3\.0: must be 0"),
-        ("algorithm.loss=grpo", r"algorithm\.loss='grpo': must be one of ppo, gspo, cispo, path"),
         ("algorithm.rollout_rs_threshold=1", r"rollout_rs_threshold=1\.0: must be > 1"),
         ("algorithm.rollout_rs_threshold_lower=1", r"rollout_rs_threshold_lower=1\.0: must be < 1"),
         ("algorithm.tis_cap=0.5", r"algorithm\.tis_cap=0\.5: must be 0 \(off\) or >= 1"),
@@ -100,19 +97,10 @@ def test_the_edges_of_the_ranges(
             "rollout.over_sampling_prompts=8 rollout.partial_rollout_tokens=64 algorithm.rollout_rs=token",
             r"rollout\.over_sampling_prompts=8: must be 0, or >= rollout\.num_prompts=16 with",
         ),
-        ("optimizer.lr=.nan", r"optimizer\.lr=nan: must be a finite number"),
         ("optimizer.min_lr=1", r"optimizer\.min_lr=1\.0: must be in \[0, lr=1e-06\]"),
         (
             "mcore.offload_in_rollouts=true",
             r"mcore\.offload_in_rollouts=True: must be false where model\.dtype='float32'",
-        ),
-        (
-            'mcore.transformer={"attention_dropout":0.1}',
-            r"mcore\.transformer\.attention_dropout=0\.1: not allowed; .* two policies",
-        ),
-        (
-            'mcore.transformer={"hidden_dropout":0.1}',
-            r"mcore\.transformer\.hidden_dropout=0\.1: not allowed; .* two policies",
         ),
         (
             "speculation.strategies=[ngram_2,ngram_2]",
@@ -142,11 +130,9 @@ def test_what_does_not_fit_together_is_refused_by_name(overrides: str, message: 
 @pytest.mark.parametrize(
     "overrides",
     [
-        "parallel.tensor=2",
         "rollout.temperature=10 rollout.top_p=1 rollout.top_k=0 rollout.kv_cache_tokens=0",
         "algorithm.clip_low=1 algorithm.dual_clip=0 algorithm.tis_cap=1",
         "optimizer.min_lr=1e-6 optimizer.beta1=0 optimizer.clip_grad=0",
-        "optimizer.decay=linear optimizer.warmup_steps=4",
         "checkpoint.interval=0 checkpoint.keep=0 run.num_steps=0 eval.temperature=0",
         "rollout.num_prompts=2 algorithm.num_minibatches=2",
         "rollout.num_samples=1 algorithm.advantage=reinforce_plus_plus",
