@@ -9,28 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiny_models import tiny_config
 from tlt_megatron.config.load import load_config
-from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.models.config import RopeConfig
 from tlt_megatron.runtime.durable import save_tensors
 from tlt_megatron.trainer.identity import compare_run, describe_run
 from tlt_megatron.trainer.run_checkpoint import SavedRun
 
-MODEL = ModelConfig(
-    model_type="llama",
-    vocab_size=48,
-    hidden_size=64,
-    ffn_size=160,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e4),
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-    has_qkv_bias=False,
-    has_qk_norm=False,
-)
+MODEL = tiny_config(vocab_size=48, num_layers=2, rope=RopeConfig(theta=1e4))
 SPECULATION = ("speculation.enabled=true", "speculation.strategies=['2_1_2']", "spot.enabled=true")
 
 
@@ -52,9 +38,9 @@ def saved(state: dict[str, object]) -> SavedRun:
         (describe("data.shuffle=false"), "data.shuffle True -> False"),
         (describe(stop=(1, 2)), r"stop_token_ids \[1\] -> \[1, 2\]"),
         (describe(rope=RopeConfig(theta=5e5)), "config.json.rope.theta 10000.0 -> 500000.0"),
-        (describe(tie_word_embeddings=False), "config.json.tie_word_embeddings True -> False"),
+        (describe(tie_word_embeddings=True), "config.json.tie_word_embeddings False -> True"),
         (describe(vocab_size=64, num_layers=3), r"num_layers 2 -> 3, .*vocab_size 48 -> 64"),
-        (describe(rms_norm_eps=1e-5), "rms_norm_eps 1e-06 -> 1e-05"),
+        (describe(rms_norm_eps=1e-6), "rms_norm_eps 1e-05 -> 1e-06"),
     ],
 )
 def test_another_model_or_seed_is_refused_by_name(now: dict[str, object], named: str) -> None:

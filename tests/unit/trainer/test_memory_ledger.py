@@ -23,11 +23,13 @@ from tlt_megatron.runtime.process_groups import group_of
 from tlt_megatron.trainer.flops import forward_flops
 from tlt_megatron.trainer.memory_ledger import check_memory, describe_checkpoint, make_ledger
 
+TOTAL = 7_615_616_512  # parameters, as the model card counts them
+TABLE = 152064 * 3584
+LAYER = 2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 3584 * 18944 + 2 * 3584 + 3584 + 2 * 512
+DRAFTER = LAYER + 3 * 3584**2
 # Elements of a layer that are kept for the backward pass, per token: norms, projections and attention, MLP.
-LAYER = 4 * 3584 + 3 * 3584 + 3 * 512 + 3 * 18944
+KEPT = 4 * 3584 + 3 * 3584 + 3 * 512 + 3 * 18944
 GPU = Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl")
-
-
 CPU = Device(torch_device=torch.device("cpu"), backend="gloo")
 
 
@@ -49,30 +51,64 @@ def claim(ledger: MemoryLedger, name: str) -> int:
     return num_bytes
 
 
-def sizes_of(tmp_path: Path) -> ModelSizes:
-    return ModelSizes(load_model_config(tmp_path))
+KV_SLOT = 2 * (2 * 4 * 128 * 28 + 1)  # keys and values of a token in all layers
+SGLANG = 'rollout.engine=sglang sglang.engine_args={"tp_size":4}'
+SMALL = "rollout.num_prompts=1 rollout.num_samples=2 data.max_prompt_tokens=512 rollout.max_new_tokens=512"
+TLT = "speculation.enabled=true spot.enabled=true"
 
 
-def test_an_unsharded_rank_holds_everything(tmp_path: Path) -> None:
-    ledger = ledger_of(tmp_path)
-    total = sizes_of(tmp_path).total
-    assert total == pytest.approx(7.615e9, rel=1e-3)  # of the model card
-    assert claim(ledger, "policy") == pytest.approx(total * 2, rel=1e-3)
-    assert claim(ledger, "gradients") == pytest.approx(total * 4, rel=1e-3)
-    assert claim(ledger, "optimizer") == pytest.approx(total * 12, rel=1e-3)
-    assert claim(ledger, "engine weights") == total * 2
-    slots = 102400 + 64  # and the scratch page of the graphs
-    assert claim(ledger, "engine KV (102400 tokens)") == slots * (2 * 4 * 128 * 28 + 1) * 2
+@pytest.mark.parametrize(
+    "overrides, world_size, name, num_bytes",
+    [
+        ("", 1, "policy", TOTAL * 2),
+        ("", 1, "gradients", TOTAL * 4),
+        ("", 1, "optimizer", TOTAL * 12),
+        ("", 1, "engine weights", TOTAL * 2),
+        ("", 1, "engine KV (102400 tokens)", (102400 + 64) * KV_SLOT),  # and the graphs' scratch page
+        ("", 1, "activations", 8192 * 28 * KEPT * 2),
+        ("parallel.tensor=2", 2, "policy", TOTAL),
+        ("parallel.tensor=2", 2, "engine weights", TOTAL * 2),
+        ("parallel.tensor=2", 2, "activations", 8192 * 28 * KEPT),
+        ("", 8, "optimizer", TOTAL * 12 / 8),
+        ("", 8, "gradients", TOTAL * 4),
+        ("rollout.kv_cache_tokens=51200", 1, "engine KV", (51200 + 64) * KV_SLOT),
+        ("mcore.recompute=full", 1, "activations", 8192 * 28 * 3584 * 2),
+        (SMALL, 1, "activations", 2 * 1024 * 28 * KEPT * 2),  # less than a micro-batch
+        (SMALL, 1, "logits", 2 * 1024 * 152064 * 4),
+        ("algorithm.kl_coef=0.1", 1, "reference policy", TOTAL * 2),
+        (SGLANG, 4, "engine weights", TOTAL * 2 / 4),
+        (SGLANG, 4, "engine KV", 102400 * 1024 * 28 * 2 / 4),
+        (SGLANG, 4, "engine graphs", (512 + 1.5 * 2048 + 4 * 128 + 2 * 64) * 2**20),
+        (TLT, 1, "drafter in training", DRAFTER * 16),
+        (TLT, 1, "engine drafter", (DRAFTER + 8192 * 3584) * 2),  # with rows of the head
+        (f"{TLT} speculation.draft_vocab_size=0", 1, "engine drafter", DRAFTER * 2),
+        ("", 1, "checkpoint", 2 * 4 * TABLE),  # in the writer
+        ("", 4, "checkpoint", 5 * 4 * TABLE),  # and one parameter that shards cut
+        ("parallel.tensor=2", 4, "checkpoint", 5 * 2 * TABLE),
+        ("checkpoint.resume=auto", 1, "checkpoint", 20 * TOTAL),
+        ("checkpoint.resume=auto mcore.offload_in_rollouts=true", 1, "checkpoint", 8 * TOTAL),
+    ],
+)  # fmt: skip
+def test_a_claim_by_hand(
+    tmp_path: Path, overrides: str, world_size: int, name: str, num_bytes: float
+) -> None:
+    assert claim(ledger_of(tmp_path, overrides, world_size), name) == pytest.approx(num_bytes, rel=1e-4)  # fmt: skip
+
+
+def test_a_checkpoint_takes_memory_of_the_host(tmp_path: Path) -> None:
+    assert claim(ledger_of(tmp_path).of_host(), "checkpoint") > 0
+    on_cpu = ledger_of(tmp_path, "", 4, CPU)
+    assert claim(on_cpu, "checkpoint") == 5 * 4 * TABLE
+    assert not on_cpu.of_host().claims
 
 
 def test_the_fullest_of_uneven_stages_counts(tmp_path: Path) -> None:
     """Of 28 layers the first stage holds 18, and activations of two micro-batches, or the last one the logits."""
     first = "parallel.pipeline=2 mcore.transformer.num_layers_in_first_pipeline_stage"
     even, more, fewer = (ledger_of(tmp_path, f"{first}={n}", 2) for n in (14, 18, 10))
-    sizes = sizes_of(tmp_path)
-    assert claim(even, "policy") == 2 * (14 * sizes.layer + sizes.table)
+    assert claim(even, "policy") == 2 * (14 * LAYER + TABLE)
     for ledger in (more, fewer):
-        assert claim(ledger, "policy") == 2 * (18 * sizes.layer + sizes.table)
+        assert claim(ledger, "policy") == 2 * (18 * LAYER + TABLE)
     per_layer = claim(even, "activations") / 28
     assert claim(more, "activations") == pytest.approx(36 * per_layer)
     assert claim(fewer, "activations") == pytest.approx(18 * per_layer)  # beside the logits
@@ -83,7 +119,7 @@ def test_experts_are_counted_where_they_are(tmp_path: Path) -> None:
     layout = "parallel.tensor=4 parallel.expert=8"
     ledger = ledger_of(tmp_path, layout, 16, model=QWEN_30B_A3B)
     model = load_model_config(tmp_path)
-    sizes = sizes_of(tmp_path)
+    sizes = ModelSizes(model)
     assert sizes.total == sum(math.prod(shape) for shape in tensor_shapes(model).values())
     assert sizes.total == pytest.approx(30.5e9, rel=2e-3)
     assert forward_flops(model, [1]) == pytest.approx(2 * 3.35e9, rel=1e-2)
@@ -94,26 +130,6 @@ def test_experts_are_counted_where_they_are(tmp_path: Path) -> None:
     assert claim(ledger, "gradients") == pytest.approx(4 * own, rel=1e-3)
     # the rest has a copy on each of 4 data-parallel ranks, an expert on 2
     assert claim(ledger, "optimizer") == pytest.approx(12 * sizes.total / 16, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "overrides, world_size, num_bytes",
-    [
-        ("", 1, 2 * 4 * 152064 * 3584),  # in the writer
-        ("", 4, 5 * 4 * 152064 * 3584),  # and one parameter that shards cut
-        ("parallel.tensor=2", 4, 5 * 2 * 152064 * 3584),
-        ("checkpoint.resume=auto", 1, 20 * 7.615e9),
-        ("checkpoint.resume=auto mcore.offload_in_rollouts=true", 1, 8 * 7.615e9),
-    ],
-)
-def test_a_checkpoint_takes_host_memory(
-    tmp_path: Path, overrides: str, world_size: int, num_bytes: float
-) -> None:
-    ledger = ledger_of(tmp_path, overrides, world_size)
-    assert claim(ledger.of_host(), "checkpoint") == pytest.approx(num_bytes, rel=1e-3)
-    on_cpu = ledger_of(tmp_path, "", 4, CPU)
-    assert claim(on_cpu, "checkpoint") == 5 * 4 * 152064 * 3584
-    assert not on_cpu.of_host().claims
 
 
 def test_the_table_fits_80_columns(tmp_path: Path) -> None:
@@ -141,57 +157,19 @@ def test_a_critic_takes_what_a_policy_without_output_layer_does(
     overrides = f"mcore.offload_in_rollouts={is_away}"
     plain = ledger_of(tmp_path, overrides, 4)
     ledger = ledger_of(tmp_path, f"{overrides} algorithm.advantage=gae", 4)
-    own = 7.615e9 - 152064 * 3584
+    own = TOTAL - TABLE
     added = {phase: ledger.bytes_in(phase) - plain.bytes_in(phase) for phase in Phase}
     host = {p: ledger.of_host().bytes_in(p) - plain.of_host().bytes_in(p) for p in Phase}
     # away, its gradients and optimizer take the place of the policy's, and the larger optimizer of both is counted
     expected = own * (2 if is_away else 2 + 4 + 12 / 4)
     assert list(added.values()) == pytest.approx([expected] * len(Phase), rel=1e-3)
-    assert list(host.values()) == pytest.approx([7.615e9 * 3 * is_away] * len(Phase), rel=1e-3)
-
-
-def test_a_batch_smaller_than_a_micro_batch_bounds_the_activations(tmp_path: Path) -> None:
-    batch = "rollout.num_prompts=1 rollout.num_samples=2 data.max_prompt_tokens=512"
-    small = ledger_of(tmp_path, f"{batch} rollout.max_new_tokens=512")
-    assert claim(small, "activations") == 2 * 1024 * 28 * LAYER * 2
-    assert claim(small, "logits") == 2 * 1024 * 152064 * 4
-
-
-@pytest.mark.parametrize(
-    "overrides, world_size, name, factor",
-    [
-        ("parallel.tensor=2", 2, "policy", 1 / 2),
-        ("parallel.tensor=2", 2, "engine weights", 1),
-        ("", 8, "optimizer", 1 / 8),
-        ("", 8, "gradients", 1),
-        ("rollout.kv_cache_tokens=51200", 1, "engine KV", 51264 / 102464),
-        ("mcore.recompute=full", 1, "activations", 3584 / LAYER),
-        ("parallel.tensor=2", 2, "activations", 1 / 2),
-    ],
-)
-def test_what_is_shared_out_shrinks(
-    tmp_path: Path, overrides: str, world_size: int, name: str, factor: float
-) -> None:
-    base, shared = ledger_of(tmp_path), ledger_of(tmp_path, overrides, world_size)
-    assert claim(shared, name) == pytest.approx(claim(base, name) * factor, rel=1e-5)
-
-
-def test_an_sglang_engine_is_cut_over_its_ranks(tmp_path: Path) -> None:
-    sglang = 'rollout.engine=sglang sglang.engine_args={"tp_size":4}'
-    ledger = ledger_of(tmp_path, sglang, 4)
-    assert claim(ledger, "engine weights") == sizes_of(tmp_path).total * 2 // 4
-    assert claim(ledger, "engine KV") == 102400 * 1024 * 28 * 2 // 4
-    workspaces_mib = 512 + 1.5 * 2048 + 4 * 128 + 2 * 64
-    assert claim(ledger, "engine graphs") == workspaces_mib * 2**20
-
-
-def test_a_reference_policy_is_counted(tmp_path: Path) -> None:
-    ledger = ledger_of(tmp_path, "algorithm.kl_coef=0.1")
-    assert claim(ledger, "reference policy") == claim(ledger, "policy")
+    assert list(host.values()) == pytest.approx([TOTAL * 3 * is_away] * len(Phase), rel=1e-3)
 
 
 def test_an_idle_rank_trains_the_drafter_without_its_kv(tmp_path: Path) -> None:
-    speculates = ledger_of(tmp_path, "speculation.enabled=true spot.enabled=true")
+    speculates, plain = ledger_of(tmp_path, TLT), ledger_of(tmp_path)
+    kept = plain.bytes_in(Phase.SPOT) - claim(plain, "engine KV") - claim(plain, "engine graphs")
+    assert speculates.bytes_in(Phase.SPOT) > kept + DRAFTER * 16
     for name, in_spot in (("engine KV", False), ("engine weights", True)):
         (phases,) = (c.phases for c in speculates.claims if c.name.startswith(name))
         assert (Phase.SPOT in phases) is in_spot
@@ -238,21 +216,6 @@ def test_states_tapped_in_the_update_lie_beside_its_activations(
     (taps,) = [c for c in ledger.claims if c.name == "tapped states"] or [None]
     assert (taps and taps.num_bytes) == num_bytes
     assert taps is None or taps.phases == {Phase.UPDATE}
-
-
-def test_training_a_drafter_is_counted(tmp_path: Path) -> None:
-    ledger = ledger_of(tmp_path, "speculation.enabled=true spot.enabled=true")
-    sizes = sizes_of(tmp_path)
-    own = sizes.layer + 3 * sizes.hidden**2
-    assert claim(ledger, "drafter in training") == own * 16
-    head = 8192 * sizes.hidden  # its rows for the token ids that it drafts
-    assert claim(ledger, "engine drafter") == (own + head) * 2
-    whole = "speculation.enabled=true spot.enabled=true speculation.draft_vocab_size=0"
-    assert claim(ledger_of(tmp_path, whole), "engine drafter") == own * 2
-    assert claim(ledger, "engine graphs") > 0
-    plain = ledger_of(tmp_path)
-    kept = plain.bytes_in(Phase.SPOT) - claim(plain, "engine KV") - claim(plain, "engine graphs")
-    assert ledger.bytes_in(Phase.SPOT) > kept + own * 16
 
 
 def test_too_little_memory_on_one_rank_is_refused_with_the_same_words_on_all() -> None:

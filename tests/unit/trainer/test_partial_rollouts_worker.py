@@ -12,16 +12,13 @@ from torch import Tensor
 from tests.rollout_stand_ins import Rewards, make_worker
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
-from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.rewards.open_responses import load_carried, save_carried
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.sampling import request_seed, sample
-from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.trainer.rollout_worker import Collected
 from tlt_megatron.types import Prompt, Rollout, SamplingParams, ScoredGroup
 
@@ -46,7 +43,7 @@ def prompt_at(draw: int) -> Prompt:
     return Prompt(prompt_id=f"p{draw}", draw_index=draw, token_ids=(6 + draw % 40, 9, 11))
 
 
-def run(path: Path, folder: Path, strategy: str = "") -> tuple[list[Collected], Rewards]:
+def run(path: Path, folder: Path) -> tuple[list[Collected], Rewards]:
     """Several steps, between which the policy changes and carried responses go through a checkpoint."""
     engine = EmbeddedEngine(
         load_model_config(path),
@@ -69,9 +66,6 @@ def run(path: Path, folder: Path, strategy: str = "") -> tuple[list[Collected], 
         engine.load_weights(
             tensors, version=version, checksum=lambda tensors=tensors: checksum_tensors(tensors)
         )
-        if strategy and version == 0:
-            parsed = SpeculationStrategy.parse(strategy)
-            engine.set_speculation(Speculation(None, FixedSelector(parsed), [parsed]))
         plan = BatchPlan(rules=RULES, draw=draw, carried=carried)
         prompts = draw(RULES.num_first(carried))
         steps.append(worker.collect(prompts, PARAMS, version, plan=plan))
@@ -126,13 +120,3 @@ def test_tokens_and_logprobs_are_those_of_the_policies_that_drew_them(
             torch.testing.assert_close(getattr(rollout, name), expected, rtol=0, atol=1e-5)
         assert rollout.kept is not None
         assert rollout.kept.counts.numel() == len(versions)
-
-
-def test_speculation_changes_no_token_and_no_version(path: Path, tmp_path: Path) -> None:
-    plain, _ = run(path, tmp_path)
-    speculative, _ = run(path, tmp_path, "ngram_4")
-    for ours, theirs in zip(rollouts(speculative), rollouts(plain), strict=True):
-        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
-        assert ours.versions == theirs.versions
-        if ours.token_ids.numel() > 1:
-            assert sum(ours.accept_lengths) > 0

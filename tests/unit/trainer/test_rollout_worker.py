@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from tlt_megatron.runtime.process_groups import SINGLE, group_of
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.spot_trainer import SpotReport
 from tlt_megatron.trainer.gain import measure_gain
-from tlt_megatron.trainer.loop import RLTrainer
 from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
 
 PARAMS = SamplingParams(num_samples=1, max_new_tokens=1)
@@ -82,43 +80,6 @@ def test_all_ranks_stop_in_the_round_in_which_one_is_told_to() -> None:
         return str(stopped.value), engine.num_rounds
 
     assert run_ranks(3, body) == [("the rollouts of this phase are dropped", 2)] * 3
-
-
-class Sampler:
-    """Draws 0, 1, 2, ..."""
-
-    drawn = 0
-
-    def next_batch(self, count: int) -> list[int]:
-        self.drawn += count
-        return list(range(self.drawn - count, self.drawn))
-
-    def state_dict(self) -> dict[str, int]:
-        return {"drawn": self.drawn}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.drawn = state["drawn"]
-
-
-def test_a_step_that_stops_after_its_first_round_gives_all_its_draws_back() -> None:
-    def collect(*_: object, plan: BatchPlan, **__: object) -> Any:
-        plan.draw(2)
-        raise GenerationStopped("told to stop")
-
-    sampler = Sampler()
-    sampler.next_batch(5)
-    trainer = RLTrainer(
-        SimpleNamespace(
-            batch=BatchRules(num_prompts=3, max_rounds=2, metric="reward"), sampling=PARAMS
-        ),
-        sampler=sampler,
-        worker=SimpleNamespace(collect=collect, engine=None, phases=None, replicas=None),
-        policy_trainer=None,
-        drafter=None,
-    )
-    with pytest.raises(GenerationStopped):
-        trainer.train_step()
-    assert sampler.drawn == 5
 
 
 class RecordingEngine(OneTokenEngine):

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.tiny_models import make_tiny_hf
+from tests.tiny_models import make_tiny_hf, tiny_config
 from tests.unit.trainer.test_rollout_metrics import scored
 from tlt_megatron.config.load import load_config
-from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.progress import Progress
@@ -23,21 +22,8 @@ from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_worker import Collected
 from tlt_megatron.trainer.step_report import RunReport
 
-MODEL = ModelConfig(
-    model_type="qwen2",
-    vocab_size=10,
-    hidden_size=4,
-    ffn_size=8,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=2,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e4),
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-    has_qkv_bias=True,
-    has_qk_norm=False,
+MODEL = tiny_config(
+    vocab_size=10, hidden_size=4, ffn_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2
 )
 # a layer: 4 x 8 x 3 of the MLP; queries and output 4 x 4 each, keys and values 4 x 2 each
 NUM_WEIGHTS = 2 * (96 + 48) + 2 * 10 * 4
