@@ -35,8 +35,15 @@ LLAMA3_ROPE = {
     "rope_theta": 10000.0,
     "factor": 8.0,
     "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "high_freq_factor": 3.0,
     "original_max_position_embeddings": 8192,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "attention_factor": 0.9,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,6 +61,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 16384},
     ),
+    "mistral": ("mistral", {}),
+    "qwen2_yarn": ("qwen2", {"rope_parameters": YARN_ROPE}),
 }
 LAYOUTS = {
     "tp1": ParallelSection(),

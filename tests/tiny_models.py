@@ -13,8 +13,15 @@ import torch
 
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 
-KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
-_THETA = {"llama": 500000.0, "qwen2": 1000000.0, "qwen3": 1000000.0, "qwen3_moe": 1000000.0}
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+_NAMES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+}
+_THETA = {"llama": 500000.0, "mistral": 10000.0}
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -69,15 +76,17 @@ def make_tiny_hf(
         "tie_word_embeddings": tied,
         "bos_token_id": None,
         "eos_token_id": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": _THETA[kind]},
+        "rope_parameters": {"rope_type": "default", "rope_theta": _THETA.get(kind, 1000000.0)},
     }
     if kind.startswith("qwen3"):
         settings["head_dim"] = 32  # not hidden_size / heads, as in the real family
     if kind == "qwen3_moe":
         settings |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
         settings["norm_topk_prob"] = True
+    if kind == "mistral":
+        settings["sliding_window"] = None
     settings |= config
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[kind]
+    name = _NAMES[kind]
     model_class = getattr(transformers, f"{name}ForCausalLM")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -155,7 +155,7 @@ def test_loading_and_exporting_is_the_identity_on_every_rank(
     assert all(rank[name]["round_trip"] for rank in outcomes[layout])
 
 
-@pytest.mark.parametrize("name", ["llama_linear_rope", "llama_llama3_rope"])
+@pytest.mark.parametrize("name", ["llama_linear_rope", "llama_llama3_rope", "qwen2_yarn"])
 def test_rope_scaling_changes_the_logits(references: dict[str, Reference], name: str) -> None:
     scaled = references[name]
     rope = {"rope_type": "default", "rope_theta": 10000.0}

@@ -1,4 +1,4 @@
-"""Reads the shape of a decoder-only policy from config.json: Llama, Qwen2/2.5, Qwen3, Qwen3-MoE.
+"""Reads the shape of a decoder-only policy from config.json: Llama, Mistral, Qwen2/2.5, Qwen3, Qwen3-MoE.
 
 It imports neither torch nor transformers, so an unsupported model is rejected before they are
 loaded. Defaults of absent keys are those of transformers.
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROPE_KINDS = ("default", "linear", "llama3")
-MEGATRON_LLAMA3_ROPE = {  # fixed inside Megatron's RotaryEmbedding
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+ROPE_KINDS = {  # and what config.json must say of each
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
 }
 _DEFAULT_THETA = 10000.0
 _DEFAULT_EPS = 1e-6
@@ -40,6 +40,7 @@ class Family:
 
 FAMILIES = {  # by model_type of config.json
     "llama": Family(),
+    "mistral": Family(num_kv_heads=8),
     "qwen2": Family(has_qkv_bias=True, num_kv_heads=32),
     "qwen3": Family(has_qk_norm=True, num_kv_heads=32, head_dim=128),
     "qwen3_moe": Family(has_qk_norm=True, num_kv_heads=4, has_experts=True),
@@ -48,14 +49,18 @@ FAMILIES = {  # by model_type of config.json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding of kind "default", "linear" or "llama3", with the fields of Llama 3.1."""
+    """Rotary embedding of one of `ROPE_KINDS`, with the names of transformers."""
 
     theta: float
     kind: str = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0
+    original_max_position_embeddings: int = 8192  # of llama3 and yarn
+    low_freq_factor: float = 1.0  # of llama3; so is the next
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0  # of yarn; so are the next ones
+    beta_slow: float = 1.0
+    truncate: bool = True  # the bounds of the blend are whole channel pairs
+    attention_factor: float = 1.0  # cos and sin are multiplied by it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +146,10 @@ def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
         )
+    rope = rope_config(hf)
+    positions = _size(hf, "max_position_embeddings")
+    if rope.kind == "yarn":  # Qwen's folders keep the number of the context before the scaling
+        positions = max(positions, int(rope.factor * rope.original_max_position_embeddings))
     return ModelConfig(
         model_type=kind,
         vocab_size=_size(hf, "vocab_size"),
@@ -151,8 +160,8 @@ def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=_number(hf, "rms_norm_eps", _DEFAULT_EPS),
-        rope=rope_config(hf),
-        max_position_embeddings=_size(hf, "max_position_embeddings"),
+        rope=rope,
+        max_position_embeddings=positions,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         has_qkv_bias=family.has_qkv_bias,
         has_qk_norm=family.has_qk_norm,
@@ -201,6 +210,7 @@ def _check_options(hf: Mapping[str, Any]) -> None:
         ("mlp_bias", False),
         ("use_sliding_window", False),
         ("is_encoder_decoder", False),
+        *([("sliding_window", None)] if kind == "mistral" else []),
     ):
         value = hf.get(option, allowed)
         if value != allowed:
@@ -252,29 +262,39 @@ def rope_config(hf: Mapping[str, Any]) -> RopeConfig:
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor={partial!r} is not supported; only 1.0")
-    if kind == "llama3":
-        rope = {"original_max_position_embeddings": hf["max_position_embeddings"]} | rope
-    needed = {"linear": ("factor",), "llama3": ("factor", *MEGATRON_LLAMA3_ROPE)}.get(kind, ())
-    missing = [name for name in needed if rope.get(name) is None]
+    missing = [name for name in ROPE_KINDS[kind] if rope.get(name) is None]
     if missing:
         raise ValueError(f"rope_type={kind!r} lacks {', '.join(missing)}")
-    scaling: dict[str, Any] = {name: _number(rope, name, 0.0) for name in needed}
-    if kind == "llama3":
-        scaling["original_max_position_embeddings"] = _size(
-            rope, "original_max_position_embeddings"
-        )
+    scaling: dict[str, Any] = {name: _number(rope, name, 0.0) for name in ROPE_KINDS[kind]}
+    if kind in ("llama3", "yarn"):
+        name = "original_max_position_embeddings"
+        scaling[name] = _size(rope, name, hf["max_position_embeddings"])
+    if kind == "yarn":
+        scaling |= _yarn(rope)
     return RopeConfig(theta=_number(rope, "rope_theta", _DEFAULT_THETA), kind=kind, **scaling)
 
 
-def check_megatron_rope(rope: RopeConfig) -> None:
-    """Raise ValueError for a llama3 scaling that Megatron cannot express."""
-    if rope.kind != "llama3":
-        return
-    for name, fixed in MEGATRON_LLAMA3_ROPE.items():
-        if getattr(rope, name) != fixed:
-            raise ValueError(
-                f"rope {name}={getattr(rope, name)} of a llama3 scaling: Megatron supports only {fixed}"
-            )
+def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that YaRN has alone; defaults are those of transformers. arXiv 2309.00071."""
+    given = {name: value for name, value in rope.items() if value is not None}
+    factor = _number(given, "factor", 1.0)
+
+    def strength(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    attention = strength(1.0)
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        attention = strength(_number(given, "mscale", 1.0))
+        attention /= strength(_number(given, "mscale_all_dim", 1.0))
+    truncate = given.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ValueError(f"truncate={truncate!r}: must be true or false")
+    return {
+        "beta_fast": _number(given, "beta_fast", 32.0),
+        "beta_slow": _number(given, "beta_slow", 1.0),
+        "truncate": truncate,
+        "attention_factor": _number(given, "attention_factor", attention),
+    }
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,6 @@ from tlt_megatron.config.draft_folder import default_aux_layer_ids, read_draft_s
 from tlt_megatron.config.extensions import REGISTRY, check_extension_file
 from tlt_megatron.config.model_shape import (
     ModelConfig,
-    check_megatron_rope,
     load_model_config,
     read_eos_token_ids,
     read_json,
@@ -75,7 +74,6 @@ def _check_critic(path: str, policy: ModelConfig) -> None:
 def _check_model(key: str, path: str) -> ModelConfig:
     config, folder = load_model_config(path, key), Path(path)
     try:
-        check_megatron_rope(config.rope)
         tensors = find_tensors(folder)
         check_not_quantized(read_json(folder / "config.json"), tensors)
         _check_shapes(config, tensors)

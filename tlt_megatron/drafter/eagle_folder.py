@@ -31,7 +31,13 @@ WEIGHTS_FILE = "model.safetensors"
 # In a subfolder: SGLang reads every .safetensors file next to config.json as weights.
 TRAINER_FILE = "training/state.safetensors"
 _OWN_KEY = "tlt_megatron"  # our own entry of config.json
-_LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_FIELDS = {  # of RopeConfig, and of config.json
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "truncate", "attention_factor"),
+}
 
 
 def config_of(model: DraftModel) -> DraftConfig:
@@ -85,10 +91,7 @@ def _to_disk(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _to_hf_config(config: DraftConfig, dtype_name: str) -> dict[str, Any]:
     rope = config.rope
     parameters: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind != "default":
-        parameters["factor"] = rope.factor
-    if rope.kind == "llama3":
-        parameters |= {name: getattr(rope, name) for name in _LLAMA3_FIELDS}
+    parameters |= {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.kind]}
     hf: dict[str, Any] = {
         "architectures": [ARCHITECTURES[config.architecture]],
         "model_type": "llama",

@@ -8,6 +8,7 @@ attention and norm. Both have the same parameters, under names that `weight_map`
 from __future__ import annotations
 
 import importlib
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ import torch
 from tlt_megatron.config.schema import McoreSection, ParallelSection
 from tlt_megatron.mcore import cpu, transformer_engine
 from tlt_megatron.mcore.value_head import ValueHead
-from tlt_megatron.models.config import ExpertsConfig, ModelConfig, RopeConfig
+from tlt_megatron.models.config import ExpertsConfig, ModelConfig
+from tlt_megatron.models.layers import rope_frequencies
 from tlt_megatron.runtime.device import Device
 
 if TYPE_CHECKING:
@@ -87,7 +89,6 @@ def build_model(
     transformer = transformer_config(
         config, parallel=parallel, section=section, dtype=dtype, device=device
     )
-    rope = rope_arguments(config.rope)
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
@@ -101,8 +102,11 @@ def build_model(
         parallel_output=True,
         share_embeddings_and_output_weights=config.tie_word_embeddings and not has_value_head,
         position_embedding_type="rope",
-        **rope,
     )
+    # Megatron's own scalings fix numbers that config.json may set otherwise.
+    rotary = model.rotary_pos_emb
+    frequencies = rope_frequencies(config.rope, config.head_dim, torch.float32)
+    rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
     if has_value_head and model.post_process:
         # frees the layer that Megatron made; annotated as that layer's class
         model.output_layer = ValueHead(transformer)  # pyright: ignore[reportAttributeAccessIssue]
@@ -157,7 +161,18 @@ def transformer_config(
         fields |= _expert_fields(config.experts, config.num_layers)
         fields["moe_grouped_gemm"] = device.is_cuda
     fields = _architecture_fields(config) | fields | _RECOMPUTE[section.recompute]
-    return TransformerConfig(**fields | section.transformer)
+    transformer = TransformerConfig(**fields | section.transformer)
+    if config.rope.attention_factor != 1.0:
+        # Megatron reads these three if they are there, and computes the factor from them: 0.1 * mscale * log(e) + 1.
+        # Its fused kernel has none.
+        scaling = {
+            "yarn_rotary_scaling_factor": math.e,
+            "yarn_mscale": 10.0 * (config.rope.attention_factor - 1.0),
+            "yarn_mscale_all_dim": 0.0,
+            "apply_rope_fusion": False,
+        }
+        vars(transformer).update(scaling)
+    return transformer
 
 
 def _architecture_fields(config: ModelConfig) -> dict[str, Any]:
@@ -192,16 +207,6 @@ def _expert_fields(experts: ExpertsConfig, num_layers: int) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
     }
-
-
-def rope_arguments(rope: RopeConfig) -> dict[str, Any]:
-    """Return GPTModel's rotary arguments of a scaling that passes `check_megatron_rope`."""
-    arguments: dict[str, Any] = {"rotary_base": rope.theta}
-    if rope.kind == "linear":
-        arguments["seq_len_interpolation_factor"] = rope.factor
-    elif rope.kind == "llama3":
-        arguments |= {"rope_scaling": True, "rope_scaling_factor": rope.factor}
-    return arguments
 
 
 class RMSNorm(torch.nn.RMSNorm):

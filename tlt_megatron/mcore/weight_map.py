@@ -1,4 +1,4 @@
-"""Maps Hugging Face names and layouts to Megatron's, for Llama, Qwen2, Qwen3 and Qwen3-MoE.
+"""Maps Hugging Face names and layouts to Megatron's, for Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
 
 There is one row per Megatron parameter: its name, its Hugging Face tensors, and its split over
 tensor-parallel ranks. A second name is Transformer Engine's, which fuses a norm into the linear

@@ -32,7 +32,7 @@ class RmsNorm:
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Return [H/2], the angle per position of each channel pair. llama3 is that of Llama 3.1."""
+    """Return [H/2], the angle per position of each channel pair, as transformers has them."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype) / head_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -44,7 +44,25 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Ten
         blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         blend = blend.clamp(0.0, 1.0)
         return (1 - blend) * frequencies / rope.factor + blend * frequencies
+    if rope.kind == "yarn":
+        blend = _yarn_blend(rope, head_dim, dtype)
+        return (1 - blend) * frequencies / rope.factor + blend * frequencies
     return frequencies
+
+
+def _yarn_blend(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Return [H/2]: 1 for channel pairs of many turns in the original context, 0 for those of few, a line between."""
+
+    def pair_of(turns: float) -> float:
+        length = rope.original_max_position_embeddings / (2 * math.pi * turns)
+        return head_dim * math.log(length) / (2 * math.log(rope.theta))
+
+    first, last = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    pairs = torch.arange(head_dim // 2, dtype=dtype)
+    return 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
 
 
 class RotaryTable:
@@ -58,6 +76,7 @@ class RotaryTable:
     ) -> None:
         self._angle_dtype = wide_dtype(dtype)
         self._frequencies = rope_frequencies(rope, head_dim, self._angle_dtype)
+        self._length = rope.attention_factor
         # What `lookup` reads. `reserve` replaces it when it grows.
         self.table_SH2 = torch.empty(0, 2 * head_dim, dtype=dtype, device=device)
 
@@ -67,7 +86,7 @@ class RotaryTable:
             return
         size = max(num_positions, 2 * self.table_SH2.shape[0], 256)
         angles = torch.outer(torch.arange(size, dtype=self._angle_dtype), self._frequencies)
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = self._length * angles.cos(), self._length * angles.sin()
         self.table_SH2 = torch.cat((cos, cos, -sin, sin), dim=-1).to(self.table_SH2)
 
     def lookup(self, position_ids_P: Tensor) -> tuple[Tensor, Tensor]:

@@ -104,10 +104,6 @@ def drafter(**config: object) -> Callable[[Path], object]:
     return lambda folder: write_drafter(folder / "drafter", **config)
 
 
-def llama3(**fields: object) -> dict[str, object]:
-    return {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0} | fields
-
-
 MODEL = r"model\.path='[^']*/model': "
 CASES = [
     # config.json
@@ -117,7 +113,7 @@ CASES = [
     Case("config is nested too deeply", r"model/config\.json: cannot be read as JSON: .*recursion", text("model/config.json", "[" * 200_000)),
     Case("config is a list", r"config\.json: must hold a JSON object, not a list", text("model/config.json", "[]")),
     Case("GGUF file", r"model\.path='[^']*/q4\.gguf': must be a folder with config\.json and safetensors \(GGUF cannot be trained", overrides=("model.path={0}/q4.gguf",)),
-    Case("model type", MODEL + r"config\.json model_type='mixtral' is not supported; must be one of llama, qwen2, qwen3", model(model_type="mixtral")),
+    Case("model type", MODEL + r"config\.json model_type='mixtral' is not supported; must be one of llama, mistral, qwen2, qwen3", model(model_type="mixtral")),
     Case("no model type", r"model_type=None is not supported", model(model_type=None)),
     Case("sizes", MODEL + r"config\.json lacks vocab_size" , text("model/config.json", '{"model_type": "llama", "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}')),
     Case("size of another type", r"hidden_size='16': must be an integer >= 1", model(hidden_size="16")),
@@ -128,10 +124,11 @@ CASES = [
     Case("sliding window", r"use_sliding_window=True is not supported", model(use_sliding_window=True)),
     Case("other attention in some layers", MODEL + r"config\.json layer_types with chunked_attention is not supported; only full_attention", model(layer_types=["full_attention", "chunked_attention"])),
     Case("layer_types of another type", r"layer_types='full_attention': must be a list", model(layer_types="full_attention")),
-    Case("yarn", r"rope_type='yarn' is not supported; must be one of default, linear, llama3", model(rope_parameters={"rope_type": "yarn", "factor": 4.0})),
-    Case("yarn as transformers 4 wrote it", r"rope_type='yarn' is not supported", model(rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0})),
+    Case("yarn without factor, as transformers 4 wrote it", r"rope_type='yarn' lacks factor", model(rope_parameters=None, rope_scaling={"type": "yarn"})),
+    Case("yarn with an odd number", r"beta_fast=-1: must be a number > 0", model(rope_parameters={"rope_type": "yarn", "factor": 4.0, "beta_fast": -1})),
+    Case("Mistral's sliding window", r"sliding_window=4096 is not supported; only None", model(model_type="mistral", sliding_window=4096)),
+    Case("dynamic rope", r"rope_type='dynamic' is not supported; must be one of default, linear, llama3, yarn", model(rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
     Case("linear rope without factor", r"rope_type='linear' lacks factor", model(rope_parameters={"rope_type": "linear"})),
-    Case("llama3 rope that Megatron lacks", MODEL + r"rope high_freq_factor=8\.0 of a llama3 scaling: Megatron supports only 4\.0", model(rope_parameters=llama3(low_freq_factor=1.0, high_freq_factor=8.0, original_max_position_embeddings=8192))),
     Case("partial rotation", r"partial_rotary_factor=0\.5 is not supported", model(partial_rotary_factor=0.5)),
     Case("quantized by config", MODEL + r"config\.json quantization_config says that the weights are quantized \(quant_method='fp8'\)", model(quantization_config={"quant_method": "fp8"})),
     Case("eos beyond the vocabulary", r"config\.json: eos_token_id=\[1, 32\] must be < vocab_size=32", model(eos_token_id=[1, 32])),
@@ -161,7 +158,7 @@ CASES = [
     Case("absent drafter", r"speculation\.drafter='[^']*/absent': must be a folder with config\.json", overrides=(*DRAFTS, "speculation.drafter={0}/absent")),
     Case("drafter of another kind", r"drafter/config\.json: architectures='LlamaForCausalLM': must be one of", drafter(architectures=["LlamaForCausalLM"]), DRAFTS),
     Case("drafter without a size", r"drafter/config\.json: lacks intermediate_size", drafter(intermediate_size=None), DRAFTS),
-    Case("drafter's rope", r"drafter/config\.json: rope_type='yarn' is not supported", drafter(rope_parameters={"rope_type": "yarn"}), DRAFTS),
+    Case("drafter's rope", r"drafter/config\.json: rope_type='dynamic' is not supported", drafter(rope_parameters={"rope_type": "dynamic"}), DRAFTS),
     Case("drafter of another policy", r"speculation\.drafter='[^']*/drafter': hidden_size=24 must be the policy's, 16", drafter(hidden_size=24), DRAFTS),
     Case("drafter without weights", r"speculation\.drafter=.*must hold \.safetensors files", remove("drafter/model.safetensors"), DRAFTS),
     Case("truncated drafter", r"speculation\.drafter=.*model\.safetensors: is truncated", cut("drafter/model.safetensors", -2), DRAFTS),

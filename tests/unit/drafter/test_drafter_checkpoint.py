@@ -173,7 +173,7 @@ def test_wrong_tensors_are_refused_by_name(tmp_path: Path) -> None:
         ({"draft_vocab_size": 16}, "draft_vocab_size=16 is not supported"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2"),
         ({"norm_output": True}, "norm_output=True"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type='yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope_type='dynamic'"),
         ({"eagle_config": {}}, "aux_layer_ids"),
     ],
 )

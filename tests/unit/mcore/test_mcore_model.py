@@ -14,10 +14,8 @@ from tlt_megatron.config.schema import McoreSection, ParallelSection
 from tlt_megatron.mcore.model import (
     _architecture_fields,
     has_transformer_engine,
-    rope_arguments,
     transformer_config,
 )
-from tlt_megatron.models.config import RopeConfig
 from tlt_megatron.runtime.device import Device, select_device
 
 CONFIG = tiny_config(hidden_size=32, ffn_size=48, head_dim=16)
@@ -95,15 +93,3 @@ def test_device_that_megatron_would_not_use_is_refused() -> None:
     with pytest.raises(ValueError, match=r"run\.device='cuda'"):
         _transformer(device=device)
     assert not has_transformer_engine(torch.bfloat16)
-
-
-def test_rope_arguments_of_each_kind() -> None:
-    assert rope_arguments(RopeConfig(theta=5e5)) == {"rotary_base": 5e5}
-    linear = RopeConfig(theta=1e4, kind="linear", factor=4.0)
-    assert rope_arguments(linear) == {"rotary_base": 1e4, "seq_len_interpolation_factor": 4.0}
-    llama3 = RopeConfig(theta=5e5, kind="llama3", factor=32.0)
-    assert rope_arguments(llama3) == {
-        "rotary_base": 5e5,
-        "rope_scaling": True,
-        "rope_scaling_factor": 32.0,
-    }

@@ -45,6 +45,7 @@ LLAMA3 = {
         {"rope_parameters": None, "rope_theta": 12345.0},
         {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4}},
         {"rope_parameters": LLAMA3},
+        {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4}},
         {"tie_word_embeddings": True},
         {"tie_word_embeddings": None, "rms_norm_eps": None},
         {"head_dim": 8},

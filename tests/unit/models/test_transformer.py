@@ -18,6 +18,12 @@ from tlt_megatron.models.transformer import Transformer
 
 CPU = torch.device("cpu")
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 48,
+    "rope_theta": 10000.0,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -51,7 +57,11 @@ def logits_of(model: Transformer, token_ids_T: Tensor) -> Tensor:
         ("llama", {"rope_parameters": LINEAR}),
         ("llama", {"rope_parameters": LLAMA3}),
         ("llama", {"num_key_value_heads": 4}),
+        ("mistral", {}),
         ("qwen2", {}),
+        ("qwen2", {"rope_parameters": YARN}),
+        ("qwen2", {"rope_parameters": YARN | {"truncate": False, "attention_factor": 1.4}}),
+        ("qwen3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}}),
         ("qwen2", {"tied": True}),
         ("qwen3", {}),
         ("qwen3", {"tied": True, "rope_parameters": LINEAR}),
