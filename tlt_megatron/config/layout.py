@@ -109,7 +109,7 @@ def _check_cuts(config: RunConfig, path: str) -> None:
     )
     ends = list(accumulate(stages))
     for end, count in zip(ends, stages, strict=True):
-        if model.experts and model.experts.layers.isdisjoint(range(end - count, end)):
+        if model.experts and not {*model.experts.layers} & {*range(end - count, end)}:
             raise ValueError(
                 f"parallel.pipeline={len(stages)} makes a stage of the layers {end - count} to {end - 1} of {path},"
                 " none of which has experts: each stage must have one"

@@ -74,7 +74,7 @@ class ExpertsConfig:
     num_per_token: int
     ffn_size: int  # of one expert
     normalizes: bool  # the weights of a token's experts add up to 1
-    layers: frozenset[int]
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ def _experts_config(hf: Mapping[str, Any]) -> ExpertsConfig:
             f"mlp_only_layers={dense!r}: must be a list of layers in 0..{num_layers - 1}"
         )
     step = _size(hf, "decoder_sparse_step", 1)
-    layers = frozenset(n for n in range(num_layers) if n not in dense and (n + 1) % step == 0)
+    layers = tuple(n for n in range(num_layers) if n not in dense and (n + 1) % step == 0)
     if not layers:
         raise ValueError(
             f"decoder_sparse_step={step} and mlp_only_layers={dense} leave no layer with experts"

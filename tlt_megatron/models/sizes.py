@@ -22,7 +22,7 @@ class ModelSizes:
         dense = attention + 3 * self.hidden * self.ffn
         self.layer = dense + rest
         # Of a mixture: all experts of a layer, and such a layer without them.
-        self.sparse_layers = c.experts.layers if c.experts else frozenset[int]()
+        self.sparse_layers = frozenset(c.experts.layers if c.experts else ())
         self.experts = router = self.num_routed = 0
         self.active_ffn = self.ffn  # of one token in a layer, at most
         if c.experts:

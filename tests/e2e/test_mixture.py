@@ -1,0 +1,89 @@
+"""A whole run of a mixture of experts on two ranks that share its experts, with speculation and spot training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny_task import (
+    answers,
+    check_same_run,
+    check_same_weights,
+    make_tiny_task,
+    metric_rows,
+    patient_engine,
+    run,
+    weights,
+)
+from tlt_megatron.models.hf_io import HfReader
+
+pytestmark = pytest.mark.e2e
+
+EXPERTS = (
+    "parallel.expert=2",
+    "run.num_steps=3",
+    "data.eval=",
+    "logging.trackers=[]",
+    "rollout.num_prompts=3",
+    "rollout.max_batch_size=4",
+    "rollout.max_new_tokens=40",
+)
+SPOT = (
+    "speculation.enabled=true",
+    "speculation.strategies=['3_1_3', '3_2_6', 'ngram_4']",
+    "spot.enabled=true",
+    "drafter.batch_tokens=64",
+)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_task(tmp_path_factory.mktemp("mixture"), kind="qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def straight(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("straight")
+    engine = patient_engine(tmp_path_factory.mktemp("engine"), "embedded")
+    kept = ("checkpoint.interval=1", "checkpoint.keep=0")
+    run(2, mixture, run_dir, *EXPERTS, *SPOT, *kept, engine)
+    return run_dir
+
+
+def test_speculation_and_spot_training_change_no_token_and_no_weight(
+    mixture: Path, straight: Path, tmp_path: Path
+) -> None:
+    run(2, mixture, tmp_path, *EXPERTS)
+    check_same_run(straight, tmp_path)
+    rows = metric_rows(straight)
+    assert sum(row["spot/updates"] for row in rows) > 0
+    assert any("rollout/spec_accept_length" in row for row in rows)
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows)
+
+
+def test_a_resumed_run_equals_the_straight_one(
+    mixture: Path, straight: Path, tmp_path: Path
+) -> None:
+    second = straight / "checkpoints" / "iter_0000002"
+    run(2, mixture, tmp_path, *EXPERTS, *SPOT, f"checkpoint.resume={second}")
+    assert answers(tmp_path) == answers(straight)[2 * len(answers(straight)) // 3 :]
+    check_same_weights(tmp_path, straight)
+
+
+def test_training_changed_the_experts_and_transformers_loads_them(
+    mixture: Path, straight: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    before, after = dict(HfReader(mixture.parent / "model").items()), weights(straight)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any(".mlp.experts." in name for name in changed)
+    assert any(".mlp.gate.weight" in name for name in changed)
+    AutoModelForCausalLM.from_pretrained(straight / "hf").save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == after.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in after.items())
