@@ -85,18 +85,6 @@ def test_long_tail_has_half_of_the_rows() -> None:
     assert num_rows > 0.9 * 150 * 400  # batches are nearly full
 
 
-def test_without_a_tail_or_without_the_rest_batches_are_full_of_the_other() -> None:
-    buffer = make_buffer()
-    fill(buffer, 0, dict.fromkeys(range(100, 120), 12))
-    assert take(buffer, 100)[1].num_rows == 100  # the first step has no step before it
-    buffer.start_step(1)
-    assert len(tail_in(buffer)) == 10
-    for _ in range(2):
-        assert take(buffer, 100)[1].num_rows == 100  # no rank has finished yet
-    buffer.add(make_sequence(200, 22))
-    assert take(buffer, 220)[1].num_rows == 220
-
-
 @pytest.mark.parametrize("has_tail", [False, True])
 def test_short_and_long_sequences_come_equally_often(has_tail: bool) -> None:
     chance = random.Random(1)

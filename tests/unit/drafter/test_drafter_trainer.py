@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ranks import run_ranks
 from tests.slow_draft import make_draft_model, make_sequence
-from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
-from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch
-from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.drafter.packing import DraftBatch, pack_batch
+from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of
 
 ALGORITHMS = ("eagle", "hass", "eagle3")
@@ -150,20 +147,6 @@ def test_gradient_is_clipped_to_the_given_norm() -> None:
     assert norm == pytest.approx(0.1 * 1.0)
 
 
-def test_evaluation_changes_nothing_and_equals_the_step() -> None:
-    trainer = make_trainer("hass")
-    batch = make_batches(trainer.model)[0]
-    loss = trainer.evaluate(batch)
-    assert not loss.loss_sum.requires_grad
-    stats = trainer.step(batch)
-    assert loss.loss_sum.item() / loss.count == pytest.approx(stats.loss)
-    agreement = (loss.agreed_K / loss.counts_K).tolist()
-    assert agreement == pytest.approx(stats.agreement)
-    assert 1 <= stats.accept_length <= 4
-    by_hand = 1.0 + sum(math.prod(stats.accept_probability[: k + 1]) for k in range(3))
-    assert stats.accept_length == pytest.approx(by_hand)
-
-
 def test_bfloat16_step_is_near_the_exact_one() -> None:
     losses = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -183,41 +166,11 @@ def test_objective_and_architecture_must_fit() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_drafter_of_a_real_target_learns_its_tokens(algorithm: str, tmp_path: Path) -> None:
-    """Greedy continuations of a random target: the drafter agrees with it more and more, at every depth."""
-    import transformers
-
-    path = make_tiny_hf(tmp_path / "m", "qwen3", vocab_size=64)
-    target = transformers.AutoModelForCausalLM.from_pretrained(path)
-    is_eagle3 = algorithm == "eagle3"
-    embedding, lm_head = target.model.embed_tokens.weight, target.lm_head.weight
-    architecture = "eagle3" if is_eagle3 else "eagle"
-    config = make_draft_config(load_model_config(path), architecture, embedding)
-    prompts = torch.randint(64, (8, 4), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        token_ids = target.generate(
-            prompts, do_sample=False, max_new_tokens=40, min_new_tokens=40, pad_token_id=0
-        )
-        states = target(token_ids, output_hidden_states=True).hidden_states
-    features = states[-1]  # after the final norm
-    if is_eagle3:  # states[i + 1] is the stream after layer i
-        features = torch.cat([states[i + 1] for i in config.aux_layer_ids], dim=-1)
-    batch = pack_batch(
-        [
-            DraftSequence(
-                token_ids=tokens,
-                features=feature,
-                final_hidden=hidden if is_eagle3 else None,
-                loss_start=4,
-            )
-            for tokens, feature, hidden in zip(token_ids, features, states[-1], strict=True)
-        ]
-    )
-    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=lm_head)
-    trainer = DrafterTrainer(model, DrafterSection(algorithm=algorithm, lr=2e-3))
-    stats = [trainer.step(batch) for _ in range(60)]
+def test_a_drafter_learns_to_agree_at_every_depth(algorithm: str) -> None:
+    trainer = make_trainer(algorithm, lr=2e-2)
+    batch = make_batches(trainer.model)[0]
+    stats = [trainer.step(batch) for _ in range(80)]
     assert len(stats[0].agreement) == {"eagle": 1, "hass": 3, "eagle3": 5}[algorithm]
     for before, after in zip(stats[0].agreement, stats[-1].agreement, strict=True):
-        assert before < 0.2
-        assert after > 0.6
+        assert before < 0.4 < 0.6 < after
     assert stats[-1].accept_length > stats[0].accept_length + 0.2

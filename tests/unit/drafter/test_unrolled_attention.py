@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
@@ -30,36 +27,6 @@ def random_steps(
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     return [(draw(NUM_HEADS), draw(2 * NUM_KV_HEADS)) for _ in range(num_steps)]
-
-
-def slow_attention(lengths: Sequence[int], steps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Output of the last step: one row, one head, one key at a time."""
-    query_PNH = steps[-1][0]
-    starts = [sum(lengths[:i]) for i, n in enumerate(lengths) for _ in range(n)]
-    outs = []
-    for row in range(query_PNH.shape[0]):
-        seen = [(steps[0][1], s) for s in range(starts[row], row + 1)]
-        seen += [(kv, row) for _, kv in steps[1:]]
-        heads = []
-        for n in range(NUM_HEADS):
-            k = n // (NUM_HEADS // NUM_KV_HEADS)
-            scores = torch.stack([query_PNH[row, n] @ kv[s, k] for kv, s in seen])
-            weights = (scores / math.sqrt(HEAD_DIM)).softmax(dim=0)
-            heads.append(
-                sum(w * kv[s, NUM_KV_HEADS + k] for w, (kv, s) in zip(weights, seen, strict=True))
-            )
-        outs.append(torch.cat(heads))
-    return torch.stack(outs)
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 4])
-def test_unrolled_attention_equals_the_definition(num_steps: int) -> None:
-    lengths = (3, 1, 5)
-    steps = random_steps(9, num_steps)
-    attention = UnrolledAttention(lengths)
-    for number, (query, kv) in enumerate(steps, start=1):
-        actual = attention.attend(0, query, kv)
-        torch.testing.assert_close(actual, slow_attention(lengths, steps[:number]))
 
 
 def test_gradients_equal_finite_differences() -> None:

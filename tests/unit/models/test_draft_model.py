@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,11 +19,9 @@ from tlt_megatron.models.attention.kernels import attend_with_lse
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import (
     DraftModel,
-    check_target,
     fingerprint_target,
     make_draft_config,
 )
-from tlt_megatron.models.matrix import Matrix
 
 
 class GrowingKv:
@@ -114,25 +110,6 @@ def test_inference_follows_changed_weights_and_embedding(architecture: str) -> N
     assert addresses == [t.data_ptr() for t in tensors_of(view)]
 
 
-def test_only_a_draft_pays_for_changed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_draft_model("eagle")
-    view = DraftInference(model, torch.float64)
-    features = make_sequence(model, 8).features
-    copies = []
-    monkeypatch.setattr(Matrix, "set", lambda matrix, *_: copies.append(matrix))
-    view.load(view.weights())
-    view.mark_stale()
-    assert not copies
-    view.fuse(features)
-    num_copies = len(copies)
-    assert num_copies
-    view.fuse(features)
-    assert len(copies) == num_copies
-    view.mark_stale()
-    view.fuse(features)
-    assert len(copies) == 2 * num_copies
-
-
 @pytest.mark.parametrize("architecture", ["eagle", "eagle3"])
 def test_bfloat16_inference_is_near_the_module(architecture: str) -> None:
     """Packed matrices on CPUs that have them."""
@@ -187,12 +164,6 @@ def test_parameter_names_are_sglangs() -> None:
     assert state["fc.weight"].shape == (HIDDEN_SIZE, 3 * HIDDEN_SIZE)
 
 
-def test_same_seed_gives_same_weights() -> None:
-    first, second, other = (make_draft_model("eagle", seed=seed).fc.weight for seed in (1, 1, 2))
-    assert torch.equal(first, second)
-    assert not torch.equal(first, other)
-
-
 def test_small_embeddings_weigh_as_much_as_features_at_the_start() -> None:
     embedding = 0.02 * torch.randn(64, HIDDEN_SIZE)
     config = make_draft_config(tiny_config(vocab_size=64), "eagle", embedding)
@@ -218,22 +189,6 @@ def test_embedding_hash_survives_training_and_rounding_and_tells_targets_apart()
     assert distance(drifted) <= 32
     assert distance(other) >= 90
     assert distance(embedding.roll(1, 0)) >= 90
-
-
-def test_drafter_of_another_target_is_refused() -> None:
-    model = make_draft_model("eagle")
-    check_target(model.config, model.embedding_VD + 0.01)
-    with pytest.raises(ValueError, match="belongs to another target"):
-        check_target(model.config, torch.randn(VOCAB_SIZE, HIDDEN_SIZE))
-    with pytest.raises(ValueError, match=r"vocab_size=32 is not the target's 40"):
-        check_target(model.config, torch.randn(40, HIDDEN_SIZE))
-    with pytest.raises(ValueError, match=r"hidden_size=16 is not the target's 20"):
-        check_target(model.config, torch.randn(VOCAB_SIZE, 20))
-    with pytest.raises(ValueError, match="lm_head"):
-        DraftModel(model.config, embedding_VD=model.embedding_VD, lm_head_VD=torch.randn(8, 16))
-    unknown = dataclasses.replace(model.config, target=None)
-    check_target(unknown, torch.randn(VOCAB_SIZE, HIDDEN_SIZE))
-    assert fingerprint_target(model.embedding_VD) == model.config.target
 
 
 @pytest.mark.parametrize(
