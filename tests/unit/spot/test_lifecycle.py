@@ -188,19 +188,6 @@ def test_an_idle_time_too_short_to_judge_the_candidate_publishes_nothing(rank: R
     assert rank.publish()["drafter/holdout_rows"] > 0  # the same candidate is judged now
 
 
-def test_a_batch_given_up_comes_again(rank: Rank, tmp_path: Path) -> None:
-    """The stop comes when the third batch has been taken."""
-    rank.begin(1)
-    rank.train(2)
-    straight = Rank(tmp_path / "straight")
-    straight.begin(1)
-    for _ in range(2):
-        straight.trainer.step(straight.buffer.next_batch(BATCH_TOKENS))
-        straight.buffer.mark_trained()
-    assert version_of(rank.trainer) == version_of(straight.trainer)
-    assert rank.buffer.state_dict()["values"] == straight.buffer.state_dict()["values"]
-
-
 def test_passes_for_the_drafter_alone_run_only_if_the_engine_gives_no_states(rank: Rank) -> None:
     def own_passes() -> list[int]:
         return rank.lifecycle.make_tap().choose([9, 20, 9], ProcessGroups(world=SINGLE))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch.distributed as dist
 
@@ -112,47 +110,6 @@ def test_log_gives_each_line_once() -> None:
     mine.append("c")
     assert mine.read_lines() == [["c"]]
     assert other.read_lines() == [["a", "1"], ["b", "2"], ["c"]]
-
-
-def test_ranks_that_read_at_different_times_agree() -> None:
-    """Whatever was appended in between, and however often each has looked."""
-    rng = random.Random(0)
-    store = dist.HashStore()
-    logs = [phase_log(store, step=5, rank=rank) for rank in range(4)]
-    for log in logs:
-        log.announce_finished()
-        log.append("ready", log.rank)
-    for _ in range(60):
-        log = rng.choice(logs)
-        view = log.read()
-        move = rng.randrange(3)
-        if move == 0:
-            replicas = tuple(rng.sample(range(4), rng.randint(1, 4)))
-            log.propose(Plan(epoch=view.next_epoch, replicas=replicas))
-        elif move == 1:
-            log.append("left", log.rank, view.listed_in(log.rank))
-    views = [log.read() for log in logs]
-    late = phase_log(store, step=5, rank=0).read()
-    for view in views:
-        assert view.plan == late.plan
-        assert view.free_replicas() == late.free_replicas()
-        assert states(view) == states(late)
-    assert late.plan.epoch > 10
-
-
-def test_phases_do_not_mix_and_are_forgotten() -> None:
-    store = dist.HashStore()
-    first, second = (phase_log(store, step=step, rank=0) for step in (1, 2))
-    first.announce_finished()
-    first.propose(Plan(epoch=1, replicas=(0,)))
-    first.rendezvous_log(1).append("here")
-    second.announce_finished()
-    assert first.read().plan is not None
-    assert second.read().plan is None
-    first.forget()
-    assert store.num_keys() == 1
-    second.forget()
-    assert store.num_keys() == 0
 
 
 def test_a_lost_store_names_rank_0() -> None:

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model, make_sequence
+from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import config_of, load_drafter, load_trainer_state
@@ -101,22 +100,6 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_stopped(
     assert resumed.step(batch) == expected
     for name, tensor in straight.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name])
-
-
-def test_nothing_of_the_target_is_written(tmp_path: Path) -> None:
-    trainer = make_trainer()
-    state = trainer.state_dict()
-    checkpoint = replace(numbered(trainer.model, 0), state=state, record={"a": [1, None]})
-    checkpoint.write(tmp_path / "d")
-    shapes = []
-    for file in (tmp_path / "d").rglob("*.safetensors"):
-        with safe_open(file, framework="pt") as handle:
-            shapes += [tuple(handle.get_slice(name).get_shape()) for name in handle.keys()]  # noqa: SIM118
-    assert len(shapes) == len(state) + len(trainer.model.state_dict())
-    assert (VOCAB_SIZE, HIDDEN_SIZE) not in shapes
-    loaded = DrafterCheckpoint.load(tmp_path / "d")
-    assert loaded.record == {"a": [1, None]}
-    assert loaded.config == config_of(trainer.model)
 
 
 def test_a_newer_save_replaces_a_waiting_one(

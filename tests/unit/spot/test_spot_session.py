@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -68,43 +67,6 @@ def test_stop_that_comes_during_a_step_ends_the_session_and_leaves_no_trace_of_t
     assert session.members == (0,)
     assert 0 < report.used_s <= elapsed_s
     assert report.preempt_ms == pytest.approx(1e3 * report.stall_s)
-
-
-def test_last_rank_trains_nothing() -> None:
-    player = Player(stop_at=0)
-    player.finish_other(step=4)
-    report = player.spot.run_until_preempted(4)
-    assert report.sessions == ()
-    assert report.updates == ()
-    assert report.used_s == report.preempt_ms == 0
-    assert player.trainer.num_updates == 0
-
-
-class NoData:
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self.finish = finish
-        self.count = 0
-
-    def next_batch(self, max_tokens: int) -> DraftBatch | None:
-        self.count += 1
-        assert self.count < 1000, "the session does not end"
-        if self.count == 3:
-            self.finish()
-        return None
-
-    def mark_trained(self) -> None:
-        raise AssertionError("there was no batch")
-
-
-def test_without_data_a_session_changes_nothing_and_stops_all_the_same() -> None:
-    source = NoData(lambda: player.finish_other(step=4))
-    player = Player(stop_at=-1, source=source)
-    before = version_of(player.trainer)
-    report = player.spot.run_until_preempted(4)
-    assert report.sessions[0].end == SessionEnd.STOPPED
-    assert report.updates == ()
-    assert source.count == 3
-    assert version_of(player.trainer) == before
 
 
 def test_error_of_the_data_source_passes_on() -> None:
