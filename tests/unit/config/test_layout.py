@@ -48,17 +48,13 @@ def check(tmp_path: Path, overrides: str = "", world_size: int = 1, **sizes: Any
         ("parallel.tensor=2", 2),
         ("parallel.tensor=4 parallel.pipeline=2", 16),
         ("rollout.kv_cache_tokens=512", 1),
-        (
-            "rollout.kv_cache_tokens=500 rollout.max_new_tokens=390 data.max_prompt_tokens=98"
-            " rollout.engine=sglang",
-            1,
-        ),
+        ("rollout.kv_cache_tokens=500 rollout.max_new_tokens=390 data.max_prompt_tokens=98 rollout.engine=sglang", 1),
         ("rollout.max_observation_tokens=10", 1),
         (f"parallel.pipeline=3 mcore.transformer.{FIRST}=2", 3),
         (f"parallel.pipeline=4 mcore.transformer.{FIRST}=1 mcore.transformer.{LAST}=1", 4),
         ("rollout.engine=sglang rollout.max_new_tokens=380", 1),
     ],
-)
+)  # fmt: skip
 def test_layouts_that_fit_are_allowed(tmp_path: Path, overrides: str, world_size: int) -> None:
     check(tmp_path, overrides, world_size)
 
@@ -118,71 +114,30 @@ def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "overrides, world_size, message",
     [
-        (
-            "parallel.tensor=2 parallel.pipeline=2",
-            6,
-            r"parallel\.tensor=2 x parallel\.pipeline=2 = 4 does not divide the 6 ranks",
-        ),
-        (
-            "rollout.engine=sglang sglang.engine_args.tp_size=4",
-            6,
-            r"sglang\.engine_args\.tp_size=4 does not divide the 6 ranks",
-        ),
-        (
-            "rollout.engine=sglang sglang.engine_args.tp_size='4'",
-            4,
-            r"sglang\.engine_args\.tp_size='4': must be an integer >= 1",
-        ),
+        ("parallel.tensor=2 parallel.pipeline=2", 6, r"parallel\.tensor=2 x parallel\.pipeline=2 = 4 does not divide the 6 ranks"),
+        ("rollout.engine=sglang sglang.engine_args.tp_size=4", 6, r"sglang\.engine_args\.tp_size=4 does not divide the 6 ranks"),
+        ("rollout.engine=sglang sglang.engine_args.tp_size='4'", 4, r"sglang\.engine_args\.tp_size='4': must be an integer >= 1"),
         ("parallel.tensor=3", 3, r"parallel\.tensor=3 does not divide num_attention_heads=8"),
         ("parallel.tensor=8", 8, r"parallel\.tensor=8 does not divide num_key_value_heads=4"),
         ("parallel.pipeline=3", 3, r"parallel\.pipeline=3 does not divide num_hidden_layers=4"),
-        (
-            f"parallel.pipeline=3 mcore.transformer.{FIRST}=1",
-            3,
-            rf"parallel\.pipeline=3 and mcore\.transformer\.{FIRST}=1 leave 3 of num_hidden_layers=4 .* for 2 stages",
-        ),
-        (
-            f"parallel.pipeline=2 mcore.transformer.{FIRST}=4",
-            2,
-            rf"{FIRST}=4 leave 0 of num_hidden_layers=4 .* for 1 stages",
-        ),
-        (
-            f"mcore.transformer.{LAST}=4",
-            1,
-            rf"mcore\.transformer\.{LAST}=4: must be null with parallel\.pipeline=1",
-        ),
-        (
-            f"parallel.pipeline=2 mcore.transformer.{FIRST}=0",
-            2,
-            rf"mcore\.transformer\.{FIRST}=0: must be an integer >= 1",
-        ),
-        (
-            "rollout.max_new_tokens=385",
-            1,
-            r"data\.max_prompt_tokens=128 \+ rollout\.max_new_tokens=385 = 513 exceeds "
-            r"max_position_embeddings=512",
-        ),
+        (f"parallel.pipeline=3 mcore.transformer.{FIRST}=1", 3, rf"parallel\.pipeline=3 and mcore\.transformer\.{FIRST}=1 leave 3 of num_hidden_layers=4 .* for 2 stages"),
+        (f"parallel.pipeline=2 mcore.transformer.{FIRST}=4", 2, rf"{FIRST}=4 leave 0 of num_hidden_layers=4 .* for 1 stages"),
+        (f"mcore.transformer.{LAST}=4", 1, rf"mcore\.transformer\.{LAST}=4: must be null with parallel\.pipeline=1"),
+        (f"parallel.pipeline=2 mcore.transformer.{FIRST}=0", 2, rf"mcore\.transformer\.{FIRST}=0: must be an integer >= 1"),
+        ("rollout.max_new_tokens=385", 1, r"data\.max_prompt_tokens=128 \+ rollout\.max_new_tokens=385 = 513 exceeds max_position_embeddings=512"),
         (
             "rollout.environment=any.py:answer rollout.max_observation_tokens=10",
             1,
             r"rollout\.max_new_tokens=384 [+] rollout\.max_observation_tokens=10 = 522 exceeds "
             r"max_position_embeddings=512",
         ),
-        (
-            "rollout.kv_cache_tokens=511",
-            1,
-            r"rollout\.kv_cache_tokens=511: must be 0 or >= 512",
-        ),
+        ("rollout.kv_cache_tokens=511", 1, r"rollout\.kv_cache_tokens=511: must be 0 or >= 512"),
         (
             "rollout.kv_cache_tokens=512 rollout.max_new_tokens=390 data.max_prompt_tokens=100",
             1,  # a prompt of 65 tokens takes 2 pages, a response of 390 takes 7
             r"rollout\.kv_cache_tokens=512: must be 0 or >= 576 \(one full sequence of 490 tokens\)",
         ),
-        (
-            "rollout.kv_cache_tokens=575 rollout.partial_rollout_tokens=64 algorithm.tis_cap=2",
-            1,
-            r"rollout\.kv_cache_tokens=575: must be 0 or >= 576",
-        ),
+        ("rollout.kv_cache_tokens=575 rollout.partial_rollout_tokens=64 algorithm.tis_cap=2", 1, r"rollout\.kv_cache_tokens=575: must be 0 or >= 576"),
         (
             "rollout.kv_cache_tokens=575 rollout.max_new_tokens=284"
             " rollout.environment=any.py:answer rollout.max_observation_tokens=100",
@@ -190,7 +145,7 @@ def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
             r"rollout\.kv_cache_tokens=575: must be 0 or >= 576",
         ),
     ],
-)
+)  # fmt: skip
 def test_impossible_run_is_refused_by_name(
     tmp_path: Path, overrides: str, world_size: int, message: str
 ) -> None:

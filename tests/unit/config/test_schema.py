@@ -64,10 +64,7 @@ def test_the_edges_of_the_ranges(
     "overrides, message",
     [
         ("rollout.engine=vllm", r"rollout\.engine='vllm': must be one of "),
-        (
-            "rollout.environment=any.py:answer rollout.max_turns=1",
-            r"rollout\.max_turns=1: must be > 1 where rollout\.environment is set",
-        ),
+        ("rollout.environment=any.py:answer rollout.max_turns=1", r"rollout\.max_turns=1: must be > 1 where rollout\.environment is set"),
         ("rollout.environment=calculator", r"rollout\.environment='calculator': must be "),
         ("rollout.temperature=0", r"rollout\.temperature=0\.0: must be in \(0, 10\]"),
         ("algorithm.dual_clip=1", r"algorithm\.dual_clip=1\.0: must be 0 \(off\) or > 1"),
@@ -77,51 +74,27 @@ def test_the_edges_of_the_ranges(
         ("algorithm.rollout_rs_threshold_lower=1", r"rollout_rs_threshold_lower=1\.0: must be < 1"),
         ("algorithm.tis_cap=0.5", r"algorithm\.tis_cap=0\.5: must be 0 \(off\) or >= 1"),
         ("algorithm.rollout_is=sequence", r"algorithm\.rollout_is='sequence': must be token where"),
-        (
-            "rollout.partial_rollout_tokens=64",
-            r"rollout\.partial_rollout_tokens=64: must be 0 without a correction .* algorithm\.tis_cap=2",
-        ),
-        (
-            "rollout.partial_rollout_tokens=512 algorithm.tis_cap=2",
-            r"rollout\.partial_rollout_tokens=512: must be 0 \(off\), or < rollout\.max_new_tokens=512",
-        ),
+        ("rollout.partial_rollout_tokens=64", r"rollout\.partial_rollout_tokens=64: must be 0 without a correction .* algorithm\.tis_cap=2"),
+        ("rollout.partial_rollout_tokens=512 algorithm.tis_cap=2", r"rollout\.partial_rollout_tokens=512: must be 0 \(off\), or < rollout\.max_new_tokens=512"),
         (
             "rollout.partial_rollout_tokens=64 algorithm.tis_cap=2 rollout.environment=a.b:C",
             r"rollout\.partial_rollout_tokens=64: must be 0 where rollout\.environment='a\.b:C'",
         ),
-        (
-            "rollout.over_sampling_prompts=32",
-            r"rollout\.over_sampling_prompts=32: must be 0, or >= rollout\.num_prompts=16 with",
-        ),
+        ("rollout.over_sampling_prompts=32", r"rollout\.over_sampling_prompts=32: must be 0, or >= rollout\.num_prompts=16 with"),
         (
             "rollout.over_sampling_prompts=8 rollout.partial_rollout_tokens=64 algorithm.rollout_rs=token",
             r"rollout\.over_sampling_prompts=8: must be 0, or >= rollout\.num_prompts=16 with",
         ),
         ("optimizer.min_lr=1", r"optimizer\.min_lr=1\.0: must be in \[0, lr=1e-06\]"),
-        (
-            "mcore.offload_in_rollouts=true",
-            r"mcore\.offload_in_rollouts=True: must be false where model\.dtype='float32'",
-        ),
-        (
-            "speculation.strategies=[ngram_2,ngram_2]",
-            r"speculation\.strategies=\['ngram_2', 'ngram_2'\]: must be not empty, with each strategy",
-        ),
-        (
-            "speculation.draft_vocab_size=255",
-            r"speculation\.draft_vocab_size=255: must be 0 or >= 256",
-        ),
-        (
-            "rollout.engine=sglang speculation.draft_vocab_size=8192",
-            r"speculation\.draft_vocab_size=8192: must be 0 or None where rollout\.engine='sglang'",
-        ),
+        ("mcore.offload_in_rollouts=true", r"mcore\.offload_in_rollouts=True: must be false where model\.dtype='float32'"),
+        ("speculation.strategies=[ngram_2,ngram_2]", r"speculation\.strategies=\['ngram_2', 'ngram_2'\]: must be not empty, with each strategy"),
+        ("speculation.draft_vocab_size=255", r"speculation\.draft_vocab_size=255: must be 0 or >= 256"),
+        ("rollout.engine=sglang speculation.draft_vocab_size=8192", r"speculation\.draft_vocab_size=8192: must be 0 or None where rollout\.engine='sglang'"),
         ("eval.temperature=10.5", r"eval\.temperature=10\.5: must be in \[0, 10\]"),
-        (
-            "rollout.num_prompts=2 algorithm.num_minibatches=3",
-            r"algorithm\.num_minibatches=3: must be <= rollout\.num_prompts=2",
-        ),
+        ("rollout.num_prompts=2 algorithm.num_minibatches=3", r"algorithm\.num_minibatches=3: must be <= rollout\.num_prompts=2"),
         ("rollout.num_samples=1", r"rollout\.num_samples=1: must be > 1 where .*'grpo'"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_together_is_refused_by_name(overrides: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_config(None, overrides.split())

@@ -206,16 +206,6 @@ def test_damaged_parquet_is_refused_by_name(
         load_prompts(tmp_path / "t.parquet", tokenizer, DataSection())
 
 
-def test_doubtful_labels_are_named_and_metadata_comes_last(
-    load: Load, caplog: pytest.LogCaptureFixture
-) -> None:
-    both = {"extra_info": {"x": 1, "y": 2}, "metadata": {"x": 3, "z": 1}}
-    found = load([{**ROW, "label": "NaN", "images": []}, ROW | both]).rows
-    assert [row.ground_truth for row in found] == ["NaN", "1"]
-    assert found[1].extra_info == {"x": 3, "y": 2, "z": 1}
-    assert "label is the text nan, as tables write a missing value, in 1 rows: 1" in caplog.text
-
-
 def test_two_columns_of_one_name_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     one = pyarrow.array(["a"])
     pair = pyarrow.StructArray.from_arrays([one, one], ["x", "x"])

@@ -45,17 +45,13 @@ def test_tokenizer_larger_than_the_vocabulary_is_refused(folder: Path) -> None:
         load_tokenizer(folder)
 
 
-def test_string_prompt_is_encoded_as_it_stands(tokenizer_folder: Path) -> None:
-    tokenizer = load_tokenizer(tokenizer_folder)
+def test_a_string_is_encoded_as_it_stands_and_messages_by_the_template(
+    tokenizer: Tokenizer,
+) -> None:
+    """Special tokens are left out where text is asked for."""
     token_ids = tokenizer.encode("a b  c")
     assert len(token_ids) == 6
-    assert tokenizer.decode(token_ids) == "a b  c"
-
-
-def test_messages_are_encoded_by_the_template_with_generation_prompt(
-    tokenizer_folder: Path,
-) -> None:
-    tokenizer = load_tokenizer(tokenizer_folder)
+    assert tokenizer.decode(token_ids) == tokenizer.decode([*token_ids, 2]) == "a b  c"
     text = "<|system|>be brief<eot><|user|>1+1?<eot><|assistant|>"
     token_ids = tokenizer.encode(MESSAGES)
     assert token_ids == tokenizer.encode(text)
@@ -63,11 +59,28 @@ def test_messages_are_encoded_by_the_template_with_generation_prompt(
     assert tokenizer.decode(token_ids, skip_special_tokens=False) == text
 
 
-def test_decode_leaves_special_tokens_out(tokenizer_folder: Path) -> None:
-    tokenizer = load_tokenizer(tokenizer_folder)
-    token_ids = [*tokenizer.encode("it is 2 ."), 2]
-    assert tokenizer.decode(token_ids) == "it is 2 ."
-    assert tokenizer.decode(token_ids, skip_special_tokens=False) == "it is 2 .<eot>"
+def change_json(path: Path, **change: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def test_folders_that_cannot_be_loaded_are_refused_and_code_in_them_is_not_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"model\.path='.*nowhere': must be a folder"):
+        load_tokenizer(tmp_path / "nowhere")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'was_here')!r}, 'w')\n")
+    own = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
+    change_json(folder / "tokenizer_config.json", **own)
+    with pytest.raises(ValueError, match=r"model\.path=.* tokenizer cannot be loaded"):
+        load_tokenizer(folder)
+    assert not (tmp_path / "was_here").exists()
+    change_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    change_json(folder / "tokenizer.json", model={"type": "Later"})
+    with pytest.raises(ValueError, match="tokenizer cannot be loaded: data did not"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="tokenizer cannot be loaded"):
+        load_tokenizer(folder)
 
 
 def test_a_template_that_fails_is_refused(folder: Path) -> None:
@@ -76,37 +89,8 @@ def test_a_template_that_fails_is_refused(folder: Path) -> None:
         load_tokenizer(folder).encode(MESSAGES)
 
 
-def test_a_tokenizer_of_an_unknown_kind_is_refused(folder: Path) -> None:
-    settings = json.loads((folder / "tokenizer.json").read_text())
-    settings["model"]["type"] = "Later"
-    (folder / "tokenizer.json").write_text(json.dumps(settings))
-    with pytest.raises(
-        ValueError, match=r"model\.path=.* tokenizer cannot be loaded: data did not"
-    ):
-        load_tokenizer(folder)
-
-
-def test_missing_and_empty_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.path='.*nowhere': must be a folder"):
-        load_tokenizer(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"model\.path=.* tokenizer cannot be loaded"):
-        load_tokenizer(tmp_path)
-
-
-def test_code_in_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'was_here')!r}, 'w')\n")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["tokenizer_class"] = "Evil"
-    config["auto_map"] = {"AutoTokenizer": [None, "evil.Evil"]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        load_tokenizer(folder)
-    assert not (tmp_path / "was_here").exists()
-
-
-def test_an_observation_is_what_the_template_writes_after_the_turn(tokenizer_folder: Path) -> None:
+def test_an_observation_is_what_the_template_writes_after_the_turn(tokenizer: Tokenizer) -> None:
     """Prompt, turn with its stop token, observation: the tokens of the whole conversation."""
-    tokenizer = load_tokenizer(tokenizer_folder)
     tokenizer.check_turns()
     answer = [{"role": "assistant", "content": "2?"}]
     observation = [{"role": "user", "content": "(turn) sure?"}, {"role": "system", "content": "!"}]
@@ -184,12 +168,11 @@ def test_an_observation_cannot_write_control_tokens(
         assert found == re.findall(r"<[^<>]+>", before + after)
 
 
-def test_a_turn_keeps_its_special_tokens_but_not_its_end(tokenizer_folder: Path) -> None:
-    tokenizer = load_tokenizer(tokenizer_folder)
+def test_a_turn_keeps_its_special_tokens_but_not_its_end(tokenizer: Tokenizer) -> None:
     turn = tokenizer.encode("a<|system|>b<eot>")
     assert tokenizer.decode_turn(turn) == "a<|system|>b"
     assert tokenizer.decode_turn(turn[:-1]) == "a<|system|>b"
-    letters = Tokenizer(tokenizer.hf, tokenizer.encode("="), tokenizer_folder)
+    letters = Tokenizer(tokenizer.hf, tokenizer.encode("="), Path())
     assert letters.decode_turn(letters.encode("1+1=")) == "1+1="  # its end is text
 
 

@@ -19,13 +19,6 @@ def test_plain_decoding_runs_on_both_sides_of_every_variant() -> None:
     assert with_plain([]) == [PLAIN]
 
 
-def test_only_first_differences_count_and_what_follows_them_is_not_compared() -> None:
-    plain = [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
-    assert first_differences(zip(plain, plain, strict=True)) == (0, 9)
-    other = [[1, 0, 0, 0], [5, 6], [7, 8, 0]]
-    assert first_differences(zip(plain, other, strict=True)) == (2, 2 + 2 + 3)
-
-
 @pytest.mark.parametrize(
     ("other", "differing", "compared"),
     [

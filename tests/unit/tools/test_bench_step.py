@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import json
 import math
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tools.bench import partial
 from tools.bench.step import (
@@ -19,7 +17,6 @@ from tools.bench.step import (
     idle_figures,
     num_same_steps,
     phase_seconds,
-    print_by_step,
     speedups,
     timed_steps,
     turned,
@@ -43,16 +40,14 @@ def make_run(
     }
 
 
-def test_the_first_step_of_every_round_is_not_timed() -> None:
-    assert timed_steps(9, 3) == [2, 3, 5, 6, 8, 9]
-
-
 def test_speedups_compare_step_with_step_and_the_sums() -> None:
     ratios = speedups(make_run([9.0, 4.0, 2.0]), make_run([1.0, 1.0, 2.0]), [2, 3])
     assert ratios == {"median": 2.5, "min": 1.0, "max": 4.0, "total": 2.0}
 
 
 def test_phases_are_means_over_the_timed_steps_alone() -> None:
+    """The first step of every round is not timed."""
+    assert timed_steps(9, 3) == [2, 3, 5, 6, 8, 9]
     run = make_run([5.0, 2.0, 4.0], timing_s__gen=[5.0, 1.0, 2.0])
     assert phase_seconds(run, [2, 3]) == {"gen": 1.5, "step": 3.0}
 
@@ -119,14 +114,6 @@ def test_variants_differ_in_speculation_and_spot_training_alone() -> None:
     assert settings == {"speculation.enabled", "speculation.drafter", "spot.enabled"}
     assert "speculation.enabled=false" in variants[OFF]
     assert "speculation.drafter=" in variants[COLD]
-
-
-def test_a_step_without_a_value_is_shown_as_a_dash() -> None:
-    console = Console(file=StringIO(), width=120)
-    print_by_step(console, "accept length", {"tlt": [None, 2.5]})
-    rows = [line.split() for line in console.file.getvalue().splitlines()]
-    assert ["│", "1", "│", "-", "│"] in rows
-    assert ["│", "2", "│", "2.50", "│"] in rows
 
 
 def test_time_to_a_target_ends_with_the_first_evaluation_that_reaches_it() -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.synthetic_decoding import ARMS, SyntheticDecoding, run_selector
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
-from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector
 from tools.bench.replay import PassTrace, RecordingSelector, TraceTable, replay
 
@@ -56,8 +52,6 @@ def test_batch_sizes_are_taken_as_the_nearest_recorded_one() -> None:
     recorder = RecordingSelector(OFF)
     replay(recorder, small_table(), [1, 2, 3, 8, 100])
     assert [each.batch_size for each in recorder.passes] == [1, 1, 8, 8, 8]
-    assert small_table().nearest(2) == 1
-    assert small_table().nearest(3) == 8
 
 
 def test_passes_are_drawn_in_recorded_order() -> None:
@@ -82,29 +76,3 @@ def test_tables_with_holes_are_refused() -> None:
     other = FixedSelector(SpeculationStrategy.parse("3_4_8"))
     with pytest.raises(ValueError, match="strategy=3_4_8 was chosen, recorded are off, 2_1_2"):
         replay(other, TraceTable(passes, [1]), [1])
-
-
-def test_records_survive_json() -> None:
-    strategy = SpeculationStrategy.parse("4_2_8")
-    record = PassTrace(
-        batch_size=3, strategy=strategy, accepted_by_depth=[3, 2, 1, 0], seconds=0.25
-    )
-    assert PassTrace.from_json(json.loads(json.dumps(record.to_json()))) == record
-
-
-def test_selector_is_judged_on_a_recorded_table_as_on_the_machine_itself() -> None:
-    """100 passes in each cell of a synthetic machine; the cost model then replays 400 passes at
-    each of two batch sizes.
-    """
-    world, passes = SyntheticDecoding(seed=0, quality=0.8), []
-    for strategy in (OFF, *ARMS):
-        for batch_size in (2, 16):
-            recorder = RecordingSelector(strategy)
-            run_selector(recorder, world, [batch_size] * 100)
-            passes += recorder.passes
-    table = TraceTable(passes, [2, 16])
-    selector = CostModelSelector(ARMS)
-    replay(selector, table, [16, 2] * 100)
-    result = replay(selector, table, [16] * 300 + [2] * 300)
-    assert result.of_oracle > 0.93
-    assert result.of_plain > 1.5
