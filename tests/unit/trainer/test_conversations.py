@@ -17,7 +17,7 @@ from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import engine_over
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.engines.base import GenerationStopped, LaterPrompts
+from tlt_megatron.engines.base import LaterPrompts
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.rewards.environment_answer import Answer
@@ -220,16 +220,6 @@ def test_a_slow_answer_holds_no_other_conversation(tiny_path: Path) -> None:
     assert [r.token_ids.tolist() for r in found] == [r.token_ids.tolist() for r in plain]
     assert (ended[-1].draw_index, ended[-1].sample_index) == slow
     assert used[2] == 1  # of its first turn, which fits into a page; the KV of the others is free
-
-
-def test_a_stop_does_not_wait_for_an_answer(tiny_path: Path) -> None:
-    prompts, pool = draw_prompts(3), Pool(is_ready=lambda key: False)
-    engine = engine_over(tiny_path, **SETTINGS)
-    plain = converse(engine, prompts)
-    with pytest.raises(GenerationStopped):
-        converse(engine, prompts, pool, should_stop=lambda: pool.num_asked > 2)
-    again = converse(engine, prompts)
-    assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in plain]
 
 
 def test_a_failed_environment_ends_its_conversation(tiny_path: Path) -> None:
