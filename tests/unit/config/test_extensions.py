@@ -31,21 +31,16 @@ def length(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-@pytest.fixture(params=["file", "module"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the place of a new module that holds a selector and a reward: its file, or its importable name."""
-    name = f"extension_of_{request.param}"
-    (tmp_path / f"{name}.py").write_text(SELECTOR + REWARD)
-    monkeypatch.delitem(sys.modules, name, raising=False)
+@pytest.mark.parametrize("place", ["extension_of_mine", "{0}/extension_of_mine.py"])
+def test_a_new_selector_needs_one_file(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named by its module, or by its file."""
+    (tmp_path / "extension_of_mine.py").write_text(SELECTOR)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    return name if request.param == "module" else str(tmp_path / f"{name}.py")
-
-
-def test_a_new_selector_needs_one_file(place: str) -> None:
     overrides = ["speculation.strategies=['ngram_4', 'ngram_2']", "speculation.enabled=true"]
-    config = load_config(None, [*overrides, f"speculation.selector={place}:LastWhenAlone"])
-    selector = make_speculation(config, None).selector
+    named = f"speculation.selector={place.format(tmp_path)}:LastWhenAlone"
+    selector = make_speculation(load_config(None, [*overrides, named]), None).selector
     chosen = [str(selector.choose(size).strategy) for size in (8, 2, 1)]
     assert chosen == ["ngram_4", "ngram_4", "ngram_2"]
 

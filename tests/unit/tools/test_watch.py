@@ -13,15 +13,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.rollout_stand_ins import make_prompts, make_rollout
 from tests.unit.tools.test_report import RANK_0, figures, make_run, rows_of, traces
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.trainer.rollout_log import RolloutLog
-from tlt_megatron.types import Prompt, Rollout, RolloutGroup, ScoredGroup
+from tlt_megatron.types import RolloutGroup, ScoredGroup
 from tools.report import main as report
 from tools.run_report.alarms import find_alarms
 from tools.run_report.data import distinct_names, runs_below
@@ -33,7 +34,7 @@ HOSTILE = "</td></script><script>alert(1)</script>&amp;"
 
 
 class Texts:
-    """Response i has the tokens i, i, ... and the text i."""
+    """The text of a response is that of its first token; the prompt is token -1."""
 
     def __init__(self, texts: list[str]) -> None:
         self.texts = [*texts, "the prompt"]
@@ -44,24 +45,12 @@ class Texts:
 
 def write_responses(run_dir: Path, step: int, texts: list[str]) -> None:
     """A step whose responses are `texts`, of 1, 2, 3, ... tokens and rewards 0.5, 1.5, 2.5, ..."""
-    prompt = Prompt(prompt_id="p", draw_index=0, token_ids=(1,), data_source="math")
-    rollouts = [
-        Rollout(
-            prompt_id="p",
-            draw_index=0,
-            sample_index=index,
-            prompt_ids=(len(texts),),
-            token_ids=torch.full((index + 1,), index),
-            logprobs=torch.zeros(index + 1),
-            policy_logprobs=torch.zeros(index + 1),
-            finish_reason="stop",
-            policy_version=step - 1,
-        )
-        for index in range(len(texts))
-    ]
-    log = RolloutLog(run_dir / "rollouts", Texts(texts), resume_step=step)
-    rewards = tuple(index + 0.5 for index in range(len(texts)))
+    (prompt,) = make_prompts([0], "math")
+    prompt = replace(prompt, token_ids=(-1,))
+    rollouts = [make_rollout(prompt, (i,) * (i + 1), i) for i in range(len(texts))]
     group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+    rewards = tuple(index + 0.5 for index in range(len(texts)))
+    log = RolloutLog(run_dir / "rollouts", Texts(texts), resume_step=step)
     log.write(step, [ScoredGroup(group=group, rewards=rewards)], {(0, 1): 0.125})
 
 

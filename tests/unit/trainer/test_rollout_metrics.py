@@ -139,34 +139,27 @@ def test_the_vote_of_a_conversation_is_its_last_turn() -> None:
     assert (metrics["eval/maj@3"], metrics["eval/pass@3"]) == (0, 1)
 
 
-def test_rewards_of_an_evaluation_by_data_source() -> None:
-    groups = [
-        scored((1, 1), (0.0, 1.0), 8, "gsm8k"),
-        scored((1, 1), (0.0, 0.0), 8, "gsm8k"),
-        scored((1, 1), (1.0, 0.5), 8),
-    ]
-    assert by_data_source(groups) == {
-        "val-core/gsm8k/reward/mean@2": 0.25,
-        "val-core/gsm8k/reward/best@2/mean": 0.5,
-        "val-core/unknown/reward/mean@2": 0.75,
-        "val-core/unknown/reward/best@2/mean": 1.0,
-    }
-
-
-def test_further_numbers_of_reward_functions_are_metrics_by_data_source() -> None:
+def test_rewards_and_further_numbers_of_reward_functions_by_data_source() -> None:
     groups = [
         replace(scored((1, 1), (0.0, 1.0), 8, "gsm8k"), details=({"acc": 0.5}, {"acc": 1.5})),
-        replace(scored((1, 1), (0.0, 1.0), 8, "gsm8k"), details=({"acc": 4.0, "tool": 2.0}, {})),
-        replace(scored((1, 1), (0.0, 1.0), 8), details=({"acc": 7.0}, {"acc": 9.0})),
+        replace(scored((1, 1), (0.0, 0.0), 8, "gsm8k"), details=({"acc": 4.0, "tool": 2.0}, {})),
+        replace(scored((1, 1), (1.0, 0.5), 8), details=({"acc": 7.0}, {"acc": 9.0})),
     ]
     metrics = rollout_metrics(groups, 8)
-    assert metrics["reward/gsm8k/acc/mean"] == 2.0
-    assert metrics["reward/gsm8k/tool/mean"] == 2.0
+    assert metrics["reward/gsm8k/acc/mean"] == metrics["reward/gsm8k/tool/mean"] == 2.0
     assert metrics["reward/unknown/acc/mean"] == 8.0
-    metrics = by_data_source(groups)
-    assert metrics["val-aux/gsm8k/acc/mean@2"] == 2.5
-    assert metrics["val-aux/gsm8k/acc/best@2/mean"] == 2.75
-    assert metrics["val-aux/unknown/acc/best@2/mean"] == 9.0
+    assert (
+        by_data_source(groups).items()
+        >= {
+            "val-core/gsm8k/reward/mean@2": 0.25,
+            "val-core/gsm8k/reward/best@2/mean": 0.5,
+            "val-core/unknown/reward/mean@2": 0.75,
+            "val-core/unknown/reward/best@2/mean": 1.0,
+            "val-aux/gsm8k/acc/mean@2": 2.5,
+            "val-aux/gsm8k/acc/best@2/mean": 2.75,
+            "val-aux/unknown/acc/best@2/mean": 9.0,
+        }.items()
+    )
 
 
 def test_ranks_that_are_sent_other_weights_are_named() -> None:
