@@ -74,11 +74,13 @@ LAYOUTS = {
 }
 
 
-CASES = [  # dense models have no experts to share
+CASES = [  # dense models have no experts to share, and a mixture shares them if tensors are cut
     (layout, name)
     for layout, parallel in LAYOUTS.items()
     for name, (kind, _) in MODELS.items()
-    if parallel.expert == 1 or kind == "qwen3_moe"
+    if (
+        parallel.expert == 1 if kind != "qwen3_moe" else parallel.expert > 1 or parallel.tensor == 1
+    )
 ]
 
 

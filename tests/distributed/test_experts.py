@@ -18,7 +18,9 @@ from tests.mcore_policy import (
     hf_logits,
     load_hf,
     make_batch,
+    make_micro_batch,
     share_of,
+    tiny_loss,
     train,
 )
 from tests.ranks import run_ranks
@@ -113,6 +115,23 @@ def test_logprobs_equal_transformers(mixture: Path, one_rank: dict[str, Any]) ->
         logprobs_P = torch.log_softmax(logits_PV, -1).gather(1, batch.labels[:, None])[:, 0]
         expected = logprobs_P * batch.loss_mask
         torch.testing.assert_close(one_rank["logprobs"][index], expected, atol=1e-4, rtol=0)
+
+
+def _grad_norm(path: Path, layout: Layout, coefficient: float) -> float:
+    """Of four micro-batches with even numbers of tokens: sequence parallelism pads none."""
+    policy, groups = build_policy(path, layout, moe_aux_loss_coeff=coefficient)
+    batches = [make_micro_batch((n, 10), seed=n) for n in (20, 12, 32, 8)]
+    share = batches[groups.dp.rank :: groups.dp.size]
+    policy.forward_backward(share, 1.0, tiny_loss)
+    return policy.optimizer_step().grad_norm
+
+
+def test_the_load_balancing_loss_is_that_of_one_rank_at_every_layout(mixture: Path) -> None:
+    off, expected = (run_ranks(1, _grad_norm, mixture, Layout(world=1), c)[0] for c in (0.0, 0.5))
+    assert abs(expected - off) > 0.1 * off
+    for layout in (EP2, Layout(world=2, tensor=2, expert=2), Layout(world=4, tensor=2, expert=4)):
+        for found in run_ranks(layout.world, _grad_norm, mixture, layout, 0.5):
+            assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
 def _save(path: Path, folder: Path) -> dict[str, Any]:

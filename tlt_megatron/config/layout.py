@@ -37,6 +37,10 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         raise ValueError(
             f"rollout.engine=sglang: rolls out no {policy.model_type} yet, set rollout.engine=embedded (on a CPU)"
         )
+    if policy.experts is None and config.mcore.moe_aux_loss_coeff:
+        raise ValueError(
+            f"mcore.moe_aux_loss_coeff={config.mcore.moe_aux_loss_coeff}: must be 0, {config.model.path} has no experts"
+        )
     for path in config.trained_paths:
         _check_cuts(config, path)
         slack = sglang_slack(config) if path == config.model.path else 0
@@ -103,6 +107,11 @@ def _check_cuts(config: RunConfig, path: str) -> None:
     if num_experts % config.parallel.expert:
         raise ValueError(
             f"parallel.expert={config.parallel.expert} does not divide num_experts={num_experts} of {path}"
+        )
+    if model.experts is not None and tp > config.parallel.expert == 1:
+        # Megatron would take the copies of an expert for one, and not sum their gradients.
+        raise ValueError(
+            f"parallel.expert=1 with parallel.tensor={tp}: must be > 1 for the experts of {path}"
         )
     stages = layers_of_stages(
         model.num_layers, config.parallel.pipeline, config.mcore.transformer, path=path

@@ -255,6 +255,8 @@ class McoreSection(Section):
     recompute: Annotated[str, one_of("none", "selective", "full")] = "none"
     # During rollouts gradient buffers are freed and, on a GPU, optimizer state moves to host memory
     offload_in_rollouts: bool = False
+    # of the load-balancing loss of a mixture of experts (Switch Transformer); 0: off
+    moe_aux_loss_coeff: NonNegative = 0.0
     transformer: dict[str, Any] = field(default_factory=dict)  # such as attention_softmax_in_fp32
 
     def check(self) -> None:

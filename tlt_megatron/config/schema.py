@@ -283,6 +283,11 @@ class RunConfig:
             f"false where rollout.engine={rollout.engine!r}",
         )
         self.mcore.require(
+            self.mcore.moe_aux_loss_coeff == 0 or self.algorithm.aggregation == "token_mean",
+            "moe_aux_loss_coeff",
+            "0 where algorithm.aggregation is not token_mean: it is a mean over tokens",
+        )
+        self.mcore.require(
             self.model.dtype != "float32" or not self.mcore.offload_in_rollouts,
             "offload_in_rollouts",
             "false where model.dtype='float32' (the optimizer has no weights of its own to move)",

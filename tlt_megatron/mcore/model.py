@@ -160,6 +160,11 @@ def transformer_config(
             )
         fields |= _expert_fields(config.experts, config.num_layers)
         fields["moe_grouped_gemm"] = device.is_cuda
+        if section.moe_aux_loss_coeff:
+            # Megatron 0.16.1 multiplies the loss by the tokens of this rank, a share of the
+            # micro-batch under sequence parallelism.
+            fields["moe_aux_loss_coeff"] = section.moe_aux_loss_coeff * parallel.tensor
+            fields["moe_router_load_balancing_type"] = "aux_loss"
     fields = _architecture_fields(config) | fields | _RECOMPUTE[section.recompute]
     transformer = TransformerConfig(**fields | section.transformer)
     if config.rope.attention_factor != 1.0:

@@ -88,6 +88,14 @@ def test_experts_are_shared_by_tensor_and_data_parallel_ranks(tmp_path: Path) ->
             MIXTURE | {"mlp_only_layers": [0, 1]},
             "parallel.pipeline=2 makes a stage of the layers 0 to 1 of .* none of which has experts",
         ),
+        ("mcore.moe_aux_loss_coeff=0.1", 1, SIZES, "moe_aux_loss_coeff=0.1: must be 0, .* has no"),
+        (
+            "mcore.moe_aux_loss_coeff=0.1 algorithm.aggregation=sequence_mean",
+            1,
+            MIXTURE,
+            "mcore.moe_aux_loss_coeff=0.1: must be 0 where algorithm.aggregation is not token_mean",
+        ),
+        ("parallel.tensor=2", 2, MIXTURE, "parallel.expert=1 with parallel.tensor=2: must be > 1"),
         ("", 1, MIXTURE | {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be <= num_exp"),
         (
             "",
