@@ -34,9 +34,7 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         )
     policy = load_model_config(config.model.path)
     if policy.experts is not None and config.rollout.engine == "sglang":
-        raise ValueError(
-            f"rollout.engine=sglang: rolls out no {policy.model_type} yet, set rollout.engine=embedded (on a CPU)"
-        )
+        _check_sglang_experts(config, policy.num_layers - len(policy.experts.layers))
     if policy.experts is None and config.mcore.moe_aux_loss_coeff:
         raise ValueError(
             f"mcore.moe_aux_loss_coeff={config.mcore.moe_aux_loss_coeff}: must be 0, {config.model.path} has no experts"
@@ -51,6 +49,19 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         raise ValueError(
             f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens}: must be 0 or >= {needed}"
             f" (one full sequence of {longest} tokens)"
+        )
+
+
+def _check_sglang_experts(config: RunConfig, num_dense: int) -> None:
+    if num_dense:
+        raise ValueError(
+            f"rollout.engine=sglang: takes all layers of {config.model.path} for mixtures, but"
+            f" {num_dense} are dense; set rollout.engine=embedded"
+        )
+    ep_size = config.sglang.engine_args.get("ep_size", 1)
+    if ep_size != 1:
+        raise ValueError(
+            f"sglang.engine_args.ep_size={ep_size!r}: must be 1, tp_size cuts the experts of an engine"
         )
 
 

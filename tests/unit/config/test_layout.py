@@ -105,7 +105,18 @@ def test_experts_are_shared_by_tensor_and_data_parallel_ranks(tmp_path: Path) ->
         ),
         ("", 1, MIXTURE | {"mlp_only_layers": [4]}, r"mlp_only_layers=\[4\]: must be a list of"),
         ("", 1, MIXTURE | {"decoder_sparse_step": 5}, "leave no layer with experts"),
-        ("rollout.engine=sglang", 1, MIXTURE, "rollout.engine=sglang: rolls out no qwen3_moe yet"),
+        (
+            "rollout.engine=sglang",
+            1,
+            MIXTURE | {"mlp_only_layers": [0]},
+            "rollout.engine=sglang: takes all layers of .* for mixtures, but 1 are dense",
+        ),
+        (
+            "rollout.engine=sglang sglang.engine_args.ep_size=2",
+            1,
+            MIXTURE,
+            "sglang.engine_args.ep_size=2: must be 1",
+        ),
     ],
 )
 def test_experts_that_do_not_fit_are_refused(

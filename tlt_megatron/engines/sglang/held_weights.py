@@ -44,6 +44,7 @@ def _parts(name: str, kind: str, module: Any, shard: Tensor) -> Iterator[tuple[s
         QKVParallelLinear,
         RowParallelLinear,
     )
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     if isinstance(module, QKVParallelLinear):
@@ -57,6 +58,13 @@ def _parts(name: str, kind: str, module: Any, shard: Tensor) -> Iterator[tuple[s
         yield name.replace("gate_up_proj", "up_proj"), _gather(up, 0)
     elif isinstance(module, RowParallelLinear):
         yield name, _gather(shard, 1) if kind == "weight" else shard
+    elif isinstance(module, FusedMoE):
+        projections = {"w13_weight": ("gate", "up"), "w2_weight": ("down",)}[kind]
+        cut = 2 if kind == "w2_weight" else 1
+        whole = [_gather(part, cut) for part in shard.chunk(len(projections), dim=1)]
+        for expert, tensors in enumerate(zip(*whole, strict=True)):
+            for projection, tensor in zip(projections, tensors, strict=True):
+                yield name.replace(kind, f"{expert}.{projection}_proj.weight"), tensor
     elif isinstance(module, VocabParallelEmbedding):
         yield name, _gather(shard, 0)[: module.org_vocab_size]
     else:

@@ -1,0 +1,62 @@
+"""A mixture of experts in SGLang, drafted for by a dense EAGLE drafter: its tokens and log-probs are those of plain decoding by the
+embedded engine, and an update reaches every expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.sglang.rollouts import (
+    CUT,
+    GREEDY,
+    SAMPLED,
+    answers,
+    check_same,
+    load,
+    mean_accept_length,
+    start_embedded,
+    start_sglang,
+    tensors_of,
+    train_drafter,
+)
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
+
+# SGLang pads experts to multiples of 32 on a CPU.
+SIZES = {"vocab_size": 48, "moe_intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_hf(tmp_path_factory.mktemp("mixture"), "qwen3_moe", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def engine(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEngine]:
+    """With the weights of the folder, whose checksum SGLang has compared."""
+    drafter = train_drafter(mixture, tmp_path_factory.mktemp("drafter"))
+    engine = start_sglang(mixture, drafter=drafter, strategies=["4_1_4"])
+    engine.wake()
+    load(engine, tensors_of(mixture))
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, CUT], ids=["greedy", "sampled", "cut"])
+def test_tokens_and_logprobs_are_those_of_the_embedded_engine(
+    engine: SglangEngine, mixture: Path, params
+) -> None:
+    found = answers(engine, params)
+    check_same(found, answers(start_embedded(mixture), params))
+    assert mean_accept_length(found) > 1.1
+
+
+def test_new_weights_reach_every_expert(
+    engine: SglangEngine, mixture: Path, tmp_path: Path
+) -> None:
+    other = make_tiny_hf(tmp_path, "qwen3_moe", seed=1, **SIZES)
+    load(engine, tensors_of(other), version=2)
+    check_same(answers(engine, SAMPLED, 2), answers(start_embedded(other), SAMPLED))
+    load(engine, tensors_of(mixture), version=1)
