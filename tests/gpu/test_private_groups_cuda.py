@@ -48,37 +48,6 @@ def test_a_group_of_one_needs_no_communicator_and_is_kept_by_its_members(device:
     pool.trim()
 
 
-def reduce_in_groups(memberships: list[tuple[str, tuple[int, ...]]]) -> list[object]:
-    """On every rank: the sum of rank + 1 in each group that it is in, and how many groups its pool made."""
-    device = select_device("cuda")
-    world = init_world(device.backend, 60.0)
-    store = open_job_store(world, 60.0).part("test")
-    pool = GroupPool(store, world.rank, device.torch_device, timeout_s=30.0, max_kept=2)
-    sums, groups = [], []
-    for name, members in memberships:
-        if world.rank not in members:
-            continue
-        group = pool.obtain(members, name)
-        groups.append(group)
-        x = torch.full((3,), world.rank + 1.0, device=device.torch_device)
-        group.all_reduce(x)
-        sums.append(x[0].item())
-    num_made = len({id(group) for group in groups})
-    pool.trim()
-    dist.barrier()
-    pool.drop((0, 1))
-    dist.destroy_process_group()
-    return [sums, num_made]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
-def test_two_ranks_form_a_group_keep_it_and_form_another() -> None:
-    memberships = [("1.1", (0,)), ("1.2", (0, 1)), ("1.2", (0, 1)), ("2.1", (0, 1))]
-    first, second = run_cuda_ranks(2, reduce_in_groups, memberships)
-    assert first == [[1.0, 3.0, 3.0, 3.0], 3]
-    assert second == [[3.0, 3.0, 3.0], 2]
-
-
 def lose_the_other(timeout_s: float) -> str:
     """Rank 1 forms the group and leaves; rank 0 finds out."""
     device = select_device("cuda")

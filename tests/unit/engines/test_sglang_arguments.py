@@ -127,14 +127,6 @@ def test_what_sglang_cannot_hold_is_refused(
         plan_speculation(speculate(drafter, *strategies, selector=selector))
 
 
-def test_a_folder_that_is_no_drafter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must be a folder with config.json"):
-        plan_speculation(speculate(str(tmp_path), "4_1_4"))
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(ValueError, match="architectures='LlamaForCausalLM'"):
-        plan_speculation(speculate(str(tmp_path), "4_1_4"))
-
-
 def test_ranks_look_for_ports_in_ranges_of_their_own_and_skip_taken_ones() -> None:
     first = free_port(40)
     with socket.socket() as taken:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,12 +25,7 @@ class NotingSelector(FixedSelector):
         self.seen: list[tuple[str, int, list[int]]] = []
 
     def observe(
-        self,
-        strategy: SpeculationStrategy,
-        batch_size: int,
-        accepted_by_depth: Sequence[int],
-        seconds: float,
-        first_by_depth: Sequence[int] | None = None,
+        self, strategy, batch_size, accepted_by_depth, seconds, first_by_depth=None
     ) -> None:
         assert seconds > 0
         self.seen.append((str(strategy), batch_size, list(accepted_by_depth)))

@@ -91,17 +91,6 @@ def test_a_complaint_ends_a_wait() -> None:
         asyncio.run(watched(asyncio.sleep(600), processes.failure))
 
 
-def test_errors_of_the_work_itself_pass_through() -> None:
-    processes = EngineProcesses()
-    processes.note_started()
-
-    async def fail() -> None:
-        raise ValueError("its own")
-
-    with pytest.raises(ValueError, match="its own"):
-        asyncio.run(watched(fail(), processes.failure))
-
-
 def test_a_start_that_takes_too_long_loses_its_processes_those_that_come_late_too() -> None:
     processes = EngineProcesses()
     with ended_if_late(processes, 0.05) as is_late:
@@ -110,17 +99,6 @@ def test_a_start_that_takes_too_long_loses_its_processes_those_that_come_late_to
         second = subprocess.Popen(SLEEP)
         second.wait(120)
     assert is_late.is_set()
-
-
-def test_a_start_in_time_is_left_alone() -> None:
-    processes = EngineProcesses()
-    with ended_if_late(processes, 60.0) as is_late:
-        child = subprocess.Popen(SLEEP)
-        time.sleep(0.05)
-    assert not is_late.is_set()
-    assert child.poll() is None
-    child.kill()
-    child.wait()
 
 
 def test_an_engine_that_sends_nothing_is_noticed_after_a_probe_and_named() -> None:

@@ -26,8 +26,8 @@ from tests.unit.engines.conftest import (
 )
 from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
-from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.selector import Decision, FixedSelector
 from tlt_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -38,8 +38,10 @@ PARAMS = SamplingParams(
     num_samples=3, max_new_tokens=40, temperature=1.0, stop_token_ids=(5,), seed=5
 )
 
+DEVICES = [None, recording_device()]
 
-@pytest.fixture(params=[None, recording_device()], ids=["eager", "graphs"])
+
+@pytest.fixture(params=DEVICES, ids=["eager", "graphs"])
 def make_engine(request: pytest.FixtureRequest, tiny_path: Path) -> MakeEngine:
     """`make_engine(**rollout settings)` in float64 with weights of version 1 loaded."""
     sizes = {"max_batch_size": 16, "max_new_tokens": 64}  # what is captured first is the largest
@@ -183,10 +185,15 @@ def test_a_drafter_may_be_replaced_between_two_passes(make_engine, tiny_path) ->
         engine.load_drafter_weights(weights, version=2, checksum=1)
 
 
-def test_an_eagle3_drafter_reads_the_taps_of_the_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES, ids=["eager", "graphs"])
+def test_features_and_taps_are_the_targets_and_an_eagle3_drafter_reads_them(
+    tmp_path: Path, device: Device | None
+) -> None:
+    """Also those that a verify pass leaves behind, moved and committed."""
     path = make_tiny_hf(tmp_path, "llama", num_layers=5, vocab_size=48)
     plain = tokens_of(engine_over(path).generate(prompts(), PARAMS, policy_version=1))
-    engine = engine_over(path, tap_layers=default_aux_layer_ids(5), max_batch_size=5)
+    taps = default_aux_layer_ids(5)
+    engine = engine_over(path, tap_layers=taps, device=device, max_batch_size=5, max_new_tokens=64)
     selector = CyclingSelector([*STRATEGIES, OFF])
     drafter = make_drafter(engine, "eagle3")
     speculate(engine, STRATEGIES, selector=selector, drafter=drafter)
@@ -201,38 +208,10 @@ def test_an_eagle3_drafter_reads_the_taps_of_the_engine(tmp_path: Path) -> None:
         with torch.no_grad():
             states = model.model(ids, output_hidden_states=True).hidden_states
         # hidden_states[0] is the embedding, so [i + 1] stands after layer i; the last is normed.
-        theirs = torch.cat([states[-1], *(states[i + 1] for i in default_aux_layer_ids(5))], -1)
+        theirs = torch.cat([states[-1], *(states[i + 1] for i in taps)], -1)
         torch.testing.assert_close(mine, theirs[0], atol=1e-6, rtol=0)
     with pytest.raises(ValueError, match="aux_layer_ids"):
         speculate(engine, STRATEGIES, selector=selector)
-
-
-def test_features_are_those_of_plain_decoding_and_of_one_plain_pass(
-    make_engine, tiny_path: Path
-) -> None:
-    """The states that the verify pass leaves behind, moved and committed, are the target's."""
-
-    def features(engine: EmbeddedEngine) -> dict[tuple[int, int], torch.Tensor]:
-        kept = {}
-        engine.generate(
-            prompts(),
-            PARAMS,
-            policy_version=1,
-            on_features=lambda r, f: kept.update({(r.draw_index, r.sample_index): (r, f)}),
-        )
-        return kept
-
-    engine = make_engine()
-    plain = features(engine)
-    speculate(engine, STRATEGIES, selector=CyclingSelector([*STRATEGIES, OFF]))
-    speculative = features(engine)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_path).double().eval()
-    for key, (rollout, mine) in speculative.items():
-        torch.testing.assert_close(mine, plain[key][1], atol=1e-10, rtol=0)
-        ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.token_ids])[None, :-1]
-        with torch.no_grad():
-            theirs = model.model(ids).last_hidden_state[0]
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
 
 
 def test_the_drafters_cache_after_rejections_equals_a_fresh_one(make_engine, tiny_path) -> None:

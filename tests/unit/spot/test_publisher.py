@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -72,18 +71,6 @@ def test_old_numbers_are_not_compared_with_new_ones() -> None:
     publisher = DrafterPublisher(weights(0))
     assert consider(publisher, 1, 1.8, 1.4)
     assert consider(publisher, 2, 1.5, 1.3)
-
-
-def test_restored_state_decides_as_if_never_saved() -> None:
-    straight, resumed = (DrafterPublisher(weights(0)) for _ in range(2))
-    consider(straight, 1, 1.6, 1.5)
-    consider(straight, 2, 1.4, 1.5)
-    resumed.load(straight.published.weights, json.loads(json.dumps(straight.record())))
-    assert resumed.published == straight.published
-    for number, new in ((3, 1.4), (4, 1.7)):
-        assert consider(straight, number, new, 1.5) == consider(resumed, number, new, 1.5)
-        assert resumed.metrics() == straight.metrics()
-    assert straight.metrics() == {"drafter/version": 2.0, "drafter/num_refused": 2.0}
 
 
 def test_accept_length_is_of_the_sums() -> None:
