@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, forked from the test process: 4 ranks cost ~0.1 s.
+"""Run a function on several ranks, forked from the test process: 4 ranks cost ~0.1 s. Or spawned, for CUDA.
 
 Fork is safe after torch has run only while no OpenMP pool exists: conftest.py sets OMP_NUM_THREADS=1.
 """
@@ -51,23 +51,27 @@ def run_ranks(
     timeout_s: float = 300.0,
     killed: Collection[int] = (),
     has_world: bool = True,
+    method: str = "fork",
 ) -> list[Any]:
     """Call `function(*args)` on every rank of a fresh gloo world; its results in rank order. Without `has_world` there is
     only the environment of one, as torchrun sets it, and `function` joins.
 
-    `function` may be a closure (it is forked, not pickled); results must pickle. Raises AssertionError with the
+    `function` may be a closure (unless `method` is "spawn", it is forked, not pickled); results must pickle. Raises AssertionError with the
     traceback of the first rank that fails, or naming the ranks that do not end in time. The ranks `killed` must die by
     their own hand without a result, None here; the others then do not wait for one another at the end.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context(method)
     port = free_port()
     ranks: list[_Rank] = []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with its rank
+        stacks = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115  # closed with its rank
         process = context.Process(
             target=_rank_main,
-            args=(rank, world_size, port, sender, stacks, function, args, has_world, not killed),
+            args=(
+                *(rank, world_size, port, sender, stacks.name, function, args),
+                *(has_world, not killed),
+            ),
             daemon=False,
         )
         process.start()
@@ -123,7 +127,7 @@ def _rank_main(
     world_size: int,
     port: int,
     sender: Connection,
-    stacks: IO[str],
+    stacks: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     has_world: bool,
@@ -136,10 +140,11 @@ def _rank_main(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    faulthandler.register(signal.SIGUSR2, file=stacks)
+    faulthandler.register(signal.SIGUSR2, file=open(stacks, "w"))  # noqa: SIM115
     torch.set_num_threads(1)
     try:
         if has_world:
