@@ -12,49 +12,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.qwen_shapes import QWEN_7B, QWEN_32B
 from tests.tiny_task import REPO
+from tests.unit.config.test_example_settings import EXAMPLES, write_example
 from tlt_megatron.config.layout import check_layout
-from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.drafter.eagle_folder import save_draft_config
 from tlt_megatron.engines.sglang import sglang_engine as engine_module
 from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import make_draft_config
-from tlt_megatron.runtime.device import Device
 
-# (ranks, sizes) of Qwen2.5-7B-Instruct and Qwen2.5-32B-Instruct, from config.json in their Hugging Face repositories
-# (Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen2.5-32B-Instruct).
-SHAPES = {
-    "qwen2_5_7b_8gpu": (
-        8,
-        {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944}
-        | {"num_attention_heads": 28, "num_key_value_heads": 4},
-    ),
-    "qwen2_5_32b_slurm": (
-        32,
-        {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 27648}
-        | {"num_attention_heads": 40, "num_key_value_heads": 8},
-    ),
-}
-
-
-def write_policy(folder: Path, sizes: dict[str, int]) -> None:
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 152064,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config | sizes), encoding="utf-8")
+SHAPES = {"qwen2_5_7b_8gpu": (8, QWEN_7B), "qwen2_5_32b_slurm": (32, QWEN_32B)}
+TOKENS = {"bos_token_id": 151643, "eos_token_id": 151645}
 
 
 def write_drafter(folder: Path, policy: Path) -> None:
@@ -79,13 +49,11 @@ def started(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Started:
     num_ranks, sizes = SHAPES[request.param]
-    policy, drafter, data = tmp_path / "policy", tmp_path / "drafter", tmp_path / "d.jsonl"
-    write_policy(policy, sizes)
+    policy, drafter = tmp_path / "policy", tmp_path / "drafter"
+    policy.mkdir()
+    sizes = {"architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6} | sizes | TOKENS
+    config, gpu = write_example(policy, EXAMPLES / f"{request.param}.yaml", sizes)
     write_drafter(drafter, policy)
-    data.write_text("{}\n", encoding="utf-8")
-    paths = {"model.path": policy, "data.train": data, "data.eval": data}
-    overrides = [f"{key}={path}" for key, path in paths.items()]
-    config = load_config(REPO / "examples" / f"{request.param}.yaml", overrides)
     check_layout(config, num_ranks)
     arguments: dict[str, Any] = {}
     monkeypatch.setattr(
@@ -95,7 +63,7 @@ def started(
         str(policy),
         config.rollout,
         config.sglang,
-        Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl"),
+        gpu,
         rank=0,
         max_prompt_tokens=config.data.max_prompt_tokens,
         speculation=dataclasses.replace(config.speculation, drafter=str(drafter)),
