@@ -25,9 +25,10 @@ from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device, select_device
 from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
-from tlt_megatron.types import RolloutGroup
+from tlt_megatron.types import Prompt, RolloutGroup
 
 MakeEngine = Callable[..., EmbeddedEngine]
+VOCAB_SIZE = 48
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
@@ -120,6 +121,19 @@ class RestlessSelector(FixedSelector):
         return Decision(strategy=self._draw.choice(self._strategies), reason="any")
 
 
+def make_prompts(*lengths: int, seed: int = 0, first_draw: int = 0) -> list[Prompt]:
+    """Random prompts p0, p1, ... of these lengths."""
+    draw = random.Random(seed)
+    return [
+        Prompt(
+            prompt_id=f"p{number}",
+            draw_index=first_draw + number,
+            token_ids=tuple(draw.randrange(VOCAB_SIZE) for _ in range(length)),
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
 def tokens_of(groups: Sequence[RolloutGroup]) -> list[list[int]]:
     return [rollout.token_ids.tolist() for group in groups for rollout in group.rollouts]
 
@@ -128,7 +142,7 @@ def tokens_of(groups: Sequence[RolloutGroup]) -> list[list[int]]:
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """qwen3, 2 layers, 48 tokens; untied, else it only repeats itself."""
     path = tmp_path_factory.mktemp("model")
-    return make_tiny_hf(path, "qwen3", num_layers=2, vocab_size=48)
+    return make_tiny_hf(path, "qwen3", num_layers=2, vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from tests.unit.engines.conftest import (
     MakeEngine,
     cache_bytes,
     checksum,
+    make_prompts,
     tokens_of,
     weight_bytes,
 )
@@ -27,20 +28,9 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import select_device
-from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams
+from tlt_megatron.types import FinishReason, Rollout, SamplingParams
 
 PARAMS = SamplingParams(num_samples=3, max_new_tokens=70, stop_token_ids=(5,), seed=3)
-
-
-def make_prompts(*lengths: int, first_draw: int = 0) -> list[Prompt]:
-    return [
-        Prompt(
-            prompt_id=f"p{number}",
-            draw_index=first_draw + number,
-            token_ids=tuple((7 * number + 3 * i + i * i) % 48 for i in range(length)),
-        )
-        for number, length in enumerate(lengths)
-    ]
 
 
 PROMPTS = make_prompts(4, 30, 90, 11)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.continuation import check_continued
 from tests.unit.engines.conftest import (
+    VOCAB_SIZE,
     RestlessSelector,
     engine_over,
     make_drafter,
@@ -30,7 +31,7 @@ from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
-VOCAB_SIZE, HIDDEN_SIZE = 48, 64
+HIDDEN_SIZE = 64
 STRATEGIES = [
     SpeculationStrategy.parse(text)
     for text in ("1_1_1", "5_1_5", "3_2_6", "4_4_16", "2_8_20", "ngram_6")

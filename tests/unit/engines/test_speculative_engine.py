@@ -21,6 +21,7 @@ from tests.unit.engines.conftest import (
     checksum,
     engine_over,
     make_drafter,
+    make_prompts,
     speculate,
     tokens_of,
 )
@@ -66,15 +67,7 @@ class CyclingSelector(FixedSelector):
 
 
 def prompts(count: int = 4) -> list[Prompt]:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        Prompt(
-            prompt_id=str(i),
-            draw_index=i,
-            token_ids=tuple(torch.randint(8, 48, (3 + 5 * i,), generator=generator).tolist()),
-        )
-        for i in range(count)
-    ]
+    return make_prompts(*range(3, 3 + 5 * count, 5))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
@@ -236,17 +229,14 @@ def test_continued_responses_wait_for_room_beside_the_lanes(
     tiny_path: Path, num_pages: int
 ) -> None:
     """Eight continued responses, each with a long prompt of its own, and four siblings that share a short one."""
-    lengths = [200] * 8 + [20]
     prompts = [
-        Prompt(
-            prompt_id=str(i),
-            draw_index=i,
-            token_ids=tuple((7 * i + j * j) % 48 for j in range(length)),
-            first_position=length - 20,
-            num_samples=1 if length == 200 else 4,
+        dataclasses.replace(
+            prompt,
+            first_position=len(prompt.token_ids) - 20,
+            num_samples=1 if len(prompt.token_ids) == 200 else 4,
             max_new_tokens=2,
         )
-        for i, length in enumerate(lengths)
+        for prompt in make_prompts(*[200] * 8, 20)
     ]
     params = SamplingParams(max_new_tokens=256, seed=2)
     expected = engine_over(tiny_path).generate(prompts, params, policy_version=1)
