@@ -64,18 +64,9 @@ def test_the_benchmarks_of_a_language_model_measure_any_policy_folder(tmp_path: 
     found = measured("costs", "--model", model, *sizes)
     assert found["draft_step_fraction"]["1/0"]["median"] > 0
     assert found["noise_fraction"]["48/1"]["search_share"]["median"] > 0
-    requests = (
-        "--num-requests",
-        "4",
-        "--num-samples",
-        "2",
-        "--max-new-tokens",
-        "8",
-        "--rounds",
-        "1",
-    )
-    prompts = ("--prompts", str(tmp_path / "eval.jsonl"), "--ignore-stops", "--hf-batch-sizes", "4")
-    assert measured("rollout", "--model", model, *requests, *prompts)["ratio"]["median"] > 0
+    requests = "--num-requests 4 --num-samples 2 --max-new-tokens 8 --rounds 1 --hf-batch-sizes 4"
+    prompts = ("--prompts", str(tmp_path / "eval.jsonl"), "--ignore-stops", *requests.split())
+    assert measured("rollout", "--model", model, *prompts)["ratio"]["median"] > 0
     folders = ("--config", str(config), "--policy", model, "--drafter", drafter)
     strategy = "speculation.strategies=['2_1_2']"
     result = measured("llm", "--quick", "--parts", "decode", *folders, strategy)

@@ -14,8 +14,7 @@ from typing import Any
 import plotly.graph_objects
 import pytest
 
-from tlt_megatron.config.load import dump_config
-from tlt_megatron.config.schema import RunConfig, SpeculationSection, SpotSection
+from tlt_megatron.config.load import dump_config, load_config
 from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.timeline import Timeline
@@ -51,9 +50,9 @@ def passes_of(rank: int, step: int) -> list[PassRecord]:
     ]
 
 
-def step_metrics(step: int, *, with_speculation: bool, with_spot: bool) -> dict[str, float]:
+def step_metrics(step: int) -> dict[str, float]:
     """All different, so that a number on the page tells where it is from."""
-    values: dict[str, float] = {
+    return {
         "critic/rewards/mean": 0.3 + step / 100,
         "response_length/mean": 50.0 + step,
         "response_length/median": 40.0 + step,
@@ -64,62 +63,63 @@ def step_metrics(step: int, *, with_speculation: bool, with_spot: bool) -> dict[
         "timing_s/update_actor": 0.75 + step / 100,
         "timing_s/step": 2.5 + step / 10,
     }
-    if with_speculation:
-        values |= {"rollout/spec_accept_length": 2.5 + step / 100}
-        values |= {f"rollout/spec_accepted_at/{d}": 0.9 - d / 10 + step / 1000 for d in (1, 2, 10)}
-    if with_spot:
-        values |= {"bubble/used_s": 4.0 + step / 100, "bubble/stall_s": 0.03125 * step}
-        values |= {"drafter/loss": 1.1 + step / 100, "drafter/accept_length": 3.1 + step / 100}
-        values |= {"drafter/holdout_accept_length/published": 2.9 + step / 100}
-    return values
 
 
-def make_run(
-    folder: Path, *, with_speculation: bool = True, with_spot: bool = True, with_trace: bool = True
-) -> Path:
-    """Three steps on two ranks, written by what writes them in a run."""
-    config = RunConfig(
-        speculation=SpeculationSection(enabled=with_speculation, drafter="drafter"),
-        spot=SpotSection(enabled=with_spot),
+def tlt_metrics(step: int) -> dict[str, float]:
+    """Those of speculation and of drafter training in idle time."""
+    return {
+        "rollout/spec_accept_length": 2.5 + step / 100,
+        **{f"rollout/spec_accepted_at/{d}": 0.9 - d / 10 + step / 1000 for d in (1, 2, 10)},
+        "bubble/used_s": 4.0 + step / 100,
+        "bubble/stall_s": 0.03125 * step,
+        "drafter/loss": 1.1 + step / 100,
+        "drafter/accept_length": 3.1 + step / 100,
+        "drafter/holdout_accept_length/published": 2.9 + step / 100,
+    }
+
+
+def make_run(folder: Path, *, is_plain: bool = False) -> Path:
+    """Three steps on two ranks, written by what writes them in a run. A plain one keeps no trace."""
+    config = load_config(
+        None,
+        [
+            f"speculation.enabled={not is_plain}",
+            f"spot.enabled={not is_plain}",
+            f"logging.trace={not is_plain}",
+        ],
     )
     folder.mkdir(parents=True)
-    text = dump_config(config)
-    (folder / "config.yaml").write_text(
-        text if with_trace else text.replace("trace: true", "trace: false")
-    )
+    (folder / "config.yaml").write_text(dump_config(config))
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
     metrics = MetricsWriter(folder, Trackers({}), resume_step=None)
     metrics.write(0, {"eval/accuracy": 0.4375})
     log = SpeculationLog(folder, resume_step=None)
     for step in (1, 2, 3):
-        values = step_metrics(step, with_speculation=with_speculation, with_spot=with_spot)
-        metrics.write(step, values)
-        if with_speculation:
-            for rank in (0, 1):
-                log.write(sum_passes(passes_of(rank, step), step=step, rank=rank))
+        metrics.write(step, step_metrics(step) | ({} if is_plain else tlt_metrics(step)))
+        for rank in () if is_plain else (0, 1):
+            log.write(sum_passes(passes_of(rank, step), step=step, rank=rank))
     metrics.write(3, {"eval/accuracy": 0.8125})
     metrics.close()
-    if with_trace:
-        write_trace(folder)
+    for rank in () if is_plain else (0, 1):
+        write_trace(folder, rank)
     return folder
 
 
-def write_trace(folder: Path) -> None:
-    for rank in (0, 1):
-        timeline = Timeline(folder / "timeline" / f"rank_{rank:05d}.jsonl", rank)
-        timeline.add_span("SYNC", 0.0, 10.5, version=0)
-        for step in (1, 2, 3):
-            start = 10.0 * step
-            if step == 2:
-                timeline.add_span("EVAL", start + 0.5, start + 0.875)
-                timeline.add_span("DECODE", start + 0.625, start + 0.75, batch_size=9)
-            add_pass_spans(timeline, passes_of(rank, step))
-            timeline.add_span("ROLLOUT", start + 1, start + 2)
-            timeline.add_span("DRAFT-TRAIN", start + 2, start + 3, lane="spot")
-            timeline.add_span("WAIT", start + 2, start + 4)
-            timeline.add_span("UPDATE", start + 4, start + 8)
-            timeline.add_span("SYNC", start + 8, start + 10.5, version=step)
-        timeline.close()
+def write_trace(folder: Path, rank: int) -> None:
+    timeline = Timeline(folder / "timeline" / f"rank_{rank:05d}.jsonl", rank)
+    timeline.add_span("SYNC", 0.0, 10.5, version=0)
+    for step in (1, 2, 3):
+        start = 10.0 * step
+        if step == 2:
+            timeline.add_span("EVAL", start + 0.5, start + 0.875)
+            timeline.add_span("DECODE", start + 0.625, start + 0.75, batch_size=9)
+        add_pass_spans(timeline, passes_of(rank, step))
+        timeline.add_span("ROLLOUT", start + 1, start + 2)
+        timeline.add_span("DRAFT-TRAIN", start + 2, start + 3, lane="spot")
+        timeline.add_span("WAIT", start + 2, start + 4)
+        timeline.add_span("UPDATE", start + 4, start + 8)
+        timeline.add_span("SYNC", start + 8, start + 10.5, version=step)
+    timeline.close()
 
 
 @pytest.fixture
@@ -250,8 +250,7 @@ def test_the_page_loads_nothing(run_dir: Path) -> None:
     assert "Plotly.newPlot" in page
 
 
-def test_a_name_cannot_break_the_page(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run")
+def test_a_name_cannot_break_the_page(run_dir: Path) -> None:
     timeline = Timeline(run_dir / "timeline" / "rank_00000.jsonl", 0)
     timeline.add_span("ODD</script><b>", 38.0, 38.5)
     timeline.close()
@@ -259,8 +258,7 @@ def test_a_name_cannot_break_the_page(tmp_path: Path) -> None:
 
 
 def test_a_plain_run_says_what_it_did_not_do(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run", with_speculation=False, with_spot=False, with_trace=False)
-    page = page_of(run_dir)
+    page = page_of(make_run(tmp_path / "run", is_plain=True))
     assert set(figures(page)) == {"bubble", "step_time", "rewards", "lengths"}
     assert list(traces(page, "bubble")) == ["idle"]
     listed = dict(re.findall(r"<li>([^:]+): (.+)</li>", page))

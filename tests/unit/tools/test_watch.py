@@ -114,7 +114,7 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
 
 
 def test_several_runs_are_drawn_in_the_same_figures(tmp_path: Path) -> None:
-    run_dirs = [make_run(tmp_path / name, with_spot=False) for name in ("one", "other")]
+    run_dirs = [make_run(tmp_path / name) for name in ("one", "other")]
     out = tmp_path / "page.html"
     assert report([*map(str, run_dirs), "--out", str(out)]) == 0
     page = out.read_text(encoding="utf-8")
@@ -156,7 +156,7 @@ def test_a_folder_of_runs_stands_for_the_runs_below_it(tmp_path: Path) -> None:
     """Depth 1 and 2. What no run has written is left out."""
     names = ["one", "sweep/other"]
     for name in names:
-        make_run(tmp_path / name, with_trace=False)
+        make_run(tmp_path / name, is_plain=True)
     (tmp_path / "notes").mkdir()
     runs = runs_below(tmp_path)
     assert sorted(distinct_names(runs)) == names
@@ -224,7 +224,7 @@ def test_a_run_that_holds_anything_takes_no_other_run_along(
 
     The report refuses it in one line, which names the file.
     """
-    run_dir, other = make_run(tmp_path / "spoiled"), make_run(tmp_path / "other", with_trace=False)
+    run_dir, other = make_run(tmp_path / "spoiled"), make_run(tmp_path / "other", is_plain=True)
     spoil(run_dir, name, text)
     if name == STATUS:  # is shown of a run that goes on
         (run_dir / SUMMARY).unlink()
