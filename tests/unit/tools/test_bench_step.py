@@ -4,9 +4,7 @@ hand.
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +21,7 @@ from tools.bench.step import (
     variant_overrides,
     with_a_tail,
 )
-from tools.compare_runs import STEP_SECONDS, Run, StepRecord, read_run
+from tools.compare_runs import STEP_SECONDS, Run, StepRecord
 
 
 def make_run(
@@ -82,23 +80,6 @@ def test_every_step_of_the_ordered_prompts_holds_exactly_one_long_one() -> None:
     assert [sum(step) for step in long] == [1, 1, 1, 1]
     assert len({step.index(True) for step in long}) > 1  # not always on the same rank
     assert ordered == with_a_tail(range(40), num_prompts=4, seed=0)
-
-
-def test_a_run_is_read_with_its_responses_and_without_what_was_not_finite(tmp_path: Path) -> None:
-    rows = [
-        {"step": 0, "eval/accuracy": 0.5},
-        {"step": 1, STEP_SECONDS: 2.0, "drafter/live_accept_length": None},
-        {"step": 1, "eval/accuracy": 0.6},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rollouts").mkdir()
-    line = {"draw_index": 7, "sample_index": 1, "token_ids": [2, 5], "reward": 1.0}
-    path = tmp_path / "rollouts" / "step_0000001.jsonl"
-    path.write_text(json.dumps(line | {"accept_lengths": [2]}) + "\n")
-    run = read_run(tmp_path)
-    assert list(run) == [1]
-    assert run[1].responses == {(7, 1): ((2, 5), 1.0)}
-    assert run[1].metrics == {"step": 1, STEP_SECONDS: 2.0, "eval/accuracy": 0.6}
 
 
 def test_every_variant_is_first_once_in_as_many_rounds() -> None:

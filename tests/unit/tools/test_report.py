@@ -14,6 +14,7 @@ from typing import Any
 import plotly.graph_objects
 import pytest
 
+from tests.unit.trainer.test_speculation_log import make_pass
 from tlt_megatron.config.load import dump_config, load_config
 from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.runtime.metrics import MetricsWriter
@@ -36,15 +37,14 @@ def passes_of(rank: int, step: int) -> list[PassRecord]:
     plan = [(4, "off"), (4, "off"), (2, "6_1_6"), (1, "6_1_6"), (1, "6_4_16")][
         : 3 + rank + step % 2
     ]
+    start_s = 10.0 * step + 1
     return [
-        PassRecord(
-            start_s=10.0 * step + 1 + 0.125 * number,
+        make_pass(
+            start_s + 0.125 * number,
+            size,
+            strategy,
+            accepted=() if strategy == "off" else (size, 0),
             seconds=0.125,
-            batch_size=size,
-            strategy=strategy,
-            reason="exploit",
-            num_committed=size if strategy == "off" else 2 * size,
-            accepted_by_depth=() if strategy == "off" else (size, 0),
         )
         for number, (size, strategy) in enumerate(plan)
     ]
