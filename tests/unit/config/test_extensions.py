@@ -78,10 +78,3 @@ def test_files_of_the_same_name_are_two_modules(tmp_path: Path) -> None:
 def test_every_registered_name_exists(setting: str) -> None:
     for name in REGISTRY[setting].built_in:
         assert callable(load_extension(setting, name))
-
-
-def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        ValueError, match=r"selector='bandit': must be one of cost_model, beg_mab, "
-    ):
-        load_config(None, ["speculation.selector=bandit"])

@@ -63,7 +63,7 @@ def test_the_edges_of_the_ranges(
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ("rollout.engine=vllm", r"rollout\.engine='vllm': must be one of "),
+        ("speculation.selector=bandit", r"selector='bandit': must be one of cost_model, beg_mab, "),
         ("rollout.environment=any.py:answer rollout.max_turns=1", r"rollout\.max_turns=1: must be > 1 where rollout\.environment is set"),
         ("rollout.environment=calculator", r"rollout\.environment='calculator': must be "),
         ("rollout.temperature=0", r"rollout\.temperature=0\.0: must be in \(0, 10\]"),

@@ -121,22 +121,13 @@ def test_blank_lines_are_passed_over_and_counted(load: Load) -> None:
         ({"prompt": None}, r"prompt is missing, .*\(the row has prompt, label\)"),
         ({"label": None}, r"label \(or reward_model.ground_truth\) is missing"),
         ({"label": [1]}, r"label=\[1\] must be a string, number"),
-        (
-            {"label": None, "reward_model": {"ground_truth": {}}},
-            r"reward_model.ground_truth=\{\} must be a string",
-        ),
+        ({"label": None, "reward_model": {"ground_truth": {}}}, r"reward_model.ground_truth=\{\} must be a string"),
         ({"prompt": 5}, "prompt=5 must be a string or a list"),
         ({"prompt": []}, r"prompt=\[\] must be a string or a list"),
         ({"prompt": ""}, "prompt='' gives no tokens"),
         ({"prompt": ["a"]}, r"prompt\[0\]='a' must be a message"),
-        (
-            {"prompt": [{"role": "user"}]},
-            r"prompt\[0\]=.* must be a message with the strings role and content",
-        ),
-        (
-            {"prompt": '[{"role": "user"}]'},
-            r"prompt\[0\]=.* must be a message with the strings role and content",
-        ),
+        ({"prompt": [{"role": "user"}]}, r"prompt\[0\]=.* must be a message with the strings role and content"),
+        ({"prompt": '[{"role": "user"}]'}, r"prompt\[0\]=.* must be a message with the strings role and content"),
         ({"prompt": "[{'role': 'user'}]"}, ".*must be a list of messages, not the text of one"),
         ({"prompt": '[{"role":' + DEEP}, "prompt=.*not JSON .*recursion"),
         ({"prompt": [{"role": "judge", "content": ""}]}, "prompt cannot be encoded: .*no judges"),
@@ -153,13 +144,10 @@ def test_blank_lines_are_passed_over_and_counted(load: Load) -> None:
         ({"label": float("nan")}, "label=nan must be a finite number"),
         ({"label": -float("inf")}, "label=-inf must be a finite"),
         ({"label": " \n"}, "label=.* must not be empty"),
-        (
-            {"label": None, "reward_model": {"ground_truth": ""}},
-            "reward_model.ground_truth='' must not be empty",
-        ),
+        ({"label": None, "reward_model": {"ground_truth": ""}}, "reward_model.ground_truth='' must not be empty"),
     ],
     ids=lambda value: str(value)[:40],
-)
+)  # fmt: skip
 def test_unusable_rows_are_refused(load: Load, change: Mapping[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=rf"t\.jsonl row 2: {message}"):
         load([ROW, ROW | change])

@@ -60,12 +60,8 @@ def test_a_run_of_equal_decisions_is_one_span(tmp_path: Path) -> None:
     shape = [(span["name"], span["args"]["batch_size"], span["args"]["passes"]) for span in spans]
     assert shape == [("DECODE", 4, 2), ("VERIFY(2_1_2)", 4, 1), ("VERIFY(2_1_2)", 2, 2), ("DECODE", 4, 1)]  # fmt: skip
     assert [span["args"]["committed"] for span in spans] == [8, 8, 9, 4]
-    assert [span["args"]["reason"] for span in spans] == [
-        "first, exploit",
-        "exploit",
-        "exploit, explore",
-        "exploit",
-    ]
+    reasons = ["first, exploit", "exploit", "exploit, explore", "exploit"]
+    assert [span["args"]["reason"] for span in spans] == reasons
     starts = [span["ts"] - spans[0]["ts"] for span in spans]
     assert starts == [0, 500_000, 750_000, 1_500_000]
     assert [span["dur"] for span in spans] == [500_000, 250_000, 500_000, 250_000]
@@ -105,11 +101,3 @@ def test_no_step_is_there_twice_after_a_resume(
     rows = [json.loads(line) for line in resumed.path.read_text().splitlines()]
     assert [row["step"] for row in rows] == [*kept, 9]
     assert (tmp_path / "speculation.1.jsonl").exists() == (resume_step is None)
-
-
-def test_without_passes_there_is_nothing(tmp_path: Path) -> None:
-    assert sum_passes([], step=1, rank=0) == []
-    timeline = Timeline(tmp_path / "rank_00000.jsonl", 0)
-    add_pass_spans(timeline, [])
-    timeline.close()
-    assert not timeline.path.exists()
