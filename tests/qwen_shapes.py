@@ -29,6 +29,13 @@ QWEN_30B_A3B = {
     "max_position_embeddings": 40960,
     "eos_token_id": 1,
 }
+QWEN_235B_A22B = QWEN_30B_A3B | {
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 94,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+}
 QWEN_32B = QWEN_7B | {
     "hidden_size": 5120,
     "num_attention_heads": 40,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.qwen_shapes import QWEN_7B, QWEN_32B
+from tests.qwen_shapes import QWEN_7B, QWEN_30B_A3B, QWEN_32B, QWEN_235B_A22B
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
@@ -17,7 +17,6 @@ from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.memory_ledger import make_ledger
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-GPU_FREE_BYTES = 79 << 30
 
 
 def write_example(
@@ -34,20 +33,25 @@ def write_example(
 
 
 @pytest.mark.parametrize(
-    "name, sizes, world_size",
-    [("qwen2_5_7b_8gpu", QWEN_7B, 8), ("qwen2_5_32b_slurm", QWEN_32B, 32)],
+    "name, sizes, world_size, free_gib",
+    [
+        ("qwen2_5_7b_8gpu", QWEN_7B, 8, 79),
+        ("qwen2_5_32b_slurm", QWEN_32B, 32, 79),
+        ("qwen3_30b_a3b_slurm", QWEN_30B_A3B, 16, 79),
+        ("qwen3_235b_a22b_slurm", QWEN_235B_A22B, 64, 140),
+    ],
 )
 def test_a_cluster_example_fits(
-    tmp_path: Path, name: str, sizes: dict[str, int], world_size: int
+    tmp_path: Path, name: str, sizes: dict[str, Any], world_size: int, free_gib: int
 ) -> None:
     config, gpu = write_example(tmp_path, EXAMPLES / f"{name}.yaml", sizes)
     check_layout(config, world_size)
     ledger = make_ledger(config, world_size, gpu)
-    ledger.check(GPU_FREE_BYTES)
+    ledger.check(free_gib << 30)
     ledger.of_host().check((1 << 40) // 8)  # a host of 1 TiB with eight GPUs
     # Not by a wide margin: a third of it is not enough, so the ledger counts what there is.
     with pytest.raises(ValueError, match="usable"):
-        ledger.check(GPU_FREE_BYTES // 3)
+        ledger.check((free_gib << 30) // 3)
 
 
 def test_the_quickstart_speculates_and_trains_its_drafter_and_says_what_that_gained(
