@@ -56,9 +56,14 @@ class RandomBatches:
     """Batches of one short sequence. `before` runs ahead of each, with how many were given out."""
 
     def __init__(
-        self, model: DraftModel, seed: int, before: Callable[[int], None] = lambda count: None
+        self,
+        model: DraftModel,
+        seed: int,
+        before: Callable[[int], None] = lambda count: None,
+        device: torch.device | None = None,
     ) -> None:
         self._model = model
+        self._device = device or model.fc.weight.device
         self._rng = random.Random(seed)
         self._before = before
         self.count = 0
@@ -68,7 +73,8 @@ class RandomBatches:
         self.count += 1
         num_tokens = self._rng.randint(3, 8)
         seed = self._rng.randrange(1000)
-        return pack_batch([make_sequence(self._model, num_tokens, seed=seed)])
+        sequence = make_sequence(self._model, num_tokens, seed=seed)
+        return pack_batch([sequence]).to(self._device)
 
     def mark_trained(self) -> None:
         """The next batch is another one in any case."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.selector import Decision, StrategySelector
@@ -154,13 +154,10 @@ def run_selector(
     selector: StrategySelector,
     world: SyntheticDecoding,
     batch_sizes: Sequence[int],
-    on_step: Callable[[int], None] | None = None,
 ) -> Score:
     """One step for each batch size."""
     score = Score()
-    for step, batch_size in enumerate(batch_sizes):
-        if on_step is not None:
-            on_step(step)
+    for batch_size in batch_sizes:
         decision = selector.choose(batch_size)
         strategy = decision.strategy
         accepted, seconds = world.step(strategy, batch_size)
@@ -177,12 +174,11 @@ def run_rollout(
     lengths: Sequence[int],
     *,
     max_batch_size: int = 64,
-    text_spread: float = 0.3,
     seed: int = 0,
 ) -> Score:
     """Requests of `lengths` tokens until all have ended; each writes a text of its own. Waiting ones take free places."""
     rng, score = random.Random(seed), Score()
-    waiting = [[length, rng.gauss(0.0, text_spread), 10] for length in lengths]  # 10 unread tokens
+    waiting = [[length, rng.gauss(0.0, 0.3), 10] for length in lengths]  # 10 unread tokens
     running: list[list[float]] = []
     while waiting or running:
         while waiting and len(running) < max_batch_size:

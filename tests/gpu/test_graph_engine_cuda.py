@@ -4,8 +4,6 @@ of the graph pool are what was planned."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,17 +11,18 @@ import torch
 
 from tests.gpu.cuda_ranks import needs_gpus
 from tests.tiny_models import make_tiny_hf
-from tests.unit.engines.conftest import engine_over, load_from
+from tests.unit.engines.conftest import (
+    RestlessSelector,
+    engine_over,
+    load_from,
+    speculate,
+    tokens_of,
+)
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
-from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.device import select_device
-from tlt_megatron.speculation.selector import Decision, FixedSelector
 from tlt_megatron.types import Prompt, SamplingParams
 
 pytestmark = needs_gpus()
@@ -40,35 +39,19 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_hf(tmp_path_factory.mktemp("model"), "qwen3", num_layers=2, vocab_size=48)
 
 
-class Alternating(FixedSelector):
-    """Another strategy for every pass, in turn."""
-
-    def __init__(self, strategies: Sequence[SpeculationStrategy]) -> None:
-        super().__init__(strategies[0])
-        self._turn = itertools.cycle(strategies)
-
-    def choose(self, batch_size: int) -> Decision:
-        """The next one, whatever the batch."""
-        return Decision(strategy=next(self._turn), reason="turn")
-
-
 def make_engine(path: Path, *strategies: str, **settings: object) -> EmbeddedEngine:
-    """Speculates with all of `strategies` in turn."""
+    """Speculates with any of `strategies` in each pass."""
     sizes = {"max_batch_size": 8, "max_new_tokens": 64, "num_samples": 3}
     engine = engine_over(path, device=select_device("cuda"), **(sizes | settings))
     parsed = [SpeculationStrategy.parse(text) for text in strategies]
     if any(not strategy.is_off for strategy in parsed):
-        embedding, head = engine.target_tensors()
-        config = make_draft_config(load_model_config(path), "eagle", embedding)
-        model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
-        draft = DraftInference(model, embedding.dtype)
-        engine.set_speculation(Speculation(draft, Alternating(parsed), parsed))
+        speculate(engine, parsed, selector=RestlessSelector(parsed, seed=0))
     return engine
 
 
 def run(engine: EmbeddedEngine) -> tuple[list[list[int]], EngineStats]:
     groups = engine.generate(PROMPTS, PARAMS, policy_version=1)
-    return [r.token_ids.tolist() for g in groups for r in g.rollouts], engine.stats()
+    return tokens_of(groups), engine.stats()
 
 
 @pytest.fixture(scope="module")

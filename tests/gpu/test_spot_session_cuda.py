@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
-from tests.slow_draft import make_draft_model, make_sequence
+from tests.slow_draft import make_draft_model
+from tests.spot_phases import RandomBatches
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import config_of, load_drafter, load_trainer_state
-from tlt_megatron.drafter.packing import DraftBatch, pack_batch
 from tlt_megatron.engines.embedded.policy_weights import FreedWeights
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.device import Device, select_device
@@ -29,23 +29,6 @@ from tlt_megatron.spot.spot_trainer import SpotTrainer
 
 pytestmark = needs_gpus()
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-
-
-class Batches:
-    """The same few short sequences, again and again."""
-
-    def __init__(self, model: DraftModel, seed: int, device: torch.device) -> None:
-        self._batches = [
-            pack_batch([make_sequence(model, 8, seed=10 * seed + i)]).to(device) for i in range(4)
-        ]
-        self._count = 0
-
-    def next_batch(self, max_tokens: int = 0) -> DraftBatch:
-        self._count += 1
-        return self._batches[self._count % len(self._batches)]
-
-    def mark_trained(self) -> None:
-        """The next batch is another one in any case."""
 
 
 def make_trainer(
@@ -73,7 +56,7 @@ def test_a_drafter_learns_the_same_as_on_the_cpu(
     losses = []
     for where in (torch.device("cpu"), device.torch_device):
         trainer, twin = make_trainer(where, dtype, algorithm)
-        batches = Batches(twin, 0, where)
+        batches = RandomBatches(twin, 0, device=where)
         losses.append([trainer.step(batches.next_batch()).loss for _ in range(8)])
     torch.testing.assert_close(losses[1], losses[0], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert len(set(losses[1])) == 8
@@ -83,7 +66,7 @@ def test_a_save_needs_nothing_that_a_sleeping_engine_has_taken(
     device: Device, tmp_path: Path
 ) -> None:
     trainer, twin = make_trainer(device.torch_device)
-    trainer.step(Batches(twin, 0, device.torch_device).next_batch())
+    trainer.step(RandomBatches(twin, 0, device=device.torch_device).next_batch())
     borrowed = {name: getattr(trainer.model, name) for name in ("embedding_VD", "lm_head_VD")}
     weights = {name: t.to("cpu", copy=True) for name, t in trainer.model.state_dict().items()}
     checkpointer = AsyncDrafterCheckpointer(tmp_path / "drafter")
@@ -124,7 +107,7 @@ def train_until_all_are_done(
     store = open_job_store(world, 60.0).part("test")
     spot = SpotTrainer(
         trainer,
-        Batches(twin, world.rank, device.torch_device),
+        RandomBatches(twin, world.rank, device=device.torch_device),
         ranks=SpotRanks(
             store=store,
             layout=ReplicaLayout(world.size, 1),

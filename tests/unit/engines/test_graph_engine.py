@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.graph_passes import RecordingDevice, recording_device
-from tests.unit.engines.conftest import cache_bytes, engine_over, speculate, tokens_of
+from tests.unit.engines.conftest import cache_bytes, engine_over, make_prompts, speculate, tokens_of
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats
@@ -21,7 +21,7 @@ from tlt_megatron.engines.embedded.memory_plan import plan_memory
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.types import Prompt, SamplingParams
+from tlt_megatron.types import SamplingParams
 
 PARAMS = SamplingParams(num_samples=2, max_new_tokens=30, temperature=1.0, seed=2)
 OFF = "target: graphs are off"
@@ -37,17 +37,6 @@ def device() -> RecordingDevice:
 def make_engine(path: Path, device: Device | None, **settings: int) -> EmbeddedEngine:
     settings = SIZES | settings
     return engine_over(path, device=device, max_prompt_tokens=MAX_PROMPT_TOKENS, **settings)
-
-
-def make_prompts(*lengths: int) -> list[Prompt]:
-    return [
-        Prompt(
-            prompt_id=str(number),
-            draw_index=number,
-            token_ids=tuple((5 * number + 3 * i) % 40 + 8 for i in range(length)),
-        )
-        for number, length in enumerate(lengths)
-    ]
 
 
 def run(

@@ -47,13 +47,6 @@ class GrowingKv:
         return torch.stack(outs, dim=2)[0].permute(2, 0, 1, 3).reshape(num_new, -1)
 
 
-def tensors_of(view: DraftInference) -> list[Tensor]:
-    """What captured graphs would read."""
-    held = list(vars(view).values())
-    held += [part for matrix in held for part in getattr(matrix, "__dict__", {}).values()]
-    return [tensor for tensor in held if isinstance(tensor, Tensor)]
-
-
 def draft(step, fuse, sequence, position: int, num_steps: int) -> list[tuple[Tensor, Tensor]]:
     """Prefill the pairs up to `position`, then draft step by step over kept keys and values."""
     kv = GrowingKv()
@@ -96,7 +89,6 @@ def test_inference_follows_changed_weights_and_embedding(architecture: str) -> N
     sequence = make_sequence(model, 8)
     model.rotary.reserve(64)
     view.rotary.reserve(64)
-    addresses = [t.data_ptr() for t in tensors_of(view)]
     with torch.no_grad():
         for tensor in (model.embedding_VD, model.lm_head_VD):
             tensor.mul_(1.25).add_(0.01)
@@ -107,7 +99,6 @@ def test_inference_follows_changed_weights_and_embedding(architecture: str) -> N
         actual = view.forward(tokens, view.fuse(features), positions, GrowingKv())
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(view.logits(actual[1]), model.logits(expected[1]))
-    assert addresses == [t.data_ptr() for t in tensors_of(view)]
 
 
 @pytest.mark.parametrize("architecture", ["eagle", "eagle3"])

@@ -280,11 +280,11 @@ def test_what_publishing_saves_is_whole_though_the_engine_falls_asleep_at_once(
 
 
 def metrics_of(**values: float) -> dict[str, float]:
-    names = ("bubble/used_s", "bubble/stall_s", "spot/epochs", "spot/broken", "spot/updates")
-    known = dict.fromkeys(
-        (*names, "spot/preempt_ms", "spot/out_of_memory", "spot/groups_formed"), 0.0
-    )
-    return known | {name.replace("__", "/"): value for name, value in values.items()}
+    of_spot = ("epochs", "broken", "updates", "preempt_ms", "out_of_memory", "groups_formed")
+    names = ("bubble/used_s", "bubble/stall_s", *(f"spot/{name}" for name in of_spot))
+    return dict.fromkeys(names, 0.0) | {
+        name.replace("__", "/"): value for name, value in values.items()
+    }
 
 
 def test_an_update_of_two_members_counts_once_and_the_slowest_rank_is_the_stall() -> None:
