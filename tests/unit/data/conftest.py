@@ -49,11 +49,6 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plain_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("plain"), chat_template=None)
-
-
-@pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> OurTokenizer:
     return load_tokenizer(tokenizer_folder)
 

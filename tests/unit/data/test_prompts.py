@@ -1,4 +1,4 @@
-"""Which prompts a file gives, with one rank and with several."""
+"""Which prompts a file gives."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.unit.data.conftest import write_rows
+from tests.unit.data.conftest import write_rows, write_tokenizer
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.prompts import PromptSet, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from tlt_megatron.runtime.process_groups import init_world
 
 Load = Callable[..., PromptSet]
 
@@ -31,36 +29,12 @@ def test_overlong_prompts_are_left_out_named_and_never_cut(
         load([{"prompt": "x" * 5, "label": 1}], max_prompt_tokens=4)
 
 
-def test_messages_without_a_template_name_the_row(
-    plain_tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_messages_without_a_template_name_the_row(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "a"}], "label": "1"}]
     path = write_rows(tmp_path / "t.jsonl", rows)
+    plain = load_tokenizer(write_tokenizer(tmp_path / "plain", chat_template=None))
     with pytest.raises(ValueError, match=r"t\.jsonl row 1: prompt .* no chat template"):
-        load_prompts(path, load_tokenizer(plain_tokenizer_folder), DataSection())
-
-
-def load_on_ranks(path: Path, tokenizer: Tokenizer) -> list[PromptSet | str]:
-    """What each of 3 ranks gets, or the error."""
-
-    def rank() -> PromptSet | str:
-        try:
-            return load_prompts(path, tokenizer, DataSection(), init_world("gloo", 60.0))
-        except ValueError as error:
-            return str(error)
-
-    return run_ranks(3, rank, has_world=False)
-
-
-def test_all_ranks_get_the_same_prompts_or_the_same_error(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    path = write_rows(tmp_path / "t.jsonl", [{"prompt": f"a{n}", "label": n} for n in range(9)])
-    alone = load_prompts(path, tokenizer, DataSection())
-    assert load_on_ranks(path, tokenizer) == [alone] * 3
-    write_rows(path, [{"prompt": [{"role": "judge", "content": ""}], "label": "1"}])
-    (message,) = set(load_on_ranks(path, tokenizer))
-    assert "row 1: prompt cannot be encoded" in str(message)
+        load_prompts(path, plain, DataSection())
 
 
 def test_fingerprint_follows_content_not_place(tokenizer: Tokenizer, tmp_path: Path) -> None:

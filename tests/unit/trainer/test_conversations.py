@@ -76,14 +76,9 @@ class Pool:
     ) -> Future[Outcome]:
         self.num_asked += 1
         assert turn == sum(message["role"] == "assistant" for message in messages)
-        pool, key = self, (prompt.draw_index, sample_index)
-
-        class Later(Future[Outcome]):
-            def done(self) -> bool:
-                return pool.is_ready(key)
-
-        later = Later()
+        later: Future[Outcome] = Future()
         later.set_result(self.outcome(messages))
+        later.done = lambda: self.is_ready((prompt.draw_index, sample_index))
         return later
 
 
@@ -106,52 +101,47 @@ def draw_prompts(count: int) -> list[Prompt]:
 
 
 def converse(
-    engine: EmbeddedEngine, prompts: Sequence[Prompt], pool: Pool | None = None, **further: Any
+    engine: EmbeddedEngine, prompts: Sequence[Prompt], pool: Pool | None = None, **calls: Any
 ) -> list[Rollout]:
-    section = RolloutSection(**SETTINGS)
-    conversations = Conversations(engine, pool or Pool(), Letters(), section)
-    found: list[Rollout] = []
-    calls = {"on_finish": found.append} | further
+    """The conversations in the order of the prompts; each was reported when it ended."""
+    conversations = Conversations(engine, pool or Pool(), Letters(), RolloutSection(**SETTINGS))
+    found: list[Rollout] = calls.pop("ended", [])
+    calls["on_finish"] = found.append
     groups = conversations.generate(prompts, PARAMS, policy_version=1, **calls)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if calls["on_finish"] == found.append:
-        assert {id(r) for r in found} == {id(r) for r in rollouts}
+    assert {id(r) for r in found} == {id(r) for r in rollouts}
     return rollouts
 
 
 def turn_by_turn(engine: EmbeddedEngine, prompt: Prompt, sample_index: int) -> tuple[list, list]:
     """The tokens and the mask of a conversation whose turns are separate calls of the engine."""
-    one = replace(prompt, first_sample=sample_index, num_samples=1)
     messages: list[Message] = [{"role": "user", "content": Letters().decode(prompt.token_ids)}]
     tokens: list[int] = []
     mask: list[bool] = []
     for turn in range(1, 5):
-        room = PARAMS.max_new_tokens - sum(mask)
-        if room == 0:
-            break
-        if turn > 1:
-            outcome = answer_of(messages)
-            assert outcome.answer is not None
-            observed = Letters().encode_observation(outcome.answer.observation, 0, is_chat=False)
-            is_over = mask.count(False) + len(observed) > SETTINGS["max_observation_tokens"]
-            if outcome.answer.is_done or is_over:
-                break
-            messages += outcome.answer.observation
-            tokens += observed
-            mask += [False] * len(observed)
         asked = replace(
-            one,
+            prompt,
+            first_sample=sample_index,
+            num_samples=1,
             token_ids=(*prompt.token_ids, *tokens),
             first_position=len(tokens),
-            max_new_tokens=room,
+            max_new_tokens=PARAMS.max_new_tokens - sum(mask),
         )
         [group] = engine.generate([asked], PARAMS, policy_version=1)
         [rollout] = group.rollouts
         tokens += rollout.token_ids.tolist()
         mask += [True] * rollout.token_ids.numel()
         messages.append({"role": "assistant", "content": Letters().decode(rollout.token_ids)})
-        if rollout.finish_reason is FinishReason.LENGTH:
+        answer = answer_of(messages).answer
+        assert answer is not None
+        observed = Letters().encode_observation(answer.observation, 0, is_chat=False)
+        is_long = mask.count(False) + len(observed) > SETTINGS["max_observation_tokens"]
+        is_over = is_long or sum(mask) == PARAMS.max_new_tokens or turn == 4
+        if is_over or answer.is_done or rollout.finish_reason is FinishReason.LENGTH:
             break
+        messages += answer.observation
+        tokens += observed
+        mask += [False] * len(observed)
     return tokens, mask
 
 
@@ -214,7 +204,7 @@ def test_a_slow_answer_holds_no_other_conversation(tiny_path: Path) -> None:
         engine,
         prompts,
         Pool(is_ready=is_ready),
-        on_finish=ended.append,
+        ended=ended,
         should_stop=lambda: next(polls, None) is None,
     )
     assert [r.token_ids.tolist() for r in found] == [r.token_ids.tolist() for r in plain]
