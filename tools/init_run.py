@@ -31,7 +31,7 @@ from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.prompts import load_held_out, load_prompts
 from tlt_megatron.data.tokenizer import load_tokenizer
-from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.memory_ledger import make_ledger
@@ -137,15 +137,16 @@ def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     if not options.gpus:
         check_layout(load_config(None, _overrides(settings)), 2)
         return settings
-    return _fit(settings, ModelSizes(model), options)
+    return _fit(settings, model, options)
 
 
 def _fit(
-    settings: dict[str, Any], sizes: ModelSizes, options: argparse.Namespace
+    settings: dict[str, Any], model: ModelConfig, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return the settings with the first layout that the ledger accepts: tensor before pipeline
-    parallelism.
+    parallelism. The experts of a mixture are on as many GPUs of a node as can share them.
     """
+    sizes = ModelSizes(model)
     gpu = Device(torch_device=torch.device("cuda", 0), backend="gloo")  # nothing communicates
     longest = settings["data"]["max_prompt_tokens"] + settings["rollout"]["max_new_tokens"]
     longest += draft_slack(STRATEGIES)
@@ -159,7 +160,11 @@ def _fit(
             most = settings["rollout"]["max_batch_size"] * longest
             settings["rollout"]["kv_cache_tokens"] = max(longest, min(most, kv_tokens))
             settings["parallel"] = {"tensor": tensor, "pipeline": pipeline}
-            engine = {"tp_size": tensor, "mem_fraction_static": 0.6}
+            engine: dict[str, Any] = {"tp_size": tensor, "mem_fraction_static": 0.6}
+            if model.experts is not None:
+                shared = math.gcd(options.gpus // pipeline, NODE_GPUS, model.experts.num_experts)
+                settings["parallel"]["expert"] = max(shared, 1)
+                engine["moe_runner_backend"] = "triton"  # a weight update checks its layout
             settings["sglang"] = {"engine_args": engine}
             try:
                 config = load_config(None, _overrides(settings))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch import pretrain_rl
-from tests.qwen_shapes import QWEN_7B, QWEN_32B
+from tests.qwen_shapes import QWEN_7B, QWEN_30B_A3B, QWEN_32B
 from tests.tiny_task import metric_rows, run
 from tlt_megatron.config.load import load_config
 from tools.init_run import REWARD, main
@@ -65,11 +65,12 @@ def test_a_cpu_run_starts_with_what_is_written(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "gpus", "tensor", "start"),
+    ("sizes", "gpus", "tensor", "expert", "start"),
     [
-        (QWEN_7B, 8, 1, "tlt train {}/config.yaml --nproc-per-node 8"),
-        (QWEN_7B, 4, 2, "tlt train {}/config.yaml --nproc-per-node 4"),
-        (QWEN_32B, 32, 4, "sbatch {}/train.sbatch"),
+        (QWEN_7B, 8, 1, 1, "tlt train {}/config.yaml --nproc-per-node 8"),
+        (QWEN_7B, 4, 2, 1, "tlt train {}/config.yaml --nproc-per-node 4"),
+        (QWEN_32B, 32, 4, 1, "sbatch {}/train.sbatch"),
+        (QWEN_30B_A3B, 16, 2, 8, "sbatch {}/train.sbatch"),
     ],
 )
 def test_gpus_get_the_smallest_layout_that_fits(
@@ -79,6 +80,7 @@ def test_gpus_get_the_smallest_layout_that_fits(
     sizes: dict[str, object],
     gpus: int,
     tensor: int,
+    expert: int,
     start: str,
 ) -> None:
     model = tmp_path / "model"
@@ -88,7 +90,8 @@ def test_gpus_get_the_smallest_layout_that_fits(
     assert capsys.readouterr().out.splitlines()[-1] == start.format(tmp_path)
     assert pretrain_rl.main(["--config", f"{tmp_path}/config.yaml", "--print-config"]) == 0
     written = load_config(tmp_path / "config.yaml")
-    assert (written.parallel.tensor, written.parallel.pipeline) == (tensor, 1)
+    layout = written.parallel
+    assert (layout.tensor, layout.pipeline, layout.expert) == (tensor, 1, expert)
     script = tmp_path / "train.sbatch"
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     text = script.read_text()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.qwen_shapes import QWEN_7B, QWEN_32B
+from tests.qwen_shapes import QWEN_7B, QWEN_30B_A3B, QWEN_32B, QWEN_235B_A22B
 from tests.tiny_task import REPO
 from tests.unit.config.test_example_settings import EXAMPLES, write_example
 from tlt_megatron.config.layout import check_layout
@@ -23,7 +23,12 @@ from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import make_draft_config
 
-SHAPES = {"qwen2_5_7b_8gpu": (8, QWEN_7B), "qwen2_5_32b_slurm": (32, QWEN_32B)}
+SHAPES = {
+    "qwen2_5_7b_8gpu": (8, QWEN_7B),
+    "qwen2_5_32b_slurm": (32, QWEN_32B),
+    "qwen3_30b_a3b_slurm": (16, QWEN_30B_A3B),
+    "qwen3_235b_a22b_slurm": (64, QWEN_235B_A22B),
+}
 TOKENS = {"bos_token_id": 151643, "eos_token_id": 151645}
 
 
@@ -51,7 +56,8 @@ def started(
     num_ranks, sizes = SHAPES[request.param]
     policy, drafter = tmp_path / "policy", tmp_path / "drafter"
     policy.mkdir()
-    sizes = {"architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6} | sizes | TOKENS
+    name = "Qwen3MoeForCausalLM" if "num_experts" in sizes else "Qwen2ForCausalLM"
+    sizes = {"architectures": [name], "rms_norm_eps": 1e-6} | sizes | TOKENS
     config, gpu = write_example(policy, EXAMPLES / f"{request.param}.yaml", sizes)
     write_drafter(drafter, policy)
     check_layout(config, num_ranks)
