@@ -8,7 +8,6 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 
-from tlt_megatron.engines.sglang.draft_ranking import _AncestorSlots
 from tlt_megatron.engines.sglang.sglang_noise import (
     MARK,
     NoiseSampling,
@@ -54,26 +53,3 @@ def test_no_requests_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     noise.spec_logprobs(lambda *_: None, None, found, none, accept_index=accepted_BA)
     assert found.next_token_logprobs.shape == accepted_BA.shape
     assert found.next_token_top_logprobs_val == []
-
-
-def test_a_branch_reads_the_keys_and_values_of_its_own_ancestors() -> None:
-    # 2 requests of 3 branches; slot s holds s until a node is written there, then the node's name.
-    memory = torch.arange(40.0).view(40, 1, 1)
-    keys, values = memory, memory.clone()
-    pool = SimpleNamespace(k_buffer=[keys], v_buffer=[values], use_hnd=False)
-    slots_SP = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:18].view(3, 6)
-    parents = [None, [[1, 0, 0], [2, 2, 1]], [[2, 1, 0], [0, 0, 0]]]
-    paths = [[] for _ in range(6)]
-    branches = _AncestorSlots()
-    for step, parents_BK in enumerate(parents):
-        if parents_BK is not None:
-            branches.continue_from(torch.tensor(parents_BK))
-            rows = [3 * r + parent for r, row in enumerate(parents_BK) for parent in row]
-            paths = [list(paths[row]) for row in rows]
-        branches.write(pool, slots_SP[step])
-        for row, path in enumerate(paths):
-            path.append(float(1000 * step + row))
-        for buffer in (keys, values):
-            buffer[slots_SP[step]] = torch.tensor([path[-1] for path in paths]).view(6, 1, 1)
-            for row, path in enumerate(paths):
-                assert buffer[slots_SP[: step + 1, row]].flatten().tolist() == path

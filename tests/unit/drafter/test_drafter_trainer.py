@@ -1,4 +1,4 @@
-"""Steps on a group: k ranks = 1 rank, flags, skipped steps, the schedule, and that it learns."""
+"""Steps on a group: k ranks = 1 rank, flags, skipped and abandoned steps, the schedule, and that it learns."""
 
 from __future__ import annotations
 
@@ -174,3 +174,119 @@ def test_a_drafter_learns_to_agree_at_every_depth(algorithm: str) -> None:
     for before, after in zip(stats[0].agreement, stats[-1].agreement, strict=True):
         assert before < 0.4 < 0.6 < after
     assert stats[-1].accept_length > stats[0].accept_length + 0.2
+
+
+# ---- passes that are given up: when they are, and what is left of them
+
+
+def make_batch(model: DraftModel, seed: int = 0) -> DraftBatch:
+    return pack_batch([make_sequence(model, n, seed=seed + n) for n in (9, 5)])
+
+
+class YesAt:
+    """Says yes when it is asked for the n-th time, and from then on."""
+
+    def __init__(self, number: int | None) -> None:
+        self.number = number
+        self.count = 0
+
+    def __call__(self) -> bool:
+        self.count += 1
+        return self.number is not None and self.count >= self.number
+
+
+def copy_of(trainer: DrafterTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+
+
+def is_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_pass_given_up_anywhere_leaves_the_state_and_the_next_step_as_they_were(
+    algorithm: str,
+) -> None:
+    trainer, straight = make_trainer(algorithm), make_trainer(algorithm)
+    first, second = (make_batch(trainer.model, seed) for seed in (0, 50))
+    asked = YesAt(None)
+    assert not trainer.step(first, should_abandon=asked).is_skipped
+    straight.step(first)
+    assert is_same(trainer.state_dict(), straight.state_dict())
+    # Forward and backward, of at least seven matrices at each step of the unroll.
+    num_steps = {"eagle": 1, "hass": 3, "eagle3": 5}[algorithm]
+    assert asked.count > 2 * 7 * num_steps - 4
+    before = copy_of(trainer)
+    for number in range(1, asked.count + 1):
+        question = YesAt(number)
+        stats = trainer.step(second, lambda: (2.0, 0.0), question)
+        assert question.count == number  # nothing is computed after a yes
+        assert stats.is_skipped
+        assert stats.num_tokens == 0
+        assert math.isnan(stats.loss)
+        assert stats.flags == (2.0, 0.0)
+    assert is_same(trainer.state_dict(), before)
+    assert trainer.num_skipped == 0
+    assert trainer.step(second) == straight.step(second)
+    assert is_same(trainer.state_dict(), straight.state_dict())
+
+
+def test_members_that_finish_their_pass_make_the_step_without_the_one_that_does_not() -> None:
+    """Which has most of its gradient by then."""
+    whole = YesAt(None)
+    make_trainer("hass").step(make_batch(make_trainer().model, 100), should_abandon=whole)
+
+    def member() -> tuple[dict[str, torch.Tensor], int]:
+        trainer = make_trainer("hass")
+        trainer.group = group_of(torch.distributed.group.WORLD)
+        rank = trainer.group.rank
+        question = YesAt(whole.count if rank == 1 else None)
+        stats = trainer.step(make_batch(trainer.model, 100 * rank), should_abandon=question)
+        return trainer.state_dict(), stats.num_tokens
+
+    results = run_ranks(3, member)
+    alone = make_trainer("hass")
+    lengths = [(n, seed) for seed in (0, 200) for n in (9, 5)]
+    union = pack_batch([make_sequence(alone.model, n, seed=seed + n) for n, seed in lengths])
+    expected = alone.step(union)
+    for state, num_tokens in results:
+        assert num_tokens == expected.num_tokens
+        for name, tensor in alone.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_a_batch_that_does_not_fit_is_left_out_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer, straight = make_trainer("hass"), make_trainer("hass")
+    batch = make_batch(trainer.model)
+
+    def fail() -> bool:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.80 GiB.")
+
+    before = copy_of(trainer)
+    stats = trainer.step(batch, should_abandon=fail)
+    assert (stats.is_out_of_memory, stats.is_skipped, stats.num_tokens) == (True, True, 0)
+    assert "batch left out" in caplog.text
+    assert is_same(trainer.state_dict(), before)
+    assert not trainer.step(batch).is_out_of_memory
+    straight.step(batch)
+    assert is_same(trainer.state_dict(), straight.state_dict())
+
+
+def test_an_error_of_who_is_asked_passes_on_and_nobody_is_asked_any_more() -> None:
+    trainer = make_trainer("hass")
+    count = 0
+
+    def fail() -> bool:
+        nonlocal count
+        count += 1
+        if count == 40:  # in the backward pass
+            raise OSError("the store is gone")
+        return False
+
+    batch = make_batch(trainer.model)
+    with pytest.raises(OSError, match="the store is gone"):
+        trainer.step(batch, should_abandon=fail)
+    trainer.step(batch)
+    assert count == 40

@@ -7,48 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from tests.slow_draft import HIDDEN_SIZE, make_draft_model, make_sequence
+from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.drafter.packing import (
     DraftSequence,
     pack_batch,
     pack_sequences,
 )
-
-
-@pytest.mark.parametrize("architecture", ["eagle", "eagle3"])
-@pytest.mark.parametrize("num_missing_states", [0, 1])
-def test_rows_equal_the_definition(architecture: str, num_missing_states: int) -> None:
-    model = make_draft_model(architecture)
-    sequences = []
-    for seed, (num_tokens, start) in enumerate(((7, 0), (3, 2), (9, 5))):
-        full = make_sequence(model, num_tokens, seed=seed, loss_start=start)
-        kept = num_tokens - num_missing_states
-        hidden = full.final_hidden
-        sequences.append(
-            DraftSequence(
-                token_ids=full.token_ids,
-                features=full.features[:kept],
-                final_hidden=None if hidden is None else hidden[:kept],
-                loss_start=start,
-            )
-        )
-    batch = pack_batch(sequences)
-    row = 0
-    for sequence, length in zip(sequences, batch.lengths, strict=True):
-        states = sequence.features if sequence.final_hidden is None else sequence.final_hidden
-        tokens = sequence.token_ids.tolist()
-        assert length == len(tokens) - 2
-        for t in range(length):
-            assert batch.token_ids[row] == tokens[t + 1]
-            assert batch.labels[row] == tokens[t + 2]
-            assert batch.position_ids[row] == t
-            assert torch.equal(batch.features[row], sequence.features[t])
-            assert torch.equal(batch.target_hidden[row], states[t + 1])
-            assert batch.loss_mask[row].item() == (t + 2 >= sequence.loss_start)
-            row += 1
-    assert row == batch.num_rows
-    assert batch.features.shape[1] == model.config.feature_size
-    assert batch.target_hidden.shape[1] == HIDDEN_SIZE
 
 
 def test_packed_sequences_fill_batches_without_padding() -> None:

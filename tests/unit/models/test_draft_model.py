@@ -15,6 +15,7 @@ from tests.slow_draft import (
 )
 from tests.tiny_models import tiny_config
 from tlt_megatron.config.draft_folder import default_aux_layer_ids
+from tlt_megatron.drafter.packing import DraftSequence
 from tlt_megatron.models.attention.kernels import attend_with_lse
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import (
@@ -47,15 +48,17 @@ class GrowingKv:
         return torch.stack(outs, dim=2)[0].permute(2, 0, 1, 3).reshape(num_new, -1)
 
 
-def draft(step, fuse, sequence, position: int, num_steps: int) -> list[tuple[Tensor, Tensor]]:
+def draft(
+    view: DraftInference, sequence: DraftSequence, position: int, num_steps: int
+) -> list[tuple[Tensor, Tensor]]:
     """Prefill the pairs up to `position`, then draft step by step over kept keys and values."""
     kv = GrowingKv()
     positions = torch.arange(position + 1)
     tokens = sequence.token_ids[1 : position + 2]
     results = []
-    hidden = fuse(sequence.features[: position + 1])
+    hidden = view.fuse(sequence.features[: position + 1])
     for k in range(num_steps):
-        hidden, head = step(tokens, hidden, positions, kv)
+        hidden, head = view.forward(tokens, hidden, positions, kv)
         hidden, head = hidden[-1:], head[-1:]
         results.append((hidden[0], head[0]))
         positions = torch.tensor([position + 1 + k])
@@ -64,19 +67,14 @@ def draft(step, fuse, sequence, position: int, num_steps: int) -> list[tuple[Ten
 
 
 @pytest.mark.parametrize("architecture", ["eagle", "eagle3"])
-@pytest.mark.parametrize("is_fused", [False, True], ids=["module", "inference"])
-def test_steps_equal_the_definition(architecture: str, is_fused: bool) -> None:
+def test_steps_equal_the_definition(architecture: str) -> None:
+    """Of the engine's form; test_draft_loss.py compares that for training."""
     model = make_draft_model(architecture)
-    model.rotary.reserve(64)
     sequence = make_sequence(model, 12)
-    step, fuse = model, model.fuse
-    if is_fused:
-        view = DraftInference(model, torch.float64)
-        view.rotary.reserve(64)
-        step, fuse = view.forward, view.fuse
-
+    view = DraftInference(model, torch.float64)
+    view.rotary.reserve(64)
     with torch.no_grad():
-        actual = draft(step, fuse, sequence, 5, 4)
+        actual = draft(view, sequence, 5, 4)
         expected = slow_draft(model, sequence, 5, 4)
     for ours, slow in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, slow, rtol=1e-10, atol=1e-10)

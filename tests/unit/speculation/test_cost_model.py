@@ -77,15 +77,6 @@ def test_every_batch_size_is_as_fast_as_plain_or_faster(batch_size: int, quality
     assert fmean(score.of_oracle for score in scores) > 0.93
 
 
-def test_retrieval_is_used_where_the_learned_drafter_fails() -> None:
-    world = SyntheticDecoding(seed=0, quality=0.03, retrieval=0.6, arms=RETRIEVING_ARMS)
-    selector = CostModelSelector(RETRIEVING_ARMS)
-    run_selector(selector, world, [4] * 300)
-    score = run_selector(selector, world, [4] * 300)
-    assert sum(s.num_retrieved > 0 for s in score.chosen) > 270
-    assert score.of_oracle > 0.97
-
-
 @pytest.mark.parametrize(("batch_size", "num_passes"), [(1, 100), (8, 35), (32, 15)])
 def test_a_drafter_that_goes_bad_is_left_and_taken_up_again_when_it_is_good(
     batch_size: int, num_passes: int
@@ -110,19 +101,6 @@ def test_a_bad_drafter_is_never_given_up_for_good() -> None:
         probes = [step for step, strategy in enumerate(chosen) if not strategy.is_off]
         gaps = [b - a for a, b in itertools.pairwise([0, *probes, len(chosen)])]
         assert max(gaps) <= 510
-
-
-def test_probes_lose_no_more_than_their_share_of_the_time() -> None:
-    """Half a percent, and what the first ones lose until their price is known."""
-    world, selector = SyntheticDecoding(seed=0, quality=0.0), CostModelSelector(ARMS)
-    score = run_selector(selector, world, [32] * 2000)
-    total_s = lost_s = 0.0
-    for strategy, reason in zip(score.chosen, score.reasons, strict=True):
-        seconds = world.seconds(strategy, 32)
-        total_s += seconds
-        if reason == "probe":
-            lost_s += seconds - world.seconds(OFF, 32)
-    assert 0.0 < lost_s < 0.012 * total_s
 
 
 def test_a_strategy_that_met_a_slow_moment_gets_another_chance() -> None:
@@ -157,13 +135,6 @@ def test_thousands_of_equal_passes_keep_every_number_finite(accepted: int) -> No
     assert {decision.strategy.is_off for decision in chosen if decision.reason == "best"} <= {
         accepted == 0
     }
-
-
-def test_a_disturbed_pass_hardly_moves_a_known_cost() -> None:
-    cost = PassCost()
-    for seconds in [0.01] * 5 + [1.0]:
-        cost.observe(OFF, 4, seconds)
-    assert cost.seconds(OFF, 4) == pytest.approx(0.01)
 
 
 def test_seconds_of_what_never_ran_are_those_of_similar_passes() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tlt_megatron.speculation.sampling import (
     MAX_KEPT,
-    NoiseWindow,
     cut_logits,
     gumbel_noise,
     gumbel_of,
@@ -175,27 +174,65 @@ def test_request_seeds_do_not_repeat() -> None:
     assert all(-(1 << 63) <= key < 1 << 63 for key in keys)
 
 
-@pytest.mark.parametrize("vocab_size", [7, 500, 3000])
-def test_a_window_of_noise_is_the_noise_of_its_positions(vocab_size: int) -> None:
-    """Rows advance by different amounts under strategies of different depth; one row leaves."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    window = NoiseWindow(vocab_size)
-    row_seeds, positions = seeds(3), torch.tensor([0, 5, 100])
-    for step in range(60):
-        if step == 33:
-            row_seeds, positions = row_seeds[:2], positions[:2]
-            window.start()
-        length = int(torch.randint(1, 6, (1,), generator=generator))
-        given = window.window(row_seeds, positions, length)
-        for depth in range(length):
-            expected = gumbel_noise(row_seeds, positions + depth, vocab_size)
-            assert torch.equal(given[:, depth], expected)
-        positions = positions + torch.randint(1, length + 1, positions.shape, generator=generator)
-
-
 def test_kept_ids_are_those_of_the_cut_unless_they_are_too_many() -> None:
     cut_BV = torch.full((3, 2 * MAX_KEPT), -torch.inf)
     cut_BV[0, [7, 900]] = 1.0
     cut_BV[1, :MAX_KEPT] = 1.0
     cut_BV[2, : MAX_KEPT + 1] = 1.0
     assert [row.tolist() for row in kept_ids(cut_BV)] == [[7, 900], list(range(MAX_KEPT)), []]
+
+
+# ---- the exponential race of a block of 64 token ids, and between blocks
+
+NUM_ROWS, NUM_IDS = 4000, 160  # two whole blocks and a part of a third
+
+
+@pytest.fixture(scope="module")
+def uniform_BV() -> Tensor:
+    """exp(-E) of each number of the race: uniform if E is Exp(1)."""
+    noise_BV = gumbel_noise(seeds(NUM_ROWS), torch.arange(NUM_ROWS) % 23, NUM_IDS)
+    return torch.exp(-torch.exp(-noise_BV))
+
+
+def test_every_number_is_exp_1(uniform_BV: Tensor) -> None:
+    """Each place of a block alone, and where most of the smallest of a block are: below 1 / 64."""
+    cells = (uniform_BV * 8).long()
+    even = torch.full((8,), 1 / 8)
+    for token in range(NUM_IDS):
+        assert chi_square_p(torch.bincount(cells[:, token], minlength=8), even) > ALARM / NUM_IDS
+    race = -uniform_BV.log().flatten()
+    small = race[race < 1 / 64]
+    assert abs(len(small) / len(race) - (1 - math.exp(-1 / 64))) < 6e-4
+    counts = torch.bincount((small * 64 * 32).long().clamp(max=31), minlength=32)
+    edges = torch.linspace(0, 1 / 64, 33, dtype=torch.float64)
+    probs = (-edges).exp().diff().neg() / (1 - math.exp(-1 / 64))
+    assert chi_square_p(counts, probs) > ALARM
+
+
+def test_numbers_are_not_correlated(uniform_BV: Tensor) -> None:
+    """All pairs of tokens, as ranks and as E: each correlation is normal with deviation 1 / sqrt(NUM_ROWS)."""
+    for values in (uniform_BV, -uniform_BV.log(), (uniform_BV > 0.9).double()):
+        correlations = torch.corrcoef(values.T)
+        pairs = correlations[torch.triu_indices(NUM_IDS, NUM_IDS, 1).unbind()] * math.sqrt(NUM_ROWS)
+        assert pairs.abs().max() < 6.0
+        assert abs(float(pairs.square().mean()) - 1.0) < 0.05
+
+
+@pytest.mark.parametrize("tokens", [(3, 40), (0, 63), (10, 70), (64, 127)])
+def test_two_tokens_are_independent(uniform_BV: Tensor, tokens: tuple[int, int]) -> None:
+    """Joint table of two tokens of a block, or of two, with the cells that a shared smallest number would fill."""
+    edges = torch.tensor([0.5, 0.9, 0.97, 0.99], dtype=torch.float64)
+    cells = [torch.bucketize(uniform_BV[:, token].contiguous(), edges) for token in tokens]
+    probs = torch.cat((edges, edges.new_ones(1))).diff(prepend=edges.new_zeros(1))
+    counts = torch.bincount(cells[0] * 5 + cells[1], minlength=25)
+    assert chi_square_p(counts, torch.outer(probs, probs).flatten()) > ALARM
+
+
+def test_drawn_tokens_follow_the_softmax_over_several_blocks() -> None:
+    """Probability in one block, and in another, and spread over both."""
+    count = 20_000
+    logits_V = torch.randn(NUM_IDS, generator=torch.Generator().manual_seed(0)) * 1.5
+    logits_V[[5, 6, 130]] += 3.0
+    drawn = sample(logits_V.expand(count, -1), seeds(count), torch.zeros(count).long(), 1.0)
+    counts = torch.bincount(drawn.token_ids_B, minlength=NUM_IDS)
+    assert chi_square_p(counts, logits_V.softmax(0)) > ALARM
