@@ -40,7 +40,6 @@ def test_the_page_shows_the_tables() -> None:
         ("actor_rollout_ref.rollout.temperature", "rollout.temperature"),
         ("rollout-batch-size", "rollout.num_prompts"),
         ("some.section.clip_ratio_high", "algorithm.clip_high"),
-        ("epsilon_high", "algorithm.clip_high"),
         ("clip_ratio", "algorithm.clip_low and algorithm.clip_high"),
         ("critic.megatron.tensor_model_parallel_size", "parallel.tensor"),
         (
