@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model
@@ -195,10 +195,11 @@ def test_a_run_is_exported_from_the_checkpoint_that_a_resume_takes(
     run, out = tmp_path / "run", tmp_path / "out"
     root = run / "checkpoints"
     older, newest = (root / f"iter_000000{step}" / "drafter" for step in (1, 2))
-    save(run / "drafter", make_draft_model("eagle"))
+    model = make_draft_model("eagle")
+    save(run / "drafter", model)
     assert find_drafter(run) == run / "drafter"  # before the first checkpoint
     for step, folder in ((1, older), (2, newest)):
-        save(folder, make_draft_model("eagle"))
+        save(folder, model)
         seal(folder.parent, step=step)
         for path in (run, root, folder.parent, folder):
             assert find_drafter(path) == folder
@@ -208,12 +209,18 @@ def test_a_run_is_exported_from_the_checkpoint_that_a_resume_takes(
     for damaged in (newest, newest.parent):
         with pytest.raises(ValueError, match=r"drafter/model\.safetensors is damaged"):
             find_drafter(damaged)
-    arguments = ["export", "--from", str(run), "--to", str(out), "--format", "sglang"]
+    arguments = ["export", "--from", str(run), "--to", str(out), "--format", "vllm"]
     monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(ValueError, match="--target: "):
+        main()
+    (run / "config.yaml").touch()
+    (run / "hf").mkdir()  # the trained policy is the target of the run's drafter
+    embedding = model.embedding_VD.float().contiguous()
+    save_file({"model.embed_tokens.weight": embedding}, run / "hf" / "model.safetensors")
     main()
     assert (out / "model.safetensors").is_file()
     assert "iter_0000001 is the newest intact checkpoint" in caplog.text
-    command = "python -m sglang.launch_server --model-path POLICY --speculative-algorithm EAGLE "
+    command = f'vllm serve {run}/hf --speculative-config \'{{"method": "eagle", '
     assert capsys.readouterr().out.splitlines()[-1].startswith(command)
     with pytest.raises(ValueError, match=r"--to .* must not exist"):
         main()
