@@ -9,7 +9,9 @@ import pytest
 
 from tlt_megatron.config.extensions import REGISTRY, load_extension
 from tlt_megatron.config.load import load_config
+from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.trainer.build_embedded import make_speculation
+from tlt_megatron.types import Prompt
 
 SELECTOR = '''
 from tlt_megatron.speculation.selector import Decision, FixedSelector
@@ -43,6 +45,18 @@ def test_a_new_selector_needs_one_file(
     selector = make_speculation(load_config(None, [*overrides, named]), None).selector
     chosen = [str(selector.choose(size).strategy) for size in (8, 2, 1)]
     assert chosen == ["ngram_4", "ngram_4", "ngram_2"]
+
+
+def test_a_reward_of_a_module_is_found_by_its_worker_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reward_of_mine.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    function = load_config(None, ["reward.function=reward_of_mine:length"]).reward.function
+    with RewardPool(function, num_workers=1, timeout_s=120.0, on_error="raise") as pool:
+        pool.submit(0, Prompt(prompt_id="a", draw_index=0, token_ids=(1,)), "four")
+        assert pool.collect()[0].score == 4.0
 
 
 def test_a_selector_without_its_methods_is_refused(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from docs.name_table import PAGE, with_tables
 from tlt_megatron.config.load import load_config
-from tlt_megatron.config.other_names import our_name, rows
+from tlt_megatron.config.other_names import by_their_name, our_name, rows
 from tlt_megatron.config.schema import RunConfig
 
 
@@ -26,6 +27,13 @@ def test_a_row_names_all_three_projects_and_none_twice() -> None:
     for column in range(3):
         pairs = [(row.ours, row.theirs[column]) for row in rows() if row.theirs[column]]
         assert len(set(pairs)) == len(pairs)
+
+
+def test_every_answer_names_a_key_that_exists() -> None:
+    for answers in by_their_name().values():
+        for key in re.findall(r"\b[a-z]+\.(?!py:)[a-z_0-9]+", " ".join(answers)):
+            section, name = key.split(".")
+            assert hasattr(getattr(RunConfig(), section), name), key
 
 
 def test_the_page_shows_the_tables() -> None:
