@@ -68,24 +68,15 @@ def test_a_selector_without_its_methods_is_refused(tmp_path: Path) -> None:
         make_speculation(config, None)
 
 
-def test_a_file_that_two_settings_name_is_loaded_once(tmp_path: Path) -> None:
-    answer = "def answer(messages, data_source, ground_truth, extra_info): ..."
-    file = tmp_path / "mine.py"
-    file.write_text(f"{answer}\n{REWARD}")
-    reward = load_extension("reward.function", f"{file}:length")
-    same_file = f"{tmp_path}/../{tmp_path.name}/mine.py"
-    environment = load_extension("rollout.environment", f"{same_file}:answer")
-    assert reward.__globals__ is environment.__globals__
-
-
-def test_files_of_the_same_name_are_two_modules(tmp_path: Path) -> None:
-    found = []
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        folder.mkdir()
-        (folder / "same.py").write_text(REWARD)
-        found.append(load_extension("reward.function", f"{folder}/same.py:length"))
-    for function in found:
+def test_a_file_is_one_module_whatever_settings_name_it_and_its_path(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.py").write_text(f"def answer(**about): ...\n{REWARD}")
+    one, other = (load_extension("reward.function", f"{tmp_path}/{n}/same.py:length") for n in "ab")
+    for function in (one, other):
         assert sys.modules[function.__module__].length is function
+    environment = load_extension("rollout.environment", f"{tmp_path}/b/../a/same.py:answer")
+    assert one.__globals__ is environment.__globals__ is not other.__globals__
 
 
 @pytest.mark.parametrize("setting", REGISTRY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -67,13 +68,8 @@ def write_ranks(folder: Path, step: int, *, num_ranks: int = 1000) -> None:
     for rank in range(num_ranks):
         start = 10.0 * step
         end = start + 1 + rank / 250
-        width = (end - start) / 5
-        passes = [
-            span(
-                "DECODE", start + i * width, start + (i + 1) * width, batch_size=5 - i, committed=9
-            )
-            for i in range(5)
-        ]
+        times = [start + i * (end - start) / 5 for i in range(6)]
+        passes = [span("DECODE", *pair, batch_size=5, committed=9) for pair in pairwise(times)]
         rest = [span("ROLLOUT", start, end), span("WAIT", end, start + 9), sync(step, start + 9)]
         append(folder, rank, passes + rest)
 
