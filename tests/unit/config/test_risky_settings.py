@@ -10,50 +10,28 @@ from tlt_megatron.config.load import load_config
 from tlt_megatron.config.risky_settings import risky_settings
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-
-
-def test_partial_rollouts_are_named_as_not_lossless() -> None:
-    settings = ["rollout.partial_rollout_tokens=64", "algorithm.rollout_rs=token"]
-    (line,) = risky_settings(load_config(None, settings))
-    assert line.startswith("rollout.partial_rollout_tokens=64: partial rollouts are not lossless")
-
-
-def test_an_estimate_of_kl_that_does_not_work_as_a_reward_is_named() -> None:
-    reward = ["algorithm.kl_placement=reward", "algorithm.kl_coef=0.1"]
-    (line,) = risky_settings(load_config(None, [*reward, "algorithm.kl_estimator=k3"]))
-    assert line.startswith("algorithm.kl_estimator='k3' with algorithm.kl_placement='reward'")
-    for allowed in ([*reward, "algorithm.kl_estimator=k1"], reward, ["algorithm.kl_coef=0.1"]):
-        assert not risky_settings(load_config(None, allowed))
-
-
-def test_a_group_timeout_that_hides_a_frozen_rank_is_named() -> None:
-    (line,) = risky_settings(load_config(None, ["run.group_timeout_s=60"]))
-    assert line.startswith("run.group_timeout_s=60 is not above run.heartbeat_timeout_s=60")
-    assert not risky_settings(
-        load_config(None, ["run.group_timeout_s=60", "run.heartbeat_timeout_s=30"])
-    )
+KL_REWARD = "algorithm.kl_placement=reward algorithm.kl_coef=0.1"
 
 
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (
-            ["eval.temperature=0", "eval.num_samples=4", "data.eval=a.jsonl"],
-            "eval.temperature=0.0 with eval.num_samples=4: all samples of a prompt are equal",
-        ),
-        (
-            ["data.train=a.jsonl", "data.eval=[b.jsonl, ./a.jsonl]"],
-            "data.eval='./a.jsonl' is data.train: its scores are those of prompts that are trained on",
-        ),
-        (
-            ["algorithm.advantage=gae", "critic.warmup_steps=5", "run.num_steps=5"],
-            "critic.warmup_steps=5 is not below run.num_steps=5: the policy is never updated",
-        ),
+        ("rollout.partial_rollout_tokens=64 algorithm.rollout_rs=token", "rollout.partial_rollout_tokens=64: partial rollouts are not lossless"),
+        (f"{KL_REWARD} algorithm.kl_estimator=k3", "algorithm.kl_estimator='k3' with algorithm.kl_placement='reward'"),
+        (f"{KL_REWARD} algorithm.kl_estimator=k1", None),
+        (KL_REWARD, None),
+        ("algorithm.kl_coef=0.1", None),
+        ("run.group_timeout_s=60", "run.group_timeout_s=60 is not above run.heartbeat_timeout_s=60"),
+        ("run.group_timeout_s=60 run.heartbeat_timeout_s=30", None),
+        ("eval.temperature=0 eval.num_samples=4 data.eval=a.jsonl", "eval.temperature=0.0 with eval.num_samples=4: all samples of a prompt are equal"),
+        ("data.train=a.jsonl data.eval=[b.jsonl,./a.jsonl]", "data.eval='./a.jsonl' is data.train: its scores are those of prompts that are trained on"),
+        ("algorithm.advantage=gae critic.warmup_steps=5 run.num_steps=5", "critic.warmup_steps=5 is not below run.num_steps=5: the policy is never updated"),
     ],
-)
-def test_a_meaningless_setting_is_named(overrides: list[str], line: str) -> None:
-    (found,) = risky_settings(load_config(None, overrides))
-    assert found.startswith(line)
+)  # fmt: skip
+def test_what_harms_learning_or_means_nothing_is_named(overrides: str, line: str | None) -> None:
+    found = risky_settings(load_config(None, overrides.split()))
+    assert len(found) == (line is not None)
+    assert line is None or found[0].startswith(line)
 
 
 def test_settings_without_effect_are_listed_once_with_what_they_need() -> None:

@@ -6,6 +6,8 @@ import pytest
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 
+NAMES = ("num_steps", "topk", "num_draft_tokens", "num_retrieved")
+
 
 @pytest.mark.parametrize(
     ("text", "values", "num_rows", "switches"),
@@ -19,9 +21,8 @@ from tlt_megatron.config.strategy import SpeculationStrategy
 def test_a_text_stands_for_its_numbers(
     text: str, values: tuple[int, ...], num_rows: int, switches: tuple[bool, ...]
 ) -> None:
-    names = ("num_steps", "topk", "num_draft_tokens", "num_retrieved")
     strategy = SpeculationStrategy.parse(text)
-    assert strategy == SpeculationStrategy(**dict(zip(names, values, strict=True)))
+    assert strategy == SpeculationStrategy(**dict(zip(NAMES, values, strict=True)))
     assert str(strategy) == text
     assert strategy.num_rows == num_rows
     assert (strategy.is_off, strategy.is_learned, strategy.is_chain) == switches
@@ -46,14 +47,8 @@ def test_candidates_are_counted_by_hand() -> None:
     ],
 )
 def test_impossible_strategy_is_refused(values: tuple[int, ...], message: str) -> None:
-    num_steps, topk, num_draft_tokens, num_retrieved = values
     with pytest.raises(ValueError, match=message):
-        SpeculationStrategy(
-            num_steps=num_steps,
-            topk=topk,
-            num_draft_tokens=num_draft_tokens,
-            num_retrieved=num_retrieved,
-        )
+        SpeculationStrategy(**dict(zip(NAMES, values, strict=True)))
 
 
 UNREADABLE = "6_4 6_4_16_1 a_b_c 6-4-16 6_-4_16 OFF 0_0_0 ngram ngram_ ngram_0 ngram_-2 +ngram_4"
