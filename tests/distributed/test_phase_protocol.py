@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.unit.engines.test_sglang_connection import install
+from tests.unit.engines.test_sglang_connection import install, pretend_module
 from tests.unit.trainer.test_phase_order import SharedGpu, make_trainer
 from tlt_megatron.config.load import load_config
 from tlt_megatron.runtime.device import Device
@@ -97,20 +96,11 @@ def pretend_sglang(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
         def shutdown(self) -> None:
             """Not used: it would end the rank's other children too."""
 
-    def request(**fields: object) -> SimpleNamespace:
-        return SimpleNamespace(**fields)
-
-    names = ("CheckWeights", "ReleaseMemoryOccupation", "ResumeMemoryOccupation")
-    messages = {f"{name}ReqInput": request for name in names}
-    for name, content in (
-        ("sglang", {"Engine": Engine}),
-        ("sglang.srt", {}),
-        ("sglang.srt.managers", {"io_struct": SimpleNamespace(**messages)}),
-        ("sglang.srt.managers.io_struct", messages),
-    ):
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+    kinds = ("CheckWeights", "ReleaseMemoryOccupation", "ResumeMemoryOccupation")
+    messages = {f"{kind}ReqInput": SimpleNamespace for kind in kinds}
+    pretend_module("sglang.srt.managers.io_struct", monkeypatch, **messages)
+    pretend_module("sglang.srt.managers", monkeypatch, io_struct=SimpleNamespace(**messages))
+    pretend_module("sglang", monkeypatch, Engine=Engine)
 
 
 class RankGpu(SharedGpu):

@@ -14,11 +14,7 @@ import torch
 
 from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
 from tests.tiny_models import make_tiny_hf
-from tlt_megatron.models.attention.paged import PrefillSegment
-from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
-from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.models.transformer import Transformer
 
 pytestmark = needs_gpus()
 # Of one log-prob near -5: float32 rounds at 1e-6 a sum; bfloat16 keeps 8 bits of every activation.
@@ -70,25 +66,18 @@ def log_probs_on_the_gpu(path: Path, dtype: str, recompute: str) -> dict[str, ob
 
 
 def log_probs_by_definition(path: Path, dtype: torch.dtype) -> list[list[float]]:
-    """In `dtype`'s weights and float64 arithmetic, on the CPU."""
+    """By transformers, in `dtype`'s weights and float64 arithmetic, on the CPU."""
+    from transformers import AutoModelForCausalLM
+
     from tests.mcore_policy import make_batch
 
-    config, cpu = load_model_config(path), torch.device("cpu")
-    model = Transformer(config, torch.float64, cpu)
-    for name, tensor in HfReader(path).items():
-        model.load_hf(name, tensor.to(dtype))
-    model.rotary.reserve(64)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).double()
     results = []
     for micro_batch in make_batch(SEED):
         values = []
-        bounds = micro_batch.cu_seqlens.tolist()
-        for start, end in itertools.pairwise(bounds):
-            cache = KvCache(config, num_pages=2, page_size=32, dtype=torch.float64, device=cpu)
-            slots = torch.arange(end - start)
-            segment = PrefillSegment(new_slots_C=slots, context_slots_S=slots)
-            attention = model.arithmetic.prefill(cache, [segment])
-            hidden = model.forward(micro_batch.token_ids[start:end], slots, attention)
-            logprobs = model.logits(hidden).log_softmax(-1)
+        for start, end in itertools.pairwise(micro_batch.cu_seqlens.tolist()):
+            with torch.no_grad():
+                logprobs = model(micro_batch.token_ids[None, start:end]).logits[0].log_softmax(-1)
             labels = micro_batch.labels[start:end].unsqueeze(1)
             values += logprobs.gather(1, labels).squeeze(1).tolist()
         results.append(values)

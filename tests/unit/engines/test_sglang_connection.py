@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -22,6 +22,15 @@ def install(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
     monkeypatch.syspath_prepend(folder)
+
+
+def pretend_module(name: str, monkeypatch: pytest.MonkeyPatch, **content: object) -> None:
+    """`import name` finds this content, in packages without any."""
+    while name:
+        module = ModuleType(name)
+        vars(module).update(content or vars(sys.modules.get(name, module)))
+        monkeypatch.setitem(sys.modules, name, module)
+        name, content = name.rpartition(".")[0], {}
 
 
 def test_another_release_is_refused_before_the_engine_starts(
@@ -59,8 +68,8 @@ def test_a_start_that_fails_closes_contexts_at_addresses_of_former_ones(
         raise RuntimeError("no scheduler")
 
     install(tmp_path, "0.5.23", monkeypatch)
-    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(Context=Context))
-    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=start))
+    pretend_module("zmq", monkeypatch, Context=Context)
+    pretend_module("sglang", monkeypatch, Engine=start)
     with pytest.raises(RuntimeError, match="the sglang engine did not start: no scheduler"):
         Connection({}, SglangSection(), rank=0, is_cpu=True, num_ranks=1)
     assert all(context.closed for context in started)

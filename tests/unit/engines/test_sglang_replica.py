@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tests.unit.engines.test_sglang_connection import pretend_module
 from tlt_megatron.config.schema import RolloutSection, SglangSection
 from tlt_megatron.engines.sglang.connection import TARGET
 from tlt_megatron.engines.sglang.replica import in_step
@@ -107,29 +107,14 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> None:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         return f"rank {rank}: {' '.join(content['metadata'])}"
 
-    def request(**fields: object) -> SimpleNamespace:
-        return SimpleNamespace(**fields)
+    def pretend(name: str, **content: object) -> None:
+        pretend_module(f"sglang.srt.{name}", monkeypatch, **content)
 
-    contents = {
-        "sglang": {},
-        "sglang.srt": {},
-        "sglang.srt.managers": {},
-        "sglang.srt.managers.io_struct": dict.fromkeys(
-            (
-                "BeginWeightUpdateReqInput",
-                "EndWeightUpdateReqInput",
-                "UpdateWeightsFromTensorReqInput",
-            ),
-            request,
-        ),
-        "sglang.srt.utils": {"MultiprocessingSerializer": SimpleNamespace(serialize=serialize)},
-        "sglang.srt.weight_sync": {},
-        "sglang.srt.weight_sync.tensor_bucket": {"FlattenedTensorBucket": Bucket},
-    }
-    for name, attributes in contents.items():
-        module = ModuleType(name)
-        vars(module).update(attributes)
-        monkeypatch.setitem(sys.modules, name, module)
+    kinds = ("BeginWeightUpdate", "EndWeightUpdate", "UpdateWeightsFromTensor")
+    requests = {f"{kind}ReqInput": SimpleNamespace for kind in kinds}
+    pretend("managers.io_struct", **requests)
+    pretend("utils", MultiprocessingSerializer=SimpleNamespace(serialize=serialize))
+    pretend("weight_sync.tensor_bucket", FlattenedTensorBucket=Bucket)
 
 
 def export(note: Callable[[str], None] = lambda name: None) -> Iterator[tuple[str, torch.Tensor]]:
