@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model, make_sequence
+from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import (
@@ -20,22 +19,10 @@ from tlt_megatron.drafter.eagle_folder import (
     load_trainer_state,
     save_drafter,
 )
-from tlt_megatron.drafter.packing import pack_batch
-from tlt_megatron.models.attention.packed import UnrolledAttention
 from tlt_megatron.models.config import RopeConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel
 
 ARCHITECTURES = ("eagle", "eagle3")
-
-
-def outputs_of(model: DraftModel) -> Tensor:
-    batch = pack_batch([make_sequence(model, 8), make_sequence(model, 5, seed=1)])
-    model.rotary.reserve(8)
-    hidden = model.fuse(batch.features)
-    attention = UnrolledAttention(batch.lengths)
-    with torch.no_grad():
-        _, head = model(batch.token_ids, hidden, batch.position_ids, attention)
-        return model.logits(head)
 
 
 def load_beside(path: Path, model: DraftModel, **changes: object) -> DraftModel:
@@ -48,12 +35,13 @@ def load_beside(path: Path, model: DraftModel, **changes: object) -> DraftModel:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_loaded_drafter_has_the_same_outputs(architecture: str, tmp_path: Path) -> None:
+def test_a_loaded_drafter_is_the_saved_one(architecture: str, tmp_path: Path) -> None:
     model = make_draft_model(architecture)
     save_drafter(tmp_path / "d", model)
     loaded = load_beside(tmp_path / "d", model)
     assert loaded.config == model.config
-    assert torch.equal(outputs_of(loaded), outputs_of(model))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
     assert load_trainer_state(tmp_path / "d") is None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -46,16 +45,6 @@ HOT = 10.0
 Weights = dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Composition:
-    """What is asked of an engine, and how it is set up."""
-
-    prompts: list[Prompt]
-    params: SamplingParams
-    limits: list[list[int]]  # of single requests
-    engine: dict[str, int]  # settings of RolloutSection
-
-
 def draw_prompts(count: int, longest: int, draw: random.Random) -> list[Prompt]:
     return [
         Prompt(
@@ -67,7 +56,10 @@ def draw_prompts(count: int, longest: int, draw: random.Random) -> list[Prompt]:
     ]
 
 
-def draw_composition(drafter: str, number: int, draw: random.Random) -> Composition:
+def draw_composition(
+    drafter: str, number: int, draw: random.Random
+) -> tuple[list[Prompt], SamplingParams, list[list[int]], dict[str, int]]:
+    """What is asked of an engine: prompts, parameters, limits of single requests; and settings of RolloutSection."""
     num_samples = draw.choice((1, 2, 4, 8))
     temperature = draw.choice((0.0, 0.6, 1.0, 1.3))
     if drafter == "always_right":
@@ -83,16 +75,14 @@ def draw_composition(drafter: str, number: int, draw: random.Random) -> Composit
         seed=draw.randrange(1000),
     )
     num_prompts = NUM_REQUESTS // num_samples
-    return Composition(
-        prompts=draw_prompts(num_prompts, draw.choice((1, 12, 50)), draw),
-        params=params,
-        limits=[[draw.randint(1, limit) for _ in range(num_samples)] for _ in range(num_prompts)],
-        engine={
-            "max_batch_size": draw.choice((2, 5, 16, 64)),
-            "kv_cache_tokens": draw.choice((0, 0, 256, 640)),
-            "prefill_chunk_tokens": draw.choice((16, 2048)),
-        },
-    )
+    prompts = draw_prompts(num_prompts, draw.choice((1, 12, 50)), draw)
+    limits = [[draw.randint(1, limit) for _ in range(num_samples)] for _ in range(num_prompts)]
+    settings = {
+        "max_batch_size": draw.choice((2, 5, 16, 64)),
+        "kv_cache_tokens": draw.choice((0, 0, 256, 640)),
+        "prefill_chunk_tokens": draw.choice((16, 2048)),
+    }
+    return prompts, params, limits, settings
 
 
 @pytest.fixture(scope="module")
@@ -174,16 +164,16 @@ def test_speculative_output_is_plain_output(
     for number in range(NUM_COMPOSITIONS):
         seed = NUM_COMPOSITIONS * case + number
         draw = random.Random(seed)
-        asked = draw_composition(drafter, number, draw)
-        arguments = {"policy_version": 1, "max_new_tokens": asked.limits}
-        plain = engine_over(tiny_path).generate(asked.prompts, asked.params, **arguments)
-        engine = engine_over(tiny_path, **asked.engine)
+        prompts, params, limits, settings = draw_composition(drafter, number, draw)
+        arguments = {"policy_version": 1, "max_new_tokens": limits}
+        plain = engine_over(tiny_path).generate(prompts, params, **arguments)
+        engine = engine_over(tiny_path, **settings)
         chosen = make_selector(selector, seed, usable_strategies(drafter, number))
         draft_with(engine, drafters, drafter, chosen)
         for epoch in range(2 if drafter == "always_right" else 1):
-            speculative = engine.generate(asked.prompts, asked.params, **arguments)
+            speculative = engine.generate(prompts, params, **arguments)
             assert sum(len(g.rollouts) for g in speculative) == NUM_REQUESTS
-            told = f"composition {seed}, epoch {epoch}, {asked.params}, {asked.engine}"
+            told = f"composition {seed}, epoch {epoch}, {params}, {settings}"
             assert tokens_of(speculative) == tokens_of(plain), told
             assert ends_of(speculative) == ends_of(plain), told
             assert kept_of(speculative) == kept_of(plain), told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.tiny_models import tiny_config
@@ -15,28 +14,6 @@ def make_cache(num_pages: int) -> KvCache:
     return KvCache(
         CONFIG, num_pages=num_pages, page_size=2, dtype=torch.float32, device=torch.device("cpu")
     )
-
-
-def test_a_page_that_is_not_there_is_not_given() -> None:
-    cache = make_cache(3)
-    prompt: list[int] = []
-    assert not cache.take_prompt_pages(prompt, 4)
-    assert prompt == []
-    assert cache.num_free == 3
-    assert cache.take_prompt_pages(prompt, 3)
-    assert not cache.take_response_page([])
-    cache.free(prompt)
-    assert (prompt, cache.num_free, cache.peak_pages) == ([], 3, 3)
-
-
-def test_freeing_twice_is_caught() -> None:
-    cache = make_cache(3)
-    pages: list[int] = []
-    cache.take_response_page(pages)
-    copy = list(pages)
-    cache.free(pages)
-    with pytest.raises(AssertionError, match="free already"):
-        cache.free(copy)
 
 
 def test_compaction_moves_pages_with_their_data_and_their_lists() -> None:

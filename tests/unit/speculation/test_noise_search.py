@@ -126,7 +126,7 @@ def test_samples_are_those_of_the_whole_noise(
     assert torch.equal(found.policy_logprobs_B, expected.policy_logprobs_B)
 
 
-def test_noise_does_not_depend_on_the_size_of_the_vocabulary() -> None:
+def test_noise_does_not_depend_on_the_size_of_the_vocabulary_or_the_batch() -> None:
     """Seeds at the ends of their range; columns of several chunks, alone or among other ids."""
     seeds_B = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63)])
     positions_B = torch.tensor([0, 131_071, 7, 0, 5])
@@ -134,6 +134,9 @@ def test_noise_does_not_depend_on_the_size_of_the_vocabulary() -> None:
     for vocab_size in (1, 24, 63, 64, 65, 1000, 40_000):
         found_BV = gumbel_noise(seeds_B, positions_B, vocab_size)
         assert torch.equal(found_BV, whole_BV[:, :vocab_size])
+    order = torch.tensor([3, 0, 4, 1])  # other rows beside it
+    found_BV = gumbel_noise(seeds_B[order], positions_B[order], 40_001)
+    assert torch.equal(found_BV, whole_BV[order])
     some_C = torch.randperm(40_001, generator=torch.Generator().manual_seed(0))[:9000].sort().values
     keys_B = row_keys(seeds_B, positions_B)
     for ids_C in (some_C, some_C[:1], torch.tensor([64]), torch.tensor([63, 40_000])):

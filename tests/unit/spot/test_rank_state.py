@@ -20,39 +20,6 @@ def phase_log(store: dist.Store, step: int, rank: int) -> PhaseLog:
     return PhaseLog(SpotRanks(store=store, layout=FOUR, rank=rank, phase_timeout_s=60.0), step)
 
 
-def states(view: PhaseView) -> str:
-    """Of each rank: rollout, idle, training; done once all have finished."""
-
-    def state_of(rank: int) -> str:
-        if view.is_over:
-            return "done"
-        if rank in view.unfinished:
-            return "rollout"
-        is_in = rank in view.members() and not view.has_left(rank)
-        return "training" if is_in else "idle"
-
-    return " ".join(state_of(rank) for rank in range(view.layout.world_size))
-
-
-def test_states_of_a_phase() -> None:
-    view = make_view()
-    assert states(view) == "rollout rollout rollout rollout"
-    for line, expected in (
-        ("finished 2 10.0", "rollout rollout idle rollout"),
-        ("plan 1 2", "rollout rollout training rollout"),
-        ("finished 0 10.5", "idle rollout training rollout"),
-        ("plan 2 2 0", "training rollout training rollout"),
-        ("finished 3 11.0", "training rollout training idle"),
-        ("left 0 2", "idle rollout training idle"),
-        ("finished 1 12.5", "done done done done"),
-    ):
-        apply(view, line)
-        assert states(view) == expected
-    assert view.is_over
-    assert view.ended_at == 12.5
-    assert view.unfinished == []
-
-
 def test_first_plan_for_an_epoch_is_the_plan() -> None:
     view = make_view("finished 1 1.0", "finished 2 1.0", "plan 1 1", "plan 1 2", "plan 3 2")
     assert view.plan == Plan(epoch=1, replicas=(1,))
@@ -80,9 +47,9 @@ def test_a_rank_that_has_finished_is_free_once_it_is_ready() -> None:
     view = PhaseView(FOUR, MACHINE)
     view.apply(["finished", "2", MACHINE, "1.0"], now=1.1)
     assert view.free_replicas() == ()
-    assert states(view) == "rollout rollout idle rollout"
     view.apply(["ready", "2"], now=1.2)
     assert view.free_replicas() == (2,)
+    assert (view.unfinished, view.is_over) == ([0, 1, 3], False)
 
 
 def test_times_of_other_machines_are_those_of_the_reader() -> None:
@@ -90,6 +57,9 @@ def test_times_of_other_machines_are_those_of_the_reader() -> None:
     view.apply(["finished", "2", MACHINE, "50.0"], now=51.0)
     view.apply(["finished", "1", "elsewhere", "7000000.0"], now=60.0)
     view.apply(["finished", "0", "elsewhere", "3.0"], now=61.0)
+    assert not view.is_over
+    view.apply(["finished", "3", MACHINE, "55.0"], now=62.0)
+    assert view.is_over
     assert view.first_finished_at == 50.0
     assert view.ended_at == 61.0
 
