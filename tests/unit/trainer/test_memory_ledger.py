@@ -55,6 +55,10 @@ KV_SLOT = 2 * (2 * 4 * 128 * 28 + 1)  # keys and values of a token in all layers
 SGLANG = 'rollout.engine=sglang sglang.engine_args={"tp_size":4}'
 SMALL = "rollout.num_prompts=1 rollout.num_samples=2 data.max_prompt_tokens=512 rollout.max_new_tokens=512"
 TLT = "speculation.enabled=true spot.enabled=true"
+TAPPED = (
+    f"{TLT} spot.data_bytes=10000000000 rollout.num_prompts=2 rollout.num_samples=8"
+    " data.max_prompt_tokens=400 rollout.max_new_tokens=600"
+)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +86,11 @@ TLT = "speculation.enabled=true spot.enabled=true"
         (TLT, 1, "drafter in training", DRAFTER * 16),
         (TLT, 1, "engine drafter", (DRAFTER + 8192 * 3584) * 2),  # with rows of the head
         (f"{TLT} speculation.draft_vocab_size=0", 1, "engine drafter", DRAFTER * 2),
+        (TAPPED, 1, "tapped states", 16 * 1000 * 3584 * 2),
+        (f"{TAPPED} parallel.tensor=2", 4, "tapped states", 4 * 1000 * 3584 * 2),
+        (f"{TAPPED} parallel.pipeline=2", 2, "tapped states", 16 * 1000 * 3584 * 2),
+        (f"{TAPPED} drafter.algorithm=eagle3", 1, "tapped states", 4 * 16 * 1000 * 3584 * 2),
+        (f"{TAPPED} spot.data_bytes=1000000", 1, "tapped states", 1000000),
         ("", 1, "checkpoint", 2 * 4 * TABLE),  # in the writer
         ("", 4, "checkpoint", 5 * 4 * TABLE),  # and one parameter that shards cut
         ("parallel.tensor=2", 4, "checkpoint", 5 * 2 * TABLE),
@@ -193,29 +202,13 @@ def test_verify_passes_are_counted_row_by_row(tmp_path: Path) -> None:
     assert more > rows * 152064 * 34  # logits, log-probs and noise alone
 
 
-@pytest.mark.parametrize(
-    "overrides, world_size, num_bytes",
-    [
-        ("", 1, 16 * 1000 * 3584 * 4),
-        ("parallel.tensor=2", 4, 4 * 1000 * 3584 * 4),
-        ("parallel.pipeline=2", 2, 16 * 1000 * 3584 * 4),
-        ("drafter.algorithm=eagle3", 1, 4 * 16 * 1000 * 3584 * 4),
-        ("spot.data_bytes=1000000", 1, 1000000),
-        ("algorithm.num_epochs=2", 1, None),  # before there are activations
-    ],
-)
-def test_states_tapped_in_the_update_lie_beside_its_activations(
-    tmp_path: Path, overrides: str, world_size: int, num_bytes: int | None
-) -> None:
-    base = (
-        "speculation.enabled=true spot.enabled=true spot.data_bytes=10000000000"
-        " rollout.num_prompts=2 rollout.num_samples=8 data.max_prompt_tokens=400"
-        " rollout.max_new_tokens=600"
-    )
-    ledger = ledger_of(tmp_path, f"{base} {overrides}", world_size, CPU)
-    (taps,) = [c for c in ledger.claims if c.name == "tapped states"] or [None]
-    assert (taps and taps.num_bytes) == num_bytes
-    assert taps is None or taps.phases == {Phase.UPDATE}
+def test_states_tapped_in_the_update_lie_beside_its_activations(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path, TAPPED, 1, CPU)
+    assert claim(ledger, "tapped states") == 16 * 1000 * 3584 * 4
+    (phases,) = (each.phases for each in ledger.claims if each.name == "tapped states")
+    assert phases == {Phase.UPDATE}
+    before = ledger_of(tmp_path, f"{TAPPED} algorithm.num_epochs=2")  # tapped when there are none yet
+    assert all(each.name != "tapped states" for each in before.claims)
 
 
 def test_too_little_memory_on_one_rank_is_refused_with_the_same_words_on_all() -> None:
