@@ -90,6 +90,10 @@ def test_overrides_read_strings_booleans_lists_and_nested_tables(tmp_path: Path)
         ("spot.publish=live", r"spot\.publish='live': was removed: drafters are published between"),
         ("rolout.num_samples=4", r"rolout=.*unknown key; did you mean rollout\?"),
         (
+            "sglang-speculative-draft-model-path=d",
+            r"unknown key; .*-path: here speculation\.drafter$",
+        ),
+        (
             "actor_rollout_ref={actor: {ppo_epochs: 2}, rollout: {n: 4, mode: x}}",
             r"actor_rollout_ref\.actor\.ppo_epochs: here algorithm\.num_epochs; "
             r"actor_rollout_ref\.rollout\.n: here rollout\.num_samples$",

@@ -8,7 +8,6 @@ import re
 import pytest
 
 from docs.name_table import PAGE, with_tables
-from tlt_megatron.config.load import load_config
 from tlt_megatron.config.other_names import by_their_name, our_name, rows
 from tlt_megatron.config.schema import RunConfig
 
@@ -57,25 +56,11 @@ def test_the_page_shows_the_tables() -> None:
         ("lr", "optimizer.lr"),  # a whole name, not the end of critic.optim.lr
         ("optim.lr", "critic.lr and optimizer.lr"),
         ("reward.overlong_buffer.len", "reward.overlong_tokens"),
+        ("actor.megatron.override_transformer_config.recompute_granularity", "mcore.recompute"),
+        ("trainer.n_gpus_per_node", "--nproc-per-node of tlt train"),
+        ("max_tool_calling_iterations", "rollout.max_turns (there one less)"),
         ("reward_manager.name", None),
     ],
 )
 def test_a_key_leads_to_our_setting_whole_or_by_its_end(key: str, ours: str | None) -> None:
     assert our_name(key) == ours
-
-
-@pytest.mark.parametrize(
-    ("override", "ours"),
-    [
-        (
-            "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full",
-            "mcore.recompute",
-        ),
-        ("sglang-speculative-draft-model-path=d", "speculation.drafter"),
-        ("trainer.n_gpus_per_node=8", "--nproc-per-node of tlt train"),
-        ("max_tool_calling_iterations=3", r"rollout\.max_turns \(there one less\)"),
-    ],
-)
-def test_an_unknown_key_of_each_project_is_answered_with_ours(override: str, ours: str) -> None:
-    with pytest.raises(ValueError, match=rf"unknown key; .*: here {ours}$"):
-        load_config(None, [override])

@@ -207,7 +207,9 @@ def test_states_tapped_in_the_update_lie_beside_its_activations(tmp_path: Path) 
     assert claim(ledger, "tapped states") == 16 * 1000 * 3584 * 4
     (phases,) = (each.phases for each in ledger.claims if each.name == "tapped states")
     assert phases == {Phase.UPDATE}
-    before = ledger_of(tmp_path, f"{TAPPED} algorithm.num_epochs=2")  # tapped when there are none yet
+    before = ledger_of(
+        tmp_path, f"{TAPPED} algorithm.num_epochs=2"
+    )  # tapped when there are none yet
     assert all(each.name != "tapped states" for each in before.claims)
 
 
