@@ -47,9 +47,9 @@ def test_a_rank_that_has_finished_is_free_once_it_is_ready() -> None:
     view = PhaseView(FOUR, MACHINE)
     view.apply(["finished", "2", MACHINE, "1.0"], now=1.1)
     assert view.free_replicas() == ()
+    assert (view.unfinished, view.is_over) == ([0, 1, 3], False)
     view.apply(["ready", "2"], now=1.2)
     assert view.free_replicas() == (2,)
-    assert (view.unfinished, view.is_over) == ([0, 1, 3], False)
 
 
 def test_times_of_other_machines_are_those_of_the_reader() -> None:
