@@ -57,20 +57,26 @@ def grow_draft(
     states_B: Tensor,
     grower: TreeGrower,
     how: Sampling,
-    noise_BDV: Tensor,
+    noise_BDV: Tensor | None = None,
+    *,
+    noise_keys: tuple[Tensor, Tensor] | None = None,
+    ids_C: Tensor | None = None,
 ) -> DraftTree:
-    """A tree by a drafter that knows nothing but its own table and the states it was led through."""
+    """A tree by a drafter that knows nothing but its own table and the states it was led through. It drafts `ids_C`."""
     rows: dict[str, Tensor] = {"states": states_B.unsqueeze(1)}
+    logits = draft_table if ids_C is None else draft_table[:, ids_C]
 
     def expand(token_ids_BK: Tensor, parents_BK: Tensor) -> Tensor:
         rows["states"] = next_states(rows["states"].gather(1, parents_BK), token_ids_BK)
-        return draft_table[rows["states"]]
+        return logits[rows["states"]]
 
     return grower.grow(
-        draft_table[states_B],
+        logits[states_B],
         expand,
         temperature=how.temperature,
         noise_BDV=noise_BDV,
+        noise_keys=noise_keys,
+        ids_V=ids_C,
         top_p=how.top_p,
         top_k=how.top_k,
     )

@@ -18,7 +18,6 @@ from tlt_megatron.runtime.process_groups import (
     form_private_group,
     init_world,
 )
-from tlt_megatron.spot.session import GroupPool
 
 pytestmark = needs_gpus()
 
@@ -36,16 +35,6 @@ def test_one_member_reduces_broadcasts_and_closes(device: Device) -> None:
         handle.close()
         with pytest.raises(MemberLost, match=f"private group {name} is closed"):
             handle.run("allreduce", [x])
-
-
-def test_a_group_of_one_needs_no_communicator_and_is_kept_by_its_members(device: Device) -> None:
-    pool = GroupPool(dist.HashStore(), 0, device.torch_device, timeout_s=20.0, max_kept=2)
-    group = pool.obtain((0,), "1.1")
-    assert (group.handle, group.size) == (None, 1)
-    assert pool.obtain((0,), "1.1") is group
-    assert pool.obtain((0,), "1.2") is not group
-    assert pool.name_of((0,)) == "1.2"
-    pool.trim()
 
 
 def lose_the_other(timeout_s: float) -> str:

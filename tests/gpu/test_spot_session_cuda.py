@@ -4,7 +4,6 @@ and stops."""
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +14,11 @@ from tests.slow_draft import make_draft_model
 from tests.spot_phases import RandomBatches
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
-from tlt_megatron.drafter.eagle_folder import config_of, load_drafter, load_trainer_state
-from tlt_megatron.engines.embedded.policy_weights import FreedWeights
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.device import Device, select_device
 from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.process_groups import init_world
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.drafter_checkpoint import AsyncDrafterCheckpointer, DrafterCheckpoint
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 from tlt_megatron.spot.session import GroupPool
 from tlt_megatron.spot.spot_trainer import SpotTrainer
@@ -60,37 +56,6 @@ def test_a_drafter_learns_the_same_as_on_the_cpu(
         losses.append([trainer.step(batches.next_batch()).loss for _ in range(8)])
     torch.testing.assert_close(losses[1], losses[0], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert len(set(losses[1])) == 8
-
-
-def test_a_save_needs_nothing_that_a_sleeping_engine_has_taken(
-    device: Device, tmp_path: Path
-) -> None:
-    trainer, twin = make_trainer(device.torch_device)
-    trainer.step(RandomBatches(twin, 0, device=device.torch_device).next_batch())
-    borrowed = {name: getattr(trainer.model, name) for name in ("embedding_VD", "lm_head_VD")}
-    weights = {name: t.to("cpu", copy=True) for name, t in trainer.model.state_dict().items()}
-    checkpointer = AsyncDrafterCheckpointer(tmp_path / "drafter")
-    checkpointer.save(
-        DrafterCheckpoint(
-            config=config_of(trainer.model),
-            weights=weights,
-            state=trainer.state_dict(),
-            record={},
-        )
-    )
-    contents = {name: tensor.clone() for name, tensor in borrowed.items()}
-    asleep = FreedWeights(borrowed.values())
-    taken = torch.full((1 << 20,), torch.nan, device=device.torch_device)  # its memory, or more
-    checkpointer.close()
-    asleep.restore()
-    for name, tensor in borrowed.items():
-        tensor.copy_(contents[name])
-    load_drafter(checkpointer.folder, **borrowed)  # refused beside another target
-    saved = load_trainer_state(checkpointer.folder)
-    assert saved is not None
-    for name, tensor in trainer.state_dict().items():
-        assert torch.equal(saved[name], tensor.cpu())
-    assert taken.isnan().all()
 
 
 def train_until_all_are_done(

@@ -98,22 +98,15 @@ def test_whatever_a_start_that_fails_has_set_is_as_before_afterwards(
 def test_engine_processes_know_their_owner_and_release_graphs_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And do not get the trainer's allocator: the memory saver cannot release expandable segments."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "expandable_segments:True")
     monkeypatch.delenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", raising=False)
     assert engine_owner() is None
     with environment(_environment(is_cpu=False, num_ranks=1)):
         assert engine_owner() == os.getpid()
+        assert not [name for name in os.environ if name.endswith("ALLOC_CONF")]
         assert os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
     monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "0")
     with environment(_environment(is_cpu=False, num_ranks=1)):
         assert os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "0"  # the user's
-
-
-def test_engine_processes_do_not_get_the_trainers_allocator(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The memory saver cannot release expandable segments, which trainers like to have."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(name, "expandable_segments:True")
-    with environment(_environment(is_cpu=False, num_ranks=1)):
-        assert not [name for name in os.environ if name.endswith("ALLOC_CONF")]
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

@@ -99,23 +99,6 @@ def test_inference_follows_changed_weights_and_embedding(architecture: str) -> N
         torch.testing.assert_close(view.logits(actual[1]), model.logits(expected[1]))
 
 
-@pytest.mark.parametrize("architecture", ["eagle", "eagle3"])
-def test_bfloat16_inference_is_near_the_module(architecture: str) -> None:
-    """Packed matrices on CPUs that have them."""
-    model = make_draft_model(architecture, dtype=torch.bfloat16)
-    view = DraftInference(model, torch.bfloat16)
-    exact = make_draft_model(architecture)
-    sequence = make_sequence(model, 8)
-    tokens, positions, features = sequence.token_ids[1:7], torch.arange(6), sequence.features[:6]
-    exact.rotary.reserve(8)
-    view.rotary.reserve(8)
-    with torch.no_grad():
-        _, head = view.forward(tokens, view.fuse(features), positions, GrowingKv())
-        _, expected = exact(tokens, exact.fuse(features), positions, GrowingKv())
-        logits, exact_logits = view.logits(head).double(), exact.logits(expected)
-    assert (logits - exact_logits).abs().max() < 0.03 * exact_logits.abs().max()
-
-
 def test_inference_in_another_dtype_than_the_head_is_refused() -> None:
     with pytest.raises(ValueError, match="target's head"):
         DraftInference(make_draft_model("eagle"), torch.bfloat16)

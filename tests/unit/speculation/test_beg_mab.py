@@ -52,13 +52,6 @@ def test_greedy_choice_is_the_median_of_the_window() -> None:
     assert selector.choose(10).strategy == SHORT
 
 
-def test_reward_is_tokens_of_the_batch_per_second() -> None:
-    """(sum(accepted) / 4 + 1) * 4 / 0.5 s = (6 + 4) / 0.5 = 20."""
-    selector = BegMabSelector([LONG, SHORT], (1,), epsilon=0.0)
-    selector.observe(SHORT, 4, [3, 2, 1, 0], 0.5)
-    assert selector.state_dict()["rewards"][str(SHORT)] == pytest.approx([20.0])
-
-
 def test_epsilon_is_the_share_of_uniform_draws() -> None:
     """4,000 choices at epsilon 0.2: 800 explore and half of them draw the loser; 5 standard errors, 1e-6."""
     selector = BegMabSelector([LONG, SHORT], (1,), epsilon=0.2, seed=3)

@@ -125,19 +125,10 @@ def test_few_ids_grow_the_tree_of_all_ids_with_the_others_masked(text: str) -> N
     noise_BDV = noise_of_depths(seeds_B, positions_B, strategy.num_steps, vocab_size)
     masked = torch.full_like(table, -torch.inf)
     masked[:, ids_C] = table[:, ids_C]
-    grower = TreeGrower(strategy)
-    expected = grow_draft(masked, states_B, grower, Sampling(temperature=0.7), noise_BDV)
-    states_BK = states_B.unsqueeze(1)
-
-    def expand(token_ids_BK: torch.Tensor, parents_BK: torch.Tensor) -> torch.Tensor:
-        nonlocal states_BK
-        states_BK = next_states(states_BK.gather(1, parents_BK), token_ids_BK)
-        return table[states_BK][..., ids_C]
-
-    keys = (seeds_B, positions_B)
-    tree = grower.grow(
-        table[states_B][:, ids_C], expand, temperature=0.7, noise_keys=keys, ids_V=ids_C
-    )
+    grower, how = TreeGrower(strategy), Sampling(temperature=0.7)
+    expected = grow_draft(masked, states_B, grower, how, noise_BDV)
+    keys = seeds_B, positions_B
+    tree = grow_draft(table, states_B, grower, how, noise_keys=keys, ids_C=ids_C)
     assert torch.equal(tree.token_ids_BQ, expected.token_ids_BQ)
     assert torch.equal(tree.parents_BQ, expected.parents_BQ)
 

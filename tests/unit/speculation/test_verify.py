@@ -86,29 +86,6 @@ def test_verdict_equals_the_slow_walk_on_chains() -> None:
             assert_is(verdict, row, walk(tree, row, samples[row], set(), 99))
 
 
-@pytest.mark.parametrize(
-    ("stop", "limit", "committed", "is_stopped"),
-    [
-        (None, None, [7, 8, 9, 5], False),  # all, and the bonus token
-        (8, None, [7, 8], True),
-        (5, None, [7, 8, 9, 5], True),  # the bonus token may be a stop
-        (None, 2, [7, 8], False),
-        (9, 2, [7, 8], False),  # a stop behind the limit does not count
-    ],
-)
-def test_stops_and_limits_end_the_commit_inside_an_accepted_chain(
-    stop: int | None, limit: int | None, committed: list[int], is_stopped: bool
-) -> None:
-    verdict = verify_noise_keyed(
-        chain_tree(torch.tensor([[7, 8, 9]])),
-        torch.tensor([[7, 8, 9, 5]]),
-        stop_token_ids=torch.tensor([stop]) if stop is not None else None,
-        max_commit_B=torch.tensor([limit]) if limit is not None else None,
-    )
-    assert_is(verdict, 0, (3, [0, 1, 2, 3], committed))
-    assert bool(verdict.is_stopped_B) == is_stopped
-
-
 def test_accepted_by_depth_counts_requests() -> None:
     assert accepted_by_depth([2, 0, 1], 3) == [2, 1, 0]
     assert accepted_by_depth([], 2) == [0, 0]
