@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -164,8 +165,12 @@ def patient_engine(folder: Path, name: str) -> str:
 
 def rollouts(run_dir: Path) -> list[dict]:
     """Every response that a run has trained on, as it wrote them down."""
-    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    steps: dict[str, list[dict]] = {}
+    for file in sorted((run_dir / "rollouts").glob("step_*.jsonl")):
+        step = steps.setdefault(file.name.partition(".")[0], [])
+        step += [json.loads(line) for line in file.read_text().splitlines()]
+    by_draw = itemgetter("draw_index", "sample_index")
+    return [row for step in steps.values() for row in sorted(step, key=by_draw)]
 
 
 def answers(run_dir: Path) -> list[tuple]:

@@ -145,6 +145,10 @@ class Rollout:
     transcript: Transcript | None = None  # None without an environment
     # (policy version, tokens that it drew), oldest first; () if policy_version drew all of them
     versions: tuple[tuple[int, int], ...] = ()
+    # The rank that has the tokens, if this one has not. Then every tensor is on the meta device:
+    # it has a length and no content, and there is no `loss_mask`.
+    held_by: int | None = None
+    num_observed: int = 0  # observation tokens, where `held_by` is set
 
     @property
     def num_tokens(self) -> int:
@@ -154,7 +158,9 @@ class Rollout:
     @property
     def num_generated(self) -> int:
         """Return the number of response tokens that the policy drew."""
-        return self.token_ids.numel() if self.loss_mask is None else int(self.loss_mask.sum())
+        if self.loss_mask is None:
+            return self.token_ids.numel() - self.num_observed
+        return int(self.loss_mask.sum())
 
     def generated(self, values: Tensor) -> Tensor:
         """Return those of `values` [T] that belong to tokens of the policy."""
@@ -176,7 +182,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """A group with the reward of each response. Ranks exchange these after the rollout phase."""
+    """A group with the reward of each response."""
 
     group: RolloutGroup
     rewards: tuple[float, ...]  # one per rollout

@@ -56,11 +56,15 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_responses(folder: Path, step: int) -> dict[ResponseKey, Response]:
-    path = folder / "rollouts" / f"step_{step:07d}.jsonl"
-    if not path.exists():
-        raise ValueError(f"{path}: missing; logging.rollouts must be on in every step of the run")
+    pattern = f"step_{step:07d}.*jsonl"  # of each rank that wrote; older runs have one file
+    paths = sorted((folder / "rollouts").glob(pattern))
+    if not paths:
+        raise ValueError(
+            f"{folder}/rollouts/{pattern}: missing; logging.rollouts must be on in every step of the run"
+        )
     return {
         (row["draw_index"], row["sample_index"]): (tuple(row["token_ids"]), row["reward"])
+        for path in paths
         for row in read_lines(path)
     }
 

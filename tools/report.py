@@ -2,7 +2,7 @@
 
     tlt report runs/mine --steps 40-41
 
-Reads metrics.jsonl, summary.json, config.yaml, timeline/, speculation.jsonl and rollouts/ of the
+Reads metrics.jsonl, summary.json, config.yaml, timeline/, speculation/ and rollouts/ of the
 run folder. The page goes to <run folder>/report.html, or to `--out`. For things the run did not do,
 the page has a sentence. Several runs are shown side by side: <first run folder>/comparison.html.
 Needs `pip install "tlt_megatron[report]"`.

@@ -311,8 +311,8 @@ def test_lost_rows_are_counted_and_a_damaged_file_is_kept(config: Path, tmp_path
     metrics, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.1.jsonl"
     damaged = ["{}", "[1]", "{\x00\x00", metrics.read_text().splitlines()[1]]
     metrics.write_text("\n".join(damaged) + "\n")
-    (tmp_path / "speculation.jsonl").unlink()
-    (tmp_path / "rollouts" / "step_0000001.jsonl").write_text("")
+    (tmp_path / "speculation" / "rank_00000.jsonl").unlink()
+    (tmp_path / "rollouts" / "step_0000001.rank_00000.jsonl").write_text("")
     (tmp_path / "timeline" / "rank_00000.jsonl").write_text("{}\n" + "\x00" * 64)
     stderr = run_ending(
         0, 1, config, tmp_path, *RESUME, "data.eval=", "logging.trace=true", "run.num_steps=3"
@@ -320,6 +320,6 @@ def test_lost_rows_are_counted_and_a_damaged_file_is_kept(config: Path, tmp_path
     assert "metrics.jsonl: left out 3 lines that are no rows" in stderr
     assert aside.read_text().splitlines() == damaged
     assert [row["step"] for row in metric_rows(tmp_path)] == [2, 3]
-    for lost in ("metrics.jsonl 1 of 2", "speculation.jsonl 0 of ", "rollouts/ 1 of 2"):
+    for lost in ("metrics.jsonl 1 of 2", "speculation/ 0 of 1", "rollouts/ 1 of 2"):
         assert lost in stderr
     assert "timeline/rank_00000.jsonl: left out 2 lines that are no rows" in stderr

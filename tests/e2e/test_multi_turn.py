@@ -38,7 +38,7 @@ ENVIRONMENT = f'''"""Its answers to second turns wait in the second step of the 
 {HOLDING}
 
 def answer(messages, data_source, ground_truth, extra_info):
-    if len(messages) == 4 and (FOLDER / "stopped" / "rollouts" / "step_0000001.jsonl").exists():
+    if len(messages) == 4 and (FOLDER / "stopped" / "rollouts" / "step_0000001.rank_00000.jsonl").exists():
         hold()
     assert ground_truth == "5"
     turn = messages[-1]["content"]

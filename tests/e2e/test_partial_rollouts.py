@@ -37,7 +37,7 @@ HELD_REWARD = f"""{REWARD}
 {HOLDING}
 
 def held_score(data_source, solution_str, ground_truth, extra_info=None):
-    if len(solution_str) > 6 and (FOLDER / "stopped" / "rollouts" / "step_0000002.jsonl").exists():
+    if len(solution_str) > 6 and (FOLDER / "stopped" / "rollouts" / "step_0000002.rank_00000.jsonl").exists():
         hold()
     return compute_score(data_source, solution_str, ground_truth)
 """

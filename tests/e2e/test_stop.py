@@ -83,7 +83,7 @@ def test_a_run_that_was_stopped_three_times_equals_the_straight_run(
     # SIGUSR1 after the rollouts of a step: the save follows its update.
     job = start("stopped", FAST, *SPOT, *resume)
     job.wait_until_held()
-    record = run_dir / "rollouts" / "step_0000001.jsonl"
+    record = run_dir / "rollouts" / "step_0000001.rank_00000.jsonl"
     record.parent.mkdir(exist_ok=True)
     os.mkfifo(record)
     (job.folder / "hold").unlink()

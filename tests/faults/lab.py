@@ -72,7 +72,7 @@ class Variant:
         checkpoints; returns their folder.
         """
         later = [f"iter_{n:07d}" for n in range(1, NUM_STEPS + 1) if not step - 2 < n <= step]
-        later += [f"step_{n:07d}.jsonl" for n in range(step + 1, NUM_STEPS + 1)]
+        later += [f"step_{n:07d}.*" for n in range(step + 1, NUM_STEPS + 1)]
         ignored = shutil.ignore_patterns("summary.json", "trace.json", "hf", *later)
         shutil.copytree(self.straight, run_dir, ignore=ignored)
         (run_dir / "checkpoints" / POINTER).write_text(str(step))

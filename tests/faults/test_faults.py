@@ -121,7 +121,9 @@ def write_run(folder: Path) -> Path:
     for step in (1, 2, 3):
         rows.append({"step": step, "actor/pg_loss": 0.1 * step, "timing_s/step": 3.0})
         row = {"prompt_id": "a", "sample_index": 0, "token_ids": [step], "reward": 1.0}
-        (folder / "rollouts" / f"step_{step:07d}.jsonl").write_text(json.dumps(row) + "\n")
+        (folder / "rollouts" / f"step_{step:07d}.rank_00000.jsonl").write_text(
+            json.dumps(row) + "\n"
+        )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "hf").mkdir()
     save_file({"weight": torch.arange(4.0)}, folder / "hf" / "model.safetensors")
@@ -141,8 +143,8 @@ def write_run(folder: Path) -> Path:
             "1 times too",
         ),
         ("metrics.jsonl", "0.2", "0.201", "(2, 'actor/pg_loss') is 0.201"),
-        ("rollouts/step_0000002.jsonl", "[2]", "[7]", "tokens or rewards differ"),
-        ("rollouts/step_0000002.jsonl", None, None, "tokens or rewards differ"),
+        ("rollouts/step_0000002.rank_00000.jsonl", "[2]", "[7]", "tokens or rewards differ"),
+        ("rollouts/step_0000002.rank_00000.jsonl", None, None, "tokens or rewards differ"),
         ("hf/model.safetensors", "\x40\x40", "\x40\x41", "weights differ: weight"),
         ("hf/config.json", None, None, "no hf/"),
     ],

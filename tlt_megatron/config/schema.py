@@ -151,7 +151,9 @@ class LoggingSection(Section):
     project: str = "tlt_megatron"  # of the run in wandb and trackers of yours
     # lines: one per step; auto: a live display on a terminal, else lines
     progress: Annotated[str, one_of("auto", "lines", "none")] = "auto"
-    rollouts: bool = False  # every response with its reward: <run.dir>/rollouts/step_0000001.jsonl
+    rollouts: bool = (
+        False  # every response with its reward: <run.dir>/rollouts/step_0000001.rank_00000.jsonl
+    )
     trace: bool = True  # spans of every rank, merged to <run.dir>/trace.json (Perfetto)
 
     def check(self) -> None:

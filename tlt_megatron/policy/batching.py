@@ -45,20 +45,32 @@ def key_of(rollout: Rollout) -> RolloutKey:
     return rollout.draw_index, rollout.sample_index
 
 
-def plan_share(
+def find_owners(
+    rollouts: Sequence[Rollout], skipped: Collection[RolloutKey], dp: Group
+) -> dict[RolloutKey, int]:
+    """Return the data-parallel index that computes each response of a mini-batch.
+
+    Both the responses that are computed and those that are skipped are balanced.
+    """
+    last = {i for i, rollout in enumerate(rollouts) if key_of(rollout) in skipped}
+    shares = balance_by_size([r.num_tokens for r in rollouts], dp.size, last)
+    return {key_of(rollouts[i]): index for index, share in enumerate(shares) for i in share}
+
+
+def make_minibatch(
     rollouts: Sequence[Rollout],
     skipped: Collection[RolloutKey],
+    owners: Mapping[RolloutKey, int],
     dp: Group,
     section: AlgorithmSection,
     max_tokens: int,
 ) -> Minibatch:
-    """Return this rank's share of a mini-batch. Those computed and those skipped are balanced."""
-    last = {i for i, rollout in enumerate(rollouts) if key_of(rollout) in skipped}
-    mine = balance_by_size([r.num_tokens for r in rollouts], dp.size, last)[dp.rank]
+    """Return this rank's share of a mini-batch, packed."""
+    mine = [rollout for rollout in rollouts if owners[key_of(rollout)] == dp.rank]
     return Minibatch(
-        packs=pack_share([rollouts[i] for i in mine if i not in last], max_tokens),
-        skipped=tuple(rollouts[i] for i in mine if i in last),
-        skipped_count=count_loss([rollouts[i] for i in last], section),
+        packs=pack_share([r for r in mine if key_of(r) not in skipped], max_tokens),
+        skipped=tuple(r for r in mine if key_of(r) in skipped),
+        skipped_count=count_loss([r for r in rollouts if key_of(r) in skipped], section),
     )
 
 

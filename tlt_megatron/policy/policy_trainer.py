@@ -1,12 +1,12 @@
 """Turns one batch of scored rollouts into an updated policy.
 
-Every rank gets the whole batch and computes its share from lengths, so ranks only exchange sums.
+Every rank knows the length and reward of every response and plans the batch from them. It gets the tokens of its share alone.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,28 +21,47 @@ from tlt_megatron.policy.batching import (
     RolloutKey,
     attach_targets,
     by_key,
+    find_owners,
     is_masked,
     key_of,
+    make_minibatch,
     pack_share,
-    plan_share,
     split_evenly,
 )
 from tlt_megatron.policy.critic import CriticTrainer, value_metrics
+from tlt_megatron.policy.exchange import OwnerExchange
 from tlt_megatron.policy.health import EngineDifference, TrainingHealth
 from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.policy.policy_loss import kl_estimate, policy_loss
-from tlt_megatron.runtime.collectives import broadcast_object, gather_objects, sum_metrics
+from tlt_megatron.runtime.collectives import (
+    broadcast_bytes,
+    broadcast_object,
+    gather_json,
+    gather_objects,
+    sum_metrics,
+)
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import (
     LossResult,
     MicroBatch,
     OptimizerStats,
+    Rollout,
     ScoredGroup,
     TokenLogprobs,
 )
 
 if TYPE_CHECKING:
     from tlt_megatron.mcore.hidden_tap import HiddenStateTap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Who computes what of a batch."""
+
+    batch: Sequence[ScoredGroup]  # as it was given
+    scored: tuple[ScoredGroup, ...]  # with the tokens of this rank's share
+    skipped: frozenset[RolloutKey]
+    minibatches: tuple[Minibatch, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +79,13 @@ class Inference:
     returns: Mapping[RolloutKey, Tensor] | None
     tap: HiddenStateTap | None  # to pass to the update
     metrics: dict[str, float]
+
+    @property
+    def own_keys(self) -> set[RolloutKey]:
+        """Return the responses of this rank's share, whose tokens it has."""
+        packs = [pack for minibatch in self.minibatches for pack in minibatch.packs]
+        skipped = [key_of(rollout) for each in self.minibatches for rollout in each.skipped]
+        return {key for pack in packs for key in pack.keys} | set(skipped)
 
 
 class PolicyTrainer:
@@ -81,14 +107,16 @@ class PolicyTrainer:
         self.model = model
         self.section = section
         self.groups = groups
+        self.exchange = OwnerExchange(groups)
         self.micro_batch_tokens = micro_batch_tokens
         self.temperature = temperature
         self.max_new_tokens = max_new_tokens
         self.health = health
         self.critic = critic
-        # mean absolute difference of the two engines' log-probs, of each response of the newest
-        # batch that had a pass
+        # mean absolute difference of the two engines' log-probs, of each response of this rank's
+        # share of the newest batch that had a pass
         self.engine_differences: dict[RolloutKey, float] = {}
+        self._newest: _Plan | None = None
 
     @property
     def is_last_update_good(self) -> bool:
@@ -100,9 +128,10 @@ class PolicyTrainer:
     def infer_values(self, scored: Sequence[ScoredGroup]) -> dict[RolloutKey, Tensor]:
         """Return the critic's values [T] of every response of the batch."""
         assert self.critic is not None
-        packs = [pack for minibatch in self._plans(scored) for pack in minibatch.packs]
+        plan = self._plan(scored)
+        packs = [pack for minibatch in plan.minibatches for pack in minibatch.packs]
         values = self.critic.infer_values([pack.batch for pack in packs])
-        return self._gather(by_key(packs, values))
+        return self.exchange.gather(plan.scored, by_key(packs, values))
 
     def infer_logprobs(
         self,
@@ -121,12 +150,12 @@ class PolicyTrainer:
         is the policy's: RL steps done. `values` are those of the critic, if there is one. Without
         `has_update`, `update` will not be called.
         """
-        section = self.section
+        section, plan = self.section, self._plan(scored)
+        scored, skipped, minibatches = plan.scored, plan.skipped, plan.minibatches
+        self._newest = None  # it holds the batch
         advantages, returns = {}, None
         if not section.has_kl_reward:
             advantages, returns = compute_advantages(scored, section, {}, values)
-        skipped = self._choose_skipped(scored, advantages)
-        minibatches = self._plans(scored, skipped)
         packs = [pack for minibatch in minibatches for pack in minibatch.packs]
         old_logprobs = ref_logprobs = None
         metrics: dict[str, float] = {}
@@ -146,10 +175,10 @@ class PolicyTrainer:
             reference = self.model.infer_logprobs(batches, self.temperature, reference=True)
             ref_logprobs = by_key(packs, [r.logprobs for r in reference])
         if section.has_kl_reward:
-            penalties = self._kl_penalties(old_logprobs, ref_logprobs)
+            penalties = self._kl_penalties(scored, old_logprobs, ref_logprobs)
             advantages, returns = compute_advantages(scored, section, penalties, values)
         return Inference(
-            scored=tuple(scored),
+            scored=scored,
             version=version,
             minibatches=minibatches,
             advantages=advantages,
@@ -234,14 +263,41 @@ class PolicyTrainer:
         sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))
         if inference.old_logprobs is not None:
             return sums, {}
-        pp, mine = self.groups.pp, {}
-        if pp.is_last:
-            mine = compare_engines(packs, [each.cpu() for each in recorded], inference.version)
-        return sums, broadcast_object(mine, pp, source=pp.size - 1)
+        if not self.groups.pp.is_last:
+            return sums, {}
+        return sums, compare_engines(packs, [each.cpu() for each in recorded], inference.version)
 
     def _indices(self, scored: Sequence[ScoredGroup]) -> list[range]:
         """Return the indices of the prompts of each mini-batch."""
         return split_evenly(len(scored), self.section.num_minibatches)
+
+    def _plan(self, batch: Sequence[ScoredGroup]) -> _Plan:
+        """Return the plan of a batch, with the tokens of this rank's share. A collective for a new batch."""
+        if self._newest is not None and self._newest.batch is batch:
+            return self._newest
+        section, dp = self.section, self.groups.dp
+        skipped: frozenset[RolloutKey] = frozenset()
+        if section.can_skip:  # then advantages need no pass
+            skipped = self._choose_skipped(batch, compute_advantages(batch, section, {}, None)[0])
+
+        def minibatches(scored: Sequence[ScoredGroup]) -> list[list[Rollout]]:
+            parts = self._indices(scored)
+            return [[r for i in part for r in scored[i].group.rollouts] for part in parts]
+
+        owners: dict[RolloutKey, int] = {}
+        for rollouts in minibatches(batch):
+            owners |= find_owners(rollouts, skipped, dp)
+        scored = self.exchange.fetch(batch, owners)
+        self._newest = _Plan(
+            batch=batch,
+            scored=scored,
+            skipped=skipped,
+            minibatches=tuple(
+                make_minibatch(rollouts, skipped, owners, dp, section, self.micro_batch_tokens)
+                for rollouts in minibatches(scored)
+            ),
+        )
+        return self._newest
 
     def _choose_skipped(
         self, scored: Sequence[ScoredGroup], advantages: dict[RolloutKey, Tensor]
@@ -252,8 +308,6 @@ class PolicyTrainer:
         and the comparison of the engines. Rank 0 decides, because advantages of another machine may
         differ by rounding, and all ranks must run the same micro-batches.
         """
-        if not self.section.can_skip:
-            return frozenset()
         zeros = {key for key, advantage_T in advantages.items() if not advantage_T.any()}
         rollouts = [rollout for each in scored for rollout in each.group.rollouts]
         zeros |= {key_of(r) for r in rollouts if is_masked(r, self.section)}
@@ -261,24 +315,9 @@ class PolicyTrainer:
             groups = [scored[i].group.rollouts for i in indices]
             if zeros.issuperset(key_of(rollout) for group in groups for rollout in group):
                 zeros -= {key_of(group[0]) for group in groups}
-        return broadcast_object(frozenset(zeros), self.groups.world)
-
-    def _plans(
-        self,
-        scored: Sequence[ScoredGroup],
-        skipped: Collection[RolloutKey] = (),
-    ) -> tuple[Minibatch, ...]:
-        """Return this rank's share of each mini-batch."""
-        return tuple(
-            plan_share(
-                [r for i in indices for r in scored[i].group.rollouts],
-                skipped,
-                self.groups.dp,
-                self.section,
-                self.micro_batch_tokens,
-            )
-            for indices in self._indices(scored)
-        )
+        keys = [key_of(rollout) for rollout in rollouts]
+        flags = broadcast_bytes(bytes(key in zeros for key in keys), self.groups.world)
+        return frozenset(key for key, flag in zip(keys, flags, strict=True) if flag)
 
     def _tap_skipped(self, minibatch: Minibatch, tap: HiddenStateTap) -> None:
         """Run the skipped responses forward that belong to the long tail of this rank's share."""
@@ -291,6 +330,7 @@ class PolicyTrainer:
 
     def _kl_penalties(
         self,
+        scored: Sequence[ScoredGroup],
         old_logprobs: dict[RolloutKey, Tensor] | None,
         ref_logprobs: dict[RolloutKey, Tensor] | None,
     ) -> dict[RolloutKey, Tensor]:
@@ -302,11 +342,7 @@ class PolicyTrainer:
             * kl_estimate(self.section.used_kl_estimator, old, ref_logprobs[key])
             for key, old in old_logprobs.items()
         }
-        return self._gather(mine)
-
-    def _gather(self, mine: dict[RolloutKey, Tensor]) -> dict[RolloutKey, Tensor]:
-        """Return the tensors of every rank's share."""
-        return {k: v for part in gather_objects(mine, self.groups.dp) for k, v in part.items()}
+        return self.exchange.gather(scored, mine)
 
     def _means(self, totals: dict[str, float]) -> dict[str, float]:
         sums = sum_metrics(dict(totals), [self.groups.dp])
@@ -320,13 +356,17 @@ class PolicyTrainer:
     def _compare_engines(
         self, differences: dict[RolloutKey, EngineDifference], version: int
     ) -> dict[str, float]:
-        """Measure the difference per token between the two engines' log-probs of the raw policy."""
-        none = torch.empty(0)  # a rank may have no response
+        """Measure the difference per token between the two engines' log-probs of the raw policy.
+
+        `differences` are those of this rank's share, on the last pipeline stage.
+        """
+        none, pp = torch.empty(0), self.groups.pp  # a rank may have no response
         mine = EngineDifference.over([EngineDifference.of(none, none), *differences.values()])
-        means = {key: each.logprob_mean for key, each in differences.items()}
-        parts, all_means = zip(*gather_objects((mine, means), self.groups.dp), strict=True)
-        self.engine_differences = {k: v for each in all_means for k, v in each.items()}
-        whole = EngineDifference.over(parts)
+        means = [[*key, each.logprob_mean] for key, each in differences.items()]
+        newest = gather_json(means, pp)[-1]
+        self.engine_differences = {(draw, sample): mean for draw, sample, mean in newest}
+        mine = broadcast_object(mine, pp, source=pp.size - 1)
+        whole = EngineDifference.over(gather_objects(mine, self.groups.dp))
         if whole.num_tokens == 0:  # all are of earlier policies (partial rollouts)
             return {}
         self.health.check_engines(version + 1, whole)

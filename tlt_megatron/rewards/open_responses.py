@@ -30,10 +30,7 @@ _FILE = "carried_responses.pt"  # in a checkpoint
 
 
 class ScoredResponse(NamedTuple):
-    """A response, or the part of it that one round generated, with its reward.
-
-    Ranks exchange these after each round.
-    """
+    """A response, or the part of it that one round generated, with its reward."""
 
     rollout: Rollout
     reward: float  # 0 while the response goes on
@@ -43,7 +40,7 @@ class ScoredResponse(NamedTuple):
 class OpenResponses:
     """The responses of one RL step or evaluation over its rounds.
 
-    All ranks hold all of them between two rounds.
+    With a limit on a round's tokens, any rank may continue a response, so all ranks have all tokens.
     """
 
     def __init__(
@@ -107,11 +104,12 @@ class OpenResponses:
         """Return the whole response of which this round generated `part`. Its finish_reason is CUT
         if it goes on.
 
-        `part` needs no `prompt_ids`.
+        `part` needs no prompt.
         """
         before = self._so_far(part)
         return dataclasses.replace(
             part if before is None else join_parts(before, part),
+            prompt_id=self.prompts[part.draw_index].prompt_id,
             prompt_ids=self.prompts[part.draw_index].token_ids,
             finish_reason=FinishReason.CUT if self.is_cut(part) else part.finish_reason,
         )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from tlt_megatron.runtime.process_groups import Group
 
 T = TypeVar("T")
+Name = TypeVar("Name", bound=str)
 
 
 def gather_objects(value: T, group: Group) -> list[T]:
@@ -50,7 +53,77 @@ def sum_metrics(metrics: dict[str, float], groups: Sequence[Group]) -> dict[str,
     return metrics
 
 
+def max_by_name(values: Mapping[Name, float], group: Group) -> dict[Name, float]:
+    """Return the maximum of each value over the members, which have the same names."""
+    names = sorted(values)
+    tensor = torch.tensor([values[name] for name in names], dtype=torch.float64)
+    if group.size > 1 and names:
+        tensor = tensor.to(_device_of(group))
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.of_torch)
+    return dict(zip(names, tensor.tolist(), strict=True))
+
+
 def barrier(group: Group) -> None:
     """Wait until every member has called this."""
     if group.size > 1:
         dist.barrier(group=group.of_torch)
+
+
+def gather_bytes(value: bytes, group: Group) -> list[bytes]:
+    """Return the bytes of every member, in group order, on every member."""
+    if group.size == 1:
+        return [value]
+    device = _device_of(group)
+    size = torch.tensor([len(value)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(group.size)]
+    dist.all_gather(sizes, size, group=group.of_torch)
+    longest = max(int(each) for each in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(value)] = _as_tensor(value).to(device)
+    found = [torch.empty_like(padded) for _ in range(group.size)]
+    dist.all_gather(found, padded, group=group.of_torch)
+    return [
+        each[: int(size)].cpu().numpy().tobytes() for each, size in zip(found, sizes, strict=True)
+    ]
+
+
+def broadcast_bytes(value: bytes, group: Group) -> bytes:
+    """Return the bytes of the first member on every member. All have equally many."""
+    if group.size == 1:
+        return value
+    tensor = _as_tensor(value).to(_device_of(group))
+    dist.broadcast(tensor, src=group.global_ranks[0], group=group.of_torch)
+    return tensor.cpu().numpy().tobytes()
+
+
+def gather_json(value: T, group: Group) -> list[T]:
+    """Return the value of every member, in group order, on every member. It consists of JSON types."""
+    return [json.loads(each) for each in gather_bytes(json.dumps(value).encode(), group)]
+
+
+def exchange_bytes(outgoing: Sequence[bytes], group: Group) -> list[bytes]:
+    """Send `outgoing[i]` to member i. Return what each member sent to this one, in group order."""
+    device = _device_of(group)
+    sent = torch.tensor([len(each) for each in outgoing], device=device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.of_torch)
+    sizes = received.tolist()
+    incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(
+        incoming,
+        _as_tensor(b"".join(outgoing)).to(device),
+        output_split_sizes=sizes,
+        input_split_sizes=sent.tolist(),
+        group=group.of_torch,
+    )
+    return [each.numpy().tobytes() for each in incoming.cpu().split(sizes)]
+
+
+def _as_tensor(value: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0).byte()
+
+
+def _device_of(group: Group) -> torch.device:
+    """Return where the group's collectives take tensors."""
+    is_nccl = dist.get_backend(group.of_torch) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")

@@ -138,7 +138,7 @@ def build_run(site: Site) -> Run:
         ),
         checkpoints=checkpoints,
         # last: it cuts what an earlier run wrote after the checkpoint
-        report=_open_report(site, phases, tokenizer, saved),
+        report=_open_report(site, phases, tokenizer, groups, saved),
     )
     if saved and folder:
         run.resume(saved, folder, carried)
@@ -202,25 +202,33 @@ def _build_worker(
 
 
 def _open_report(
-    site: Site, phases: Phases, tokenizer: Tokenizer, saved: SavedRun | None
+    site: Site,
+    phases: Phases,
+    tokenizer: Tokenizer,
+    groups: ProcessGroups,
+    saved: SavedRun | None,
 ) -> RunReport:
-    """Open the files of rank 0. Rows and files of steps that a resumed run does again are cut."""
+    """Open the files of this rank. Rank 0 cuts rows and files of steps that a resumed run does again."""
+    run_dir, rank = site.run_dir, site.world.rank
+    passes = SpeculationLog(run_dir / "speculation", rank=rank)
+    rollouts = None
+    if site.config.logging.rollouts and groups.tp.is_first and groups.pp.is_first:
+        rollouts = RolloutLog(run_dir / "rollouts", tokenizer, rank=rank)
     if not site.world.is_first:
-        return RunReport(phases, site.world)
-    run_dir, logging_section = site.run_dir, site.config.logging
+        return RunReport(phases, site.world, passes=passes, rollouts=rollouts)
     first_step = saved.step + 1 if saved else None
+    passes.begin(first_step)
+    if rollouts is not None:
+        rollouts.begin(first_step)
     trackers = _make_trackers(site.config, run_dir, first_step)
     replace_text(run_dir / "config.yaml", dump_config(site.config))
     metrics = MetricsWriter(run_dir, trackers, resume_step=first_step)
     site.stack.push(lambda error, *_: metrics.close(failed=error is not None))
-    rollouts = None
-    if logging_section.rollouts:
-        rollouts = RolloutLog(run_dir / "rollouts", tokenizer, resume_step=first_step)
     return RunReport(
         phases,
         site.world,
         metrics=metrics,
-        passes=SpeculationLog(run_dir, resume_step=first_step),
+        passes=passes,
         rollouts=rollouts,
         utilization=make_utilization(site.config, site.device.gpu_name, site.world.size),
         ledger=site.ledger,

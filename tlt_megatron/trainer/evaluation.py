@@ -11,6 +11,7 @@ from math import comb
 from statistics import fmean
 
 from tlt_megatron.rewards.batch_rules import right_responses
+from tlt_megatron.runtime.collectives import gather_json
 from tlt_megatron.trainer.rollout_metrics import details_by_source
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.types import Prompt, Rollout, SamplingParams, ScoredGroup
@@ -62,12 +63,19 @@ class Evaluator:
         """Return the metrics of one data set."""
         rewards = [reward for g in groups for reward in g.rewards]
         right = [right_responses(group, self.right_score) for group in groups]
-        answers = [[final_answer(self._last_turn(r)) for r in g.group.rollouts] for g in groups]
+        own = {  # of prompts whose responses were generated here
+            index: [final_answer(self._last_turn(r)) for r in group.group.rollouts]
+            for index, group in enumerate(groups)
+            if group.group.rollouts[0].held_by is None
+        }
+        shares = {index: majority(answers, right[index]) for index, answers in own.items()}
+        found = gather_json(list(shares.items()), self.worker.replicas)
+        majorities = [share for _, share in sorted(pair for part in found for pair in part)]
         lengths = [r.num_generated for g in groups for r in g.group.rollouts]
         return {
             "eval/accuracy": fmean(rewards),
             **pass_at_k([sum(row) for row in right], self.params.num_samples),
-            f"eval/maj@{self.params.num_samples}": majority(answers, right),
+            f"eval/maj@{self.params.num_samples}": fmean(majorities),
             "eval/response_length/mean": fmean(lengths),
         }
 
@@ -100,16 +108,13 @@ def final_answer(text: str) -> str:
     return answer.replace(",", "").strip(" $.")
 
 
-def majority(answers: Sequence[Sequence[str]], right: Sequence[Sequence[bool]]) -> float:
-    """Return the share of prompts whose most frequent answer is right: maj@k of all k responses.
+def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
+    """Return whether the most frequent answer to a prompt is right: maj@k of all k responses.
 
     Of equally frequent answers the first counts. If only some of its responses are right, their share counts.
     """
-    shares = []
-    for texts, row in zip(answers, right, strict=True):
-        chosen = Counter(texts).most_common(1)[0][0]
-        shares.append(fmean(r for text, r in zip(texts, row, strict=True) if text == chosen))
-    return fmean(shares)
+    chosen = Counter(answers).most_common(1)[0][0]
+    return fmean(r for text, r in zip(answers, right, strict=True) if text == chosen)
 
 
 def name_source(group: ScoredGroup, name: str) -> ScoredGroup:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,6 @@ from tlt_megatron.data.prompts import PromptSampler
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.policy.policy_trainer import Inference, PolicyTrainer
 from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
-from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.trainer.rollout_worker import Collected, RolloutWorker
@@ -21,6 +22,7 @@ from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
 
 log = logging.getLogger(__name__)
+_ENGINE_FOLDER = "engine"  # in a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +153,11 @@ class RLTrainer:
             push_policy(model, self.engine, self.step, dtype=dtype, world=self.world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON types. Policy, drafter and `carried` have files of their own."""
+        """Return the state for a checkpoint, as JSON types. Policy, drafter, engine and `carried` have files of their own."""
         return {
             "step": self.step,
             "critic_from": self.critic_from,
             "sampler": self.sampler.state_dict(),
-            "engine": gather_objects(self.engine.state_dict(), self.world),
         }
 
     def load_state_dict(
@@ -175,8 +176,19 @@ class RLTrainer:
                 *(len(carried) - len(self.carried), len(carried), num_samples),
                 *(rules.round_tokens, rules.max_new_tokens),
             )
-        if len(state["engine"]) == self.world.size:
-            try:
-                self.engine.load_state_dict(state["engine"][self.world.rank])
-            except (ValueError, KeyError) as error:  # of another version of the selector
-                log.warning("the strategy selector starts anew: its state does not fit: %r", error)
+
+    def save_engine(self, folder: Path) -> None:
+        """Write the state of this rank's engine, which is what its selector has learned."""
+        (folder / _ENGINE_FOLDER).mkdir(exist_ok=True)
+        path = folder / _ENGINE_FOLDER / f"rank_{self.world.rank:05d}.json"
+        path.write_text(json.dumps(self.engine.state_dict()), encoding="utf-8")
+
+    def load_engine(self, folder: Path) -> None:
+        """Restore what `save_engine` wrote, if the number of ranks is the same."""
+        files = sorted((folder / _ENGINE_FOLDER).glob("rank_*.json"))
+        if len(files) != self.world.size:
+            return
+        try:
+            self.engine.load_state_dict(json.loads(files[self.world.rank].read_text("utf-8")))
+        except (ValueError, KeyError) as error:  # of another version of the selector
+            log.warning("the strategy selector starts anew: its state does not fit: %r", error)

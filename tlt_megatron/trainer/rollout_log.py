@@ -1,13 +1,17 @@
-"""Writes every response of every step as JSON lines, to read and to compare runs. Called by the loop on rank 0."""
+"""Writes every response of every step as JSON lines, to read and to compare runs.
+
+The ranks that train on a response write it: one for each data-parallel index.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tlt_megatron.policy.batching import RolloutKey, key_of
 from tlt_megatron.runtime.metrics import set_aside
 from tlt_megatron.types import Rollout, ScoredGroup
 
@@ -17,40 +21,42 @@ if TYPE_CHECKING:
 _NUM_SAMPLES = 16  # responses of a step that trackers get
 
 
-def _file_name(step: int) -> str:
-    return f"step_{step:07d}.jsonl"
-
-
 class RolloutLog:
-    """Writes <run.dir>/rollouts/step_0000001.jsonl, one line per response, in the order of the draws.
+    """Writes <run.dir>/rollouts/step_0000001.rank_00000.jsonl, one line per response, in the order of the draws."""
 
-    Files from `resume_step` on are deleted. None is for a fresh run, which renames the folder of an earlier run.
-    """
-
-    def __init__(
-        self, folder: Path, tokenizer: Tokenizer, *, resume_step: int | None = None
-    ) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer, *, rank: int) -> None:
         self.folder = folder
         self.tokenizer = tokenizer
-        if resume_step is None and folder.is_dir():
-            set_aside(folder)
-        for file in folder.glob("step_*.jsonl"):
-            if file.name >= _file_name(resume_step or 0):
+        self.rank = rank
+
+    def begin(self, resume_step: int | None) -> None:
+        """Delete the files of all ranks from `resume_step` on. None is for a fresh run, which renames the folder of an earlier run.
+
+        Only one rank calls it, before any writes.
+        """
+        if resume_step is None and self.folder.is_dir():
+            set_aside(self.folder)
+        for file in self.folder.glob("step_*.jsonl"):
+            if file.name >= f"step_{resume_step or 0:07d}":
                 file.unlink()
 
     def write(
         self,
         step: int,
         groups: Sequence[ScoredGroup],
-        differences: Mapping[tuple[int, int], float],
+        own: Collection[RolloutKey],
+        differences: Mapping[RolloutKey, float],
     ) -> list[dict[str, object]]:
-        """Write the responses of a step and return the first ones. `differences` as in `TrainedStep`."""
+        """Write the responses `own` of a step and return the first ones. `differences` as in `TrainedStep`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         first: list[dict[str, object]] = []
-        with open(self.folder / _file_name(step), "w", encoding="utf-8") as file:
+        path = self.folder / f"step_{step:07d}.rank_{self.rank:05d}.jsonl"
+        with path.open("w", encoding="utf-8") as file:
             for scored in groups:
                 for rollout, reward in zip(scored.group.rollouts, scored.rewards, strict=True):
-                    difference = differences.get((rollout.draw_index, rollout.sample_index))
+                    if key_of(rollout) not in own:
+                        continue
+                    difference = differences.get(key_of(rollout))
                     row = {
                         **self._row(rollout),
                         "data_source": scored.group.prompt.data_source,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from statistics import fmean
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.rewards.batch_rules import right_responses, scores
@@ -15,13 +17,35 @@ from tlt_megatron.trainer.speculation_log import PassTotals
 from tlt_megatron.types import FinishReason, ScoredGroup
 
 
-def rollout_metrics(
-    groups: Sequence[ScoredGroup], max_prompt_tokens: int, right_score: float = 1.0
-) -> dict[str, float]:
-    """Return the metrics of rewards and lengths of a batch, whose prompts have at most `max_prompt_tokens`.
+def token_sums(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the sums over the responses whose tokens this rank has, for `rollout_metrics`."""
+    rollouts = [r for g in groups for r in g.group.rollouts if r.held_by is None]
+    counts = [r.generated(r.kept.counts).double() for r in rollouts if r.kept is not None]
+    turns = [r.transcript.num_turns for r in rollouts if r.transcript]
+    return {
+        "logprob": math.fsum(float(r.generated(r.logprobs).double().sum()) for r in rollouts),
+        "drafted_passes": sum(len(r.accept_lengths) for r in rollouts),
+        "accepted": sum(sum(r.accept_lengths) for r in rollouts),
+        "kept": sum(float(each.sum()) for each in counts),
+        "kept_sets": sum(int((each > 0).sum()) for each in counts),
+        "kept_tokens": sum(each.numel() for each in counts),
+        "conversations": len(turns),
+        "turns": sum(turns),
+        "most_turns": max(turns, default=0),
+    }
 
-    `right_score` as in `right_responses`.
+
+def rollout_metrics(
+    groups: Sequence[ScoredGroup],
+    sums: Sequence[Mapping[str, float]],
+    max_prompt_tokens: int,
+    right_score: float = 1.0,
+) -> dict[str, float]:
+    """Return the metrics of rewards, lengths and tokens of a batch, whose prompts have at most `max_prompt_tokens`.
+
+    `sums` are the `token_sums` of all ranks. `right_score` as in `right_responses`.
     """
+    total = {name: math.fsum(each[name] for each in sums) for name in sums[0]}
     rollouts = [r for g in groups for r in g.group.rollouts]
     rewards = torch.tensor([reward for g in groups for reward in g.rewards], dtype=torch.float64)
     lengths = torch.tensor([r.num_generated for r in rollouts], dtype=torch.float64)
@@ -43,36 +67,20 @@ def rollout_metrics(
     metrics["response_length/median"] = float(lengths.median())
     metrics["rollout/num_tokens"] = float(sum(r.num_tokens for r in rollouts))
     # a sample of the entropy over all tokens; actor/entropy omits responses without a gradient
-    metrics["rollout/entropy"] = -float(
-        torch.cat([r.generated(r.logprobs) for r in rollouts]).mean()
-    )
-    metrics |= _kept_metrics([r.generated(r.kept.counts) for r in rollouts if r.kept is not None])
-    turns = [r.transcript.num_turns for r in rollouts if r.transcript]
-    if turns:
-        metrics["rollout/num_turns/mean"] = fmean(turns)
-        metrics["rollout/num_turns/max"] = float(max(turns))
-    accepted = [n for r in rollouts for n in r.accept_lengths]
-    if accepted:
-        metrics["rollout/spec_token_share"] = sum(accepted) / float(lengths.sum())
+    metrics["rollout/entropy"] = -total["logprob"] / float(lengths.sum())
+    if total["kept_tokens"]:  # top-p or top-k; a set that was too large is not recorded
+        metrics["rollout/kept_set_size"] = total["kept"] / max(total["kept_sets"], 1)
+        metrics["rollout/kept_set_missing_share"] = 1 - total["kept_sets"] / total["kept_tokens"]
+    if total["conversations"]:
+        metrics["rollout/num_turns/mean"] = total["turns"] / total["conversations"]
+        metrics["rollout/num_turns/max"] = float(max(each["most_turns"] for each in sums))
+    if total["drafted_passes"]:
+        metrics["rollout/spec_token_share"] = total["accepted"] / float(lengths.sum())
     for (source, name), rows in details_by_source(groups).items():
         metrics[f"reward/{source}/{name}/mean"] = fmean(value for row in rows for value in row)
     metrics["rollout/solve_none"] = _share(groups, lambda g: max(scores(g)) <= 0)
     metrics["rollout/solve_all"] = _share(groups, lambda g: all(right_responses(g, right_score)))
     return metrics
-
-
-def _kept_metrics(kept: Sequence[Tensor]) -> dict[str, float]:
-    """Return the size of the sets that top-p and top-k kept, and the share of tokens without a recorded set.
-
-    `kept` holds `KeptTokens.counts` of the policy's tokens."""
-    if not kept:
-        return {}
-    counts = torch.cat(list(kept)).double()
-    is_recorded = counts > 0
-    return {
-        "rollout/kept_set_size": float(counts.sum() / is_recorded.sum().clamp(min=1)),
-        "rollout/kept_set_missing_share": 1 - float(is_recorded.double().mean()),
-    }
 
 
 def details_by_source(
@@ -95,24 +103,45 @@ def _share(groups: Sequence[ScoredGroup], holds: Callable[[ScoredGroup], bool]) 
     return sum(holds(g) for g in groups) / len(groups)
 
 
-def speculation_metrics(totals: Sequence[PassTotals]) -> dict[str, float]:
+def speculation_sums(totals: Sequence[PassTotals]) -> dict[str, Any]:
+    """Return the sums of a rank's passes, as JSON types, for `speculation_metrics`."""
+    drafting = [total for total in totals if total.accepted_by_depth]
+    learned = [t for t in drafting if SpeculationStrategy.parse(t.strategy).is_learned]
+    # Strategies of a smaller draft depth count as not accepted at this depth.
+    accepted = zip_longest(*(total.accepted_by_depth for total in drafting), fillvalue=0)
+    return {
+        "committed": sum(total.committed for total in totals),
+        "drafting": _rows_and_tokens(drafting),
+        "learned": _rows_and_tokens(learned),
+        "accepted": [sum(depth) for depth in accepted],
+    }
+
+
+def _rows_and_tokens(totals: Sequence[PassTotals]) -> list[int]:
+    return [
+        sum(total.passes * total.batch_size for total in totals),
+        sum(total.committed for total in totals),
+    ]
+
+
+def speculation_metrics(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return metrics of the passes that drafted: tokens out per request and pass, and acceptance at each draft depth.
 
-    With a learned drafter also its accept length, and the share of all tokens from its passes.
+    With a learned drafter also its accept length, and the share of all tokens from its passes. `sums` are the
+    `speculation_sums` of all ranks and rounds.
     """
-    drafting = [total for total in totals if total.accepted_by_depth]
-    num_rows = sum(total.passes * total.batch_size for total in drafting)
+    num_rows, num_tokens = (
+        sum(column) for column in zip(*(s["drafting"] for s in sums), strict=True)
+    )
     if not num_rows:
         return {}
-    metrics = {"rollout/spec_accept_length": sum(t.committed for t in drafting) / num_rows}
-    learned = [t for t in drafting if SpeculationStrategy.parse(t.strategy).is_learned]
-    if learned:
-        num_learned = sum(total.passes * total.batch_size for total in learned)
-        num_tokens = sum(total.committed for total in learned)
+    metrics = {"rollout/spec_accept_length": num_tokens / num_rows}
+    num_learned, num_tokens = (
+        sum(column) for column in zip(*(s["learned"] for s in sums), strict=True)
+    )
+    if num_learned:
         metrics["drafter/live_accept_length"] = num_tokens / num_learned
-        metrics["drafter/live_token_share"] = num_tokens / sum(total.committed for total in totals)
-    for depth in range(max(len(total.accepted_by_depth) for total in drafting)):
-        # Strategies of a smaller draft depth count as not accepted at this depth.
-        accepted = sum(sum(t.accepted_by_depth[depth : depth + 1]) for t in drafting)
-        metrics[f"rollout/spec_accepted_at/{depth + 1}"] = accepted / num_rows
+        metrics["drafter/live_token_share"] = num_tokens / sum(s["committed"] for s in sums)
+    for depth, counts in enumerate(zip_longest(*(s["accepted"] for s in sums), fillvalue=0)):
+        metrics[f"rollout/spec_accepted_at/{depth + 1}"] = sum(counts) / num_rows
     return metrics

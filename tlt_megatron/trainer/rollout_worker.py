@@ -1,25 +1,36 @@
-"""Prompts -> scored rollouts. Each rank generates its share; all ranks exchange the whole batch when the last one finishes."""
+"""Prompts -> scored rollouts. Each rank generates its share; when the last one finishes, all learn lengths and rewards.
+
+Tokens stay where they were generated until the policy trainer has planned the batch (policy/exchange.py).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
+from tlt_megatron.engines.base import GenerationStopped, PassRecord, RolloutEngine
+from tlt_megatron.policy.exchange import filled, part_of, row_of, share_with_all
 from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.rewards.open_responses import OpenResponses, ScoredResponse, carried_metrics
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool
-from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.collectives import gather_json
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.spot_trainer import merge_metrics
 from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.trainer.phases import Phases
-from tlt_megatron.trainer.rollout_metrics import rollout_metrics, speculation_metrics
+from tlt_megatron.trainer.rollout_metrics import (
+    rollout_metrics,
+    speculation_metrics,
+    speculation_sums,
+    token_sums,
+)
 from tlt_megatron.trainer.speculation_log import PassTotals, add_pass_spans, sum_passes
 from tlt_megatron.types import (
     Prompt,
@@ -33,11 +44,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """The scored batch of an RL step or an evaluation in the order of the prompts, the same on every rank."""
+    """The scored batch of an RL step or an evaluation in the order of the prompts.
+
+    It is the same on every rank, except that a rank has the tokens alone that it generated.
+    """
 
     groups: tuple[ScoredGroup, ...]
     metrics: dict[str, float]
-    passes: list[PassTotals]
+    passes: list[PassTotals]  # of this rank
     carried: tuple[ScoredGroup, ...] = ()  # to the next step, with partial rollouts
 
 
@@ -97,16 +111,22 @@ class RolloutWorker:
                 with self.phases("PUBLISH", "publish_drafter"):
                     stall_s += drafter.end_round()
             rounds.append(
-                self._run_round(prompts, responses, policy_version, drafter, step, len(rounds))
+                self._run_round(
+                    prompts, responses, policy_version, drafter, step, rules, len(rounds)
+                )
             )
-            responses.add(part for share in rounds[-1].shares for part in share.parts)
+            responses.add(rounds[-1].parts)
             complete = [group for group in responses.groups() if group.is_complete]
             if rules.is_complete(complete, len(rounds)):
                 break
             missing = rules.num_missing(complete, len(rounds))
             prompts = plan.draw(missing) if missing else ()
         batch = rules.select(complete)
-        metrics = rollout_metrics(batch, rules.max_prompt_tokens, rules.right_score)
+        is_counted = (
+            self.replicas.is_first or not rules.round_tokens
+        )  # else all ranks have all tokens
+        sums = gather_json(token_sums(batch if is_counted else ()), self.replicas)
+        metrics = rollout_metrics(batch, sums, rules.max_prompt_tokens, rules.right_score)
         metrics |= rules.metrics(complete, len(rounds))
         if metrics.get("rollout/filler_groups") == rules.num_prompts and self.replicas.is_first:
             log.warning(
@@ -122,10 +142,14 @@ class RolloutWorker:
         if drafter:
             metrics |= _spot_metrics(rounds)
             metrics["bubble/stall_s"] += stall_s
-        totals = [total for each in rounds for share in each.shares for total in share.passes]
-        metrics |= speculation_metrics(totals) | _engine_metrics(rounds)
+        metrics |= speculation_metrics(
+            [share["passes"] for each in rounds for share in each.shares]
+        )
         return Collected(
-            groups=tuple(batch), metrics=metrics, passes=totals, carried=tuple(carried)
+            groups=tuple(batch),
+            metrics=metrics | _engine_metrics(rounds),
+            passes=[total for each in rounds for total in each.passes],
+            carried=tuple(carried),
         )
 
     def _run_round(
@@ -135,25 +159,47 @@ class RolloutWorker:
         policy_version: int,
         drafter: DrafterLifecycle | None,
         step: int,
+        rules: BatchRules,
         number: int,
     ) -> _Round:
         """Go on with open responses, answer `prompts` and score, on all ranks: the round `number` of the step."""
-        try:
-            share = self._generate_share(
-                responses.requests(prompts), responses, policy_version, drafter, step
+        own: list[ScoredResponse] = []
+        passes: list[PassTotals] = []
+        share = None
+        with contextlib.suppress(GenerationStopped):
+            requests = responses.requests(prompts)
+            own, counts, records = self._generate_share(
+                requests, responses, policy_version, drafter
             )
-        except GenerationStopped:
-            share = None
+            passes = sum_passes(records, step=step, rank=self.replicas.rank)
+            share = {
+                "rows": [row_of(part) for part in own],
+                "num_generated": self.engine.stats().num_generated_tokens,
+                "seconds": self.engine.stats().seconds,
+                "counts": counts,
+                "passes": speculation_sums(passes),
+            }
         finished_at = self.phases.timeline.now_s()
         if drafter:
             self.engine.free_kv()
         with self.phases("WAIT", "wait"):
             spot = drafter.run_until_preempted(step, number).metrics() if drafter else {}
-            shares = [s for s in gather_objects(share, self.replicas) if s is not None]
+            shares = [each for each in gather_json(share, self.replicas) if each is not None]
         if len(shares) < self.replicas.size:
             raise GenerationStopped("the rollouts of this phase are dropped")
-        ends, spots = zip(*gather_objects((finished_at, spot), self.replicas), strict=True)
-        return _Round(shares=shares, spots=spots, idle_s=sum(max(ends) - end for end in ends))
+        ends, spots = zip(*gather_json((finished_at, spot), self.replicas), strict=True)
+        parts = [part_of(row, rank) for rank, each in enumerate(shares) for row in each["rows"]]
+        start = sum(len(each["rows"]) for each in shares[: self.replicas.rank])
+        parts[start : start + len(own)] = own
+        if rules.round_tokens:  # any rank may continue a response
+            parts = filled(parts, share_with_all(own, self.replicas))
+        return _Round(
+            parts=parts,
+            passes=passes,
+            shares=shares,
+            spots=spots,
+            idle_s=sum(max(ends) - end for end in ends),
+        )
 
     def _generate_share(
         self,
@@ -161,9 +207,11 @@ class RolloutWorker:
         responses: OpenResponses,
         policy_version: int,
         drafter: DrafterLifecycle | None,
-        step: int,
-    ) -> _Share:
-        """Return this rank's scored part of the batch. GenerationStopped if this rank was told to stop first."""
+    ) -> tuple[list[ScoredResponse], dict[str, float], Sequence[PassRecord]]:
+        """Return this rank's scored part of the batch, its counts and its decode passes.
+
+        GenerationStopped if this rank was told to stop first.
+        """
         status, progress = self.phases.timeline.status, self.phases.progress
 
         def score(part: Rollout) -> None:
@@ -209,15 +257,8 @@ class RolloutWorker:
             has_failed = part.transcript is not None and part.transcript.has_failed
             is_scored = not has_failed and not responses.is_cut(part)
             outcome = outcomes[part.draw_index, part.sample_index] if is_scored else Outcome()
-            unprompted = dataclasses.replace(part, prompt_ids=())  # all ranks know the prompts
-            parts.append(ScoredResponse(unprompted, outcome.score, outcome.details))
-        return _Share(
-            parts=parts,
-            num_generated=self.engine.stats().num_generated_tokens,
-            seconds=self.engine.stats().seconds,
-            counts=self._take_counts(outcomes.values()),
-            passes=sum_passes(passes, step=step, rank=self.replicas.rank),
-        )
+            parts.append(ScoredResponse(part, outcome.score, outcome.details))
+        return parts, self._take_counts(outcomes.values()), passes
 
     def _take_counts(self, outcomes: Iterable[Outcome]) -> dict[str, float]:
         """Return the metrics of this round that are sums over ranks and rounds."""
@@ -242,21 +283,12 @@ class RolloutWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
-    """The part of the batch that one replica contributes."""
-
-    parts: list[ScoredResponse]  # without `Rollout.prompt_ids`
-    num_generated: int  # tokens, in `seconds` of its engine
-    seconds: float
-    counts: dict[str, float]
-    passes: list[PassTotals]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Round:
     """One generation round of all ranks."""
 
-    shares: list[_Share]
+    parts: list[ScoredResponse]
+    passes: list[PassTotals]  # of this rank
+    shares: list[dict[str, Any]]  # of each rank: numbers of its engine and reward workers
     spots: Sequence[dict[str, float]]  # `SpotReport.metrics` of each rank
     # From the end of each rank's rollouts to the end of the last rank's, with and without spot training.
     idle_s: float
@@ -278,7 +310,7 @@ def _engine_metrics(rounds: Sequence[_Round]) -> dict[str, float]:
     num_generated, seconds = 0, 0.0
     for each in rounds:
         for share in each.shares:
-            counts.update(share.counts)
-            num_generated += share.num_generated
-        seconds += max(share.seconds for share in each.shares)
+            counts.update(share["counts"])
+            num_generated += share["num_generated"]
+        seconds += max(share["seconds"] for share in each.shares)
     return {"perf/rollout_tokens_per_s": num_generated / seconds, **counts}

@@ -100,6 +100,7 @@ class Run:
         trainer = self.trainer
 
         def save_part(folder: Path) -> None:
+            trainer.save_engine(folder)
             if trainer.drafter is not None:
                 trainer.drafter.save_into(folder)
             if trainer.carried and trainer.world.is_first:
@@ -118,6 +119,7 @@ class Run:
         self.report.load_state_dict(saved.state.get("report", {}), has_history=self._is_saved)
         has_critic = (folder / "critic").is_dir()
         self.trainer.load_state_dict(saved.state, carried, has_critic=has_critic)
+        self.trainer.load_engine(folder)
 
     def measure_gain(self) -> SpeculationGain | None:
         """Time further batches with and without speculation. Returns None after a run without new steps."""

@@ -1,6 +1,6 @@
-"""Records the engine's strategy decisions as spans of the trace and rows of speculation.jsonl.
+"""Records the engine's strategy decisions as spans of the trace and rows of speculation/rank_*.jsonl.
 
-Each rank adds spans to its own timeline and sums its passes; rank 0 writes the sums of all ranks. A span is a run of passes
+Each rank adds spans to its own timeline, and writes the sums of its passes. A span is a run of passes
 with the same strategy and batch size, and a row is their total over a step.
 """
 
@@ -15,7 +15,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 
 from tlt_megatron.engines.base import PassRecord
-from tlt_megatron.runtime.metrics import keep_rows
+from tlt_megatron.runtime.metrics import keep_rows, set_aside
 from tlt_megatron.runtime.timeline import Timeline
 
 _OFF = "off"
@@ -23,7 +23,7 @@ _OFF = "off"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTotals:
-    """Totals of all passes of one rank with one strategy and batch size; a line of speculation.jsonl.
+    """Totals of all passes of one rank with one strategy and batch size; a line of speculation/rank_*.jsonl.
 
     Of one step, or of each generation round of it with dynamic sampling.
 
@@ -86,22 +86,28 @@ def sum_passes(passes: Iterable[PassRecord], *, step: int, rank: int) -> list[Pa
 
 
 class SpeculationLog:
-    """Writes <run.dir>/speculation.jsonl, on rank 0 only.
+    """Appends to <run.dir>/speculation/rank_00000.jsonl."""
 
-    `resume_step` is the first step to write again, None for a fresh run: see `keep_rows`.
-    """
+    def __init__(self, folder: Path, *, rank: int) -> None:
+        self.folder = folder
+        self.path = folder / f"rank_{rank:05d}.jsonl"
 
-    def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
-        self.path = run_dir / "speculation.jsonl"
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self.num_rows = keep_rows(self.path, resume_step)
+    def begin(self, resume_step: int | None) -> None:
+        """Cut the rows of all ranks from `resume_step` on. None is for a fresh run, which renames the folder of an earlier run.
+
+        Only one rank calls it, before any writes.
+        """
+        if resume_step is None and self.folder.is_dir():
+            set_aside(self.folder)
+        for file in sorted(self.folder.glob("rank_?????.jsonl")):
+            keep_rows(file, resume_step)
 
     def write(self, totals: Iterable[PassTotals]) -> None:
         """Append one line per row."""
         lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in totals]
+        self.folder.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
-        self.num_rows += len(lines)
 
 
 def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:

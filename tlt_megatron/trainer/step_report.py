@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.collectives import max_by_name
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.runtime.memory_claim import MemoryLedger
 from tlt_megatron.runtime.metrics import MetricsWriter
@@ -28,7 +28,7 @@ _PHASES_OF_ALL_TOKENS = ("values", "update_critic", "update_actor")
 
 
 class RunReport:
-    """Every rank has one; only rank 0 gets files. Methods that gather are collectives."""
+    """Every rank has one. Only rank 0 writes metrics. Methods that gather are collectives."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class RunReport:
         utilization: Utilization | None = None,
         ledger: MemoryLedger | None = None,
     ) -> None:
-        """`ledger` has the memory that was planned for each phase."""
+        """`rollouts` is given to one rank of each data-parallel index. `ledger` has the memory that was planned for each phase."""
         self.phases = phases
         self.world = world
         self.last_eval_step = -1  # of the last evaluation, also before a resume
@@ -63,12 +63,13 @@ class RunReport:
         collected, inference, update, differences = trained
         if self._passes is not None:
             self._passes.write(collected.passes)
-        if self._rollouts is not None and self._metrics is not None:
-            samples = self._rollouts.write(step, collected.groups, differences)
-            self._metrics.trackers.log_responses(step, samples)
+        if self._rollouts is not None:
+            own = inference.own_keys
+            samples = self._rollouts.write(step, inference.scored, own, differences)
+            if self._metrics is not None:
+                self._metrics.trackers.log_responses(step, samples)
         metrics = collected.metrics | inference.metrics | update
-        timings = gather_objects(self.phases.take_timings(), self.world)
-        metrics |= {name: max(rank[name] for rank in timings) for name in timings[0]}
+        metrics |= max_by_name(self.phases.take_timings(), self.world)
         metrics["timing_s/step"] = time.perf_counter() - self._step_started
         metrics["perf/time_per_step"] = metrics["timing_s/step"]
         num_tokens = metrics["perf/total_num_tokens"] = metrics["rollout/num_tokens"]
@@ -107,10 +108,9 @@ class RunReport:
 
     def _memory(self) -> dict[str, float]:
         """Return the peak memory of each phase since the last step, the maximum over ranks, and what was planned."""
-        ranks = gather_objects(self.phases.take_peaks(), self.world)
         metrics = {}
-        for phase in ranks[0]:
-            if peak := max(rank[phase] for rank in ranks):  # 0: no rank can tell
+        for phase, peak in max_by_name(self.phases.take_peaks(), self.world).items():
+            if peak:  # 0: no rank can tell
                 metrics[f"memory/peak_gb/{phase}"] = peak / 1e9
                 if self._ledger is not None:
                     metrics[f"memory/planned_gb/{phase}"] = self._ledger.bytes_in(phase) / 1e9
@@ -137,11 +137,11 @@ class RunReport:
 
     def _num_written(self) -> dict[str, int]:
         """Return the rows, or the files that are not empty, in each part of the history on the disk."""
-        if self._metrics is None or self._passes is None:
+        if self._metrics is None:
             return {}
         run_dir = self._metrics.path.parent
-        counts = {each.path.name: each.num_rows for each in (self._metrics, self._passes)}
-        for name in ("rollouts", "timeline"):
+        counts = {self._metrics.path.name: self._metrics.num_rows}
+        for name in ("rollouts", "speculation", "timeline"):
             sizes = [file.stat().st_size for file in (run_dir / name).glob("*.jsonl")]
             counts[f"{name}/"] = sum(size > 0 for size in sizes)
         return counts

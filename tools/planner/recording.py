@@ -14,7 +14,7 @@ Lengths = list[list[int]]  # response tokens of a step, by prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """The passes of one rank in a step with one strategy at one batch size: a row of speculation.jsonl."""
+    """The passes of one rank in a step with one strategy at one batch size: a row of speculation/rank_*.jsonl."""
 
     step: int
     rank: int
@@ -53,7 +53,7 @@ class Recording:
 
 def read_recording(path: Path) -> Recording:
     """Read a run folder. ValueError names what it lacks."""
-    for name in ("metrics.jsonl", "speculation.jsonl", "rollouts"):
+    for name in ("metrics.jsonl", "speculation", "rollouts"):
         if not (path / name).exists():
             raise ValueError(
                 f"{path}: has no {name}; a run with speculation.enabled=true and logging.rollouts=true is needed"
@@ -65,11 +65,12 @@ def read_recording(path: Path) -> Recording:
             if "timing_s/step" in row
         ]
         passes: dict[int, list[Passes]] = {int(row["step"]): [] for row in metrics}
-        for row in read_lines(path / "speculation.jsonl"):
-            values = {name: row[name] for name in Passes.__dataclass_fields__}
-            passes.get(row["step"], []).append(Passes(**values))
+        for file in sorted((path / "speculation").glob("rank_?????.jsonl")):
+            for row in read_lines(file):
+                values = {name: row[name] for name in Passes.__dataclass_fields__}
+                passes.get(row["step"], []).append(Passes(**values))
         if not all(passes.values()):
-            raise ValueError("a step has no decode pass in speculation.jsonl")
+            raise ValueError("a step has no decode pass in speculation/")
         updates, done = [], 0.0
         for row in metrics:
             updates.append(done)
@@ -85,6 +86,7 @@ def read_recording(path: Path) -> Recording:
 
 def _read_lengths(path: Path, step: int) -> Lengths:
     by_prompt: dict[int, list[int]] = {}
-    for row in read_lines(path / "rollouts" / f"step_{step:07d}.jsonl"):
-        by_prompt.setdefault(row["draw_index"], []).append(len(row["token_ids"]))
-    return list(by_prompt.values())
+    for file in sorted((path / "rollouts").glob(f"step_{step:07d}.*jsonl")):
+        for row in read_lines(file):
+            by_prompt.setdefault(row["draw_index"], []).append(len(row["token_ids"]))
+    return [lengths for _, lengths in sorted(by_prompt.items())]

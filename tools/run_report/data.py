@@ -21,7 +21,8 @@ from tools.run_report.files import errors_named, is_number, parse_object, read_l
 from tools.run_report.trace import Trace
 
 MARKS = (LOCK_FILE, "config.yaml", "metrics.jsonl")  # a run has one of these from its start
-_PASSES_BYTES = 16 << 20  # of speculation.jsonl only the end is read
+_PASSES_BYTES = 16 << 20  # of a rank's passes only the end is read
+_PASSES_FILES = 64  # ranks whose passes are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,7 @@ def read_run(run_dir: Path, trace: Trace | None = None, name: str = "") -> RunDa
             summary=parse_object(run_dir / "summary.json", texts["summary.json"] or "{}"),
             rows=rows,
             trace=trace if config.get("logging", {}).get("trace", True) else None,
-            passes=_read_passes(run_dir / "speculation.jsonl"),
+            passes=_read_passes(run_dir / "speculation"),
             alarms=find_alarms(rows, config),
         )
 
@@ -135,9 +136,12 @@ def read_metrics(path: Path) -> list[dict[str, float | None]]:
     return [rows[step] for step in sorted(rows)]
 
 
-def _read_passes(path: Path) -> list[tuple[str, int, int]]:
-    with errors_named(path):
-        return [
-            (str(row["strategy"]), int(row["batch_size"]), int(row["passes"]))
-            for row in read_lines(path, _PASSES_BYTES)
-        ]
+def _read_passes(folder: Path) -> list[tuple[str, int, int]]:
+    found = []
+    for path in sorted(folder.glob("rank_?????.jsonl"))[:_PASSES_FILES]:
+        with errors_named(path):
+            found += [
+                (str(row["strategy"]), int(row["batch_size"]), int(row["passes"]))
+                for row in read_lines(path, _PASSES_BYTES)
+            ]
+    return found

@@ -17,7 +17,7 @@ from tools.run_report.running import Running, State, describe_end, is_over, read
 from tools.run_report.trace import Trace
 
 Links = Sequence[tuple[str, str]]
-_FILES = ("config.yaml", "metrics.jsonl", "speculation.jsonl", "summary.json")
+_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
 _NUM_TRACES = 8  # ranks whose files show that a step has ended
 
 
@@ -37,6 +37,7 @@ class LiveRun:
         """Return a word that changes with the sizes and times of the files that the page shows."""
         files = [self.path / name for name in _FILES]
         files += sorted((self.path / "timeline").glob("rank_*.jsonl"))[:_NUM_TRACES]
+        files += sorted((self.path / "speculation").glob("rank_*.jsonl"))[:_NUM_TRACES]
         files += sorted((self.path / "rollouts").glob("step_*.jsonl"))[-1:]
         stats = [file.stat() for file in files if file.exists()]
         return f"{zlib.crc32(repr([(s.st_size, s.st_mtime_ns) for s in stats]).encode()):08x}"

@@ -167,7 +167,7 @@ def _strategies(run: RunData) -> Panel:
         note="Share of the passes at that batch size, all ranks; off is plain decoding, else steps_topk_tokens.",
         data=bars,
         layout=make_layout("running requests on the rank", "share", x={"type": "category"}),
-        absent=_absent(run, "speculation.jsonl"),
+        absent=_absent(run, "speculation/"),
     )
 
 

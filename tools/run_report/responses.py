@@ -34,7 +34,7 @@ def read_responses(run_dir: Path, limit: int = _NUM_SHOWN) -> list[Response]:
     for path in sorted((run_dir / "rollouts").glob("step_*.jsonl"), reverse=True):
         with errors_named(path):
             rows = read_lines(path, _MAX_FILE_BYTES)[-(limit - len(found)) :]
-            found += [_response(int(path.stem.removeprefix("step_")), row) for row in rows]
+            found += [_response(int(path.name[5:12]), row) for row in rows]
         if len(found) >= limit:
             break
     return found

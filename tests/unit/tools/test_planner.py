@@ -51,8 +51,11 @@ def _record(folder: Path, *, spot: bool = True) -> Path:
             for index, lengths in enumerate(prompts)
             for length in lengths
         ]
-        _write(folder / "rollouts" / f"step_{step:07d}.jsonl", responses)
-    _write(folder / "speculation.jsonl", rows)
+        _write(folder / "rollouts" / f"step_{step:07d}.rank_00000.jsonl", responses)
+    (folder / "speculation").mkdir(exist_ok=True)
+    for rank in range(2):
+        own = [row for row in rows if row["rank"] == rank]
+        _write(folder / "speculation" / f"rank_{rank:05d}.jsonl", own)
     _write(folder / "metrics.jsonl", metrics)
     (folder / "config.yaml").write_text("{}\n")
     return folder

@@ -93,10 +93,10 @@ def make_run(folder: Path, *, is_plain: bool = False) -> Path:
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
     metrics = MetricsWriter(folder, Trackers({}), resume_step=None)
     metrics.write(0, {"eval/accuracy": 0.4375})
-    log = SpeculationLog(folder, resume_step=None)
     for step in (1, 2, 3):
         metrics.write(step, step_metrics(step) | ({} if is_plain else tlt_metrics(step)))
         for rank in () if is_plain else (0, 1):
+            log = SpeculationLog(folder / "speculation", rank=rank)
             log.write(sum_passes(passes_of(rank, step), step=step, rank=rank))
     metrics.write(3, {"eval/accuracy": 0.8125})
     metrics.close()
@@ -271,7 +271,7 @@ def test_a_plain_run_says_what_it_did_not_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "summary.json", "config.yaml", "speculation.jsonl"]
+    "name", ["metrics.jsonl", "summary.json", "config.yaml", "speculation/rank_00001.jsonl"]
 )
 def test_a_run_that_lacks_a_file_has_a_report(run_dir: Path, name: str) -> None:
     (run_dir / name).unlink()
@@ -283,7 +283,7 @@ def test_lines_that_were_cut_off_by_a_kill_are_left_out(run_dir: Path) -> None:
     before = figures(page_of(run_dir))
     path = run_dir / RANK_0
     path.write_text('{"ph": "X", "name": "SYNC"\n' + path.read_text())
-    for name in (RANK_0, "metrics.jsonl", "speculation.jsonl"):
+    for name in (RANK_0, "metrics.jsonl", "speculation/rank_00001.jsonl"):
         with (run_dir / name).open("a") as file:
             file.write('{"step": 4, "na')
     assert figures(page_of(run_dir)) == before

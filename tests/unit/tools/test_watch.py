@@ -50,8 +50,9 @@ def write_responses(run_dir: Path, step: int, texts: list[str]) -> None:
     rollouts = [make_rollout(prompt, (i,) * (i + 1), i) for i in range(len(texts))]
     group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
     rewards = tuple(index + 0.5 for index in range(len(texts)))
-    log = RolloutLog(run_dir / "rollouts", Texts(texts), resume_step=step)
-    log.write(step, [ScoredGroup(group=group, rewards=rewards)], {(0, 1): 0.125})
+    log = RolloutLog(run_dir / "rollouts", Texts(texts), rank=0)
+    own = {(0, index) for index in range(len(texts))}
+    log.write(step, [ScoredGroup(group=group, rewards=rewards)], own, {(0, 1): 0.125})
 
 
 @contextmanager
@@ -181,8 +182,9 @@ def spoil(run_dir: Path, name: str, text: str) -> None:
         path.write_text(f"{text}\n")
 
 
-CONFIG, METRICS, SUMMARY, PASSES = "config.yaml", "metrics.jsonl", "summary.json", "speculation.jsonl"  # fmt: skip
-RESPONSES, STATUS = "rollouts/step_0000001.jsonl", "status/rank_00000.json"
+CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+PASSES = "speculation/rank_00000.jsonl"
+RESPONSES, STATUS = "rollouts/step_0000001.rank_00000.jsonl", "status/rank_00000.json"
 SPAN = '{"name": "SYNC", "lane": "MainThread", "start_ns": 1, "dur_ns": 1, "args": '
 DEEP = "[" * 100_000
 RESPONSE = '{"reward": 1, "token_ids": [1, 2], "prompt": "p", "response": "ab", '

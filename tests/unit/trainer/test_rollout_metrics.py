@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.rollout_stand_ins import make_prompts, make_rollout
 from tlt_megatron.rewards.batch_rules import right_responses
-from tlt_megatron.runtime.process_groups import group_of
+from tlt_megatron.runtime.process_groups import SINGLE, group_of
 from tlt_megatron.trainer.evaluation import (
     Evaluator,
     by_data_source,
@@ -20,7 +20,7 @@ from tlt_megatron.trainer.evaluation import (
     majority,
     pass_at_k,
 )
-from tlt_megatron.trainer.rollout_metrics import rollout_metrics
+from tlt_megatron.trainer.rollout_metrics import rollout_metrics, token_sums
 from tlt_megatron.trainer.rollout_worker import Collected
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import (
@@ -46,16 +46,21 @@ def scored(
     return ScoredGroup(group=group, rewards=rewards)
 
 
+def sums_of(*groups: ScoredGroup) -> list[dict[str, float]]:
+    """The sums of two ranks, of which the second has all tokens."""
+    return [token_sums(()), token_sums(groups)]
+
+
 def test_rollout_metrics_by_hand() -> None:
     groups = [scored((2, 4), (1.0, 1.0), 8), scored((6, 8), (0.0, -0.5), 8)]
-    metrics = rollout_metrics(groups, max_prompt_tokens=2)
+    metrics = rollout_metrics(groups, sums_of(*groups), max_prompt_tokens=2)
     assert metrics["critic/rewards/mean"] == pytest.approx(0.375)
     assert (metrics["critic/rewards/max"], metrics["critic/rewards/min"]) == (1.0, -0.5)
     assert metrics["response_length/mean"] == 5
     assert metrics["response_length/clip_ratio"] == 0.25
     assert (metrics["prompt_length/max"], metrics["prompt_length/min"]) == (2, 2)
     assert metrics["prompt_length/clip_ratio"] == 1.0
-    assert rollout_metrics(groups, max_prompt_tokens=3)["prompt_length/clip_ratio"] == 0.0
+    assert rollout_metrics(groups, sums_of(*groups), 3)["prompt_length/clip_ratio"] == 0.0
     assert metrics["rollout/num_tokens"] == 20 + 4 * 2
     assert metrics["rollout/entropy"] == 0.5
     assert (metrics["rollout/solve_all"], metrics["rollout/solve_none"]) == (0.5, 0.5)
@@ -65,11 +70,11 @@ def test_right_is_a_score_and_not_the_punished_reward() -> None:
     group = scored((2, 4), (1 - 2e-16, 0.25), 8)
     group = replace(group, details=({"overlong_reward": 0.0}, {"overlong_reward": -0.5}))
     for right_score, share in ((0.75, 1.0), (1.0, 0.0)):
-        metrics = rollout_metrics([group], 2, right_score)
+        metrics = rollout_metrics([group], sums_of(group), 2, right_score)
         assert metrics["rollout/solve_all"] == share
     assert right_responses(group, 1.0) == [True, False]
     unlucky = replace(group, rewards=(-1.0, 0.0), details=({"overlong_reward": -2.0}, {}))
-    assert rollout_metrics([unlucky], 2)["rollout/solve_none"] == 0
+    assert rollout_metrics([unlucky], sums_of(unlucky), 2)["rollout/solve_none"] == 0
 
 
 def test_metrics_of_kept_sets_by_hand() -> None:
@@ -78,7 +83,8 @@ def test_metrics_of_kept_sets_by_hand() -> None:
     counts = torch.tensor([3, 1, 0, 2], dtype=torch.int32)
     kept = KeptTokens(token_ids=torch.arange(6, dtype=torch.int32), counts=counts)
     rollouts = (replace(group.group.rollouts[0], kept=kept),)
-    metrics = rollout_metrics([replace(group, group=replace(group.group, rollouts=rollouts))], 8)
+    group = replace(group, group=replace(group.group, rollouts=rollouts))
+    metrics = rollout_metrics([group], sums_of(group), 8)
     assert (metrics["rollout/kept_set_size"], metrics["rollout/kept_set_missing_share"]) == (
         2,
         0.25,
@@ -112,7 +118,7 @@ def test_majority_by_hand() -> None:
     answers = [["1", "2", "2", "3"], ["4", "5", "6", "7"], ["8", "8", "9", "9"]]
     right = [[True, False, False, False], [True, False, False, False], [False, True, False, True]]
     # 2 is wrong; of four answers once each the first, 4, is right; 8 is right in one of its two responses
-    assert majority(answers, right) == pytest.approx((0 + 1 + 0.5) / 3)
+    assert list(map(majority, answers, right)) == [0, 1, 0.5]
 
 
 def test_the_vote_of_a_conversation_is_its_last_turn() -> None:
@@ -126,6 +132,8 @@ def test_the_vote_of_a_conversation_is_its_last_turn() -> None:
     group = replace(group, group=replace(group.group, rollouts=(*talks, last)))
 
     class Worker:
+        replicas = SINGLE
+
         def collect(self, *_: object) -> Collected:
             return Collected(groups=(group,), metrics={}, passes=[])
 
@@ -143,7 +151,7 @@ def test_rewards_and_further_numbers_of_reward_functions_by_data_source() -> Non
         replace(scored((1, 1), (0.0, 0.0), 8, "gsm8k"), details=({"acc": 4.0, "tool": 2.0}, {})),
         replace(scored((1, 1), (1.0, 0.5), 8), details=({"acc": 7.0}, {"acc": 9.0})),
     ]
-    metrics = rollout_metrics(groups, 8)
+    metrics = rollout_metrics(groups, sums_of(*groups), 8)
     assert metrics["reward/gsm8k/acc/mean"] == metrics["reward/gsm8k/tool/mean"] == 2.0
     assert metrics["reward/unknown/acc/mean"] == 8.0
     assert (

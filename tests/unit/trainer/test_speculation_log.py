@@ -91,13 +91,14 @@ def test_rows_hold_every_pass_once() -> None:
 def test_no_step_is_there_twice_after_a_resume(
     tmp_path: Path, resume_step: int | None, kept: list[int]
 ) -> None:
-    killed = SpeculationLog(tmp_path, resume_step=None)
+    killed = SpeculationLog(tmp_path / "speculation", rank=1)
     for step in (1, 2):
         killed.write(sum_passes(PASSES[:1], step=step, rank=0))
     with killed.path.open("a") as file:
         file.write('{"step": 3, "ra')
-    resumed = SpeculationLog(tmp_path, resume_step=resume_step)
+    resumed = SpeculationLog(tmp_path / "speculation", rank=1)
+    SpeculationLog(tmp_path / "speculation", rank=0).begin(resume_step)  # it cuts all ranks' files
     resumed.write(sum_passes(PASSES[:1], step=9, rank=0))
     rows = [json.loads(line) for line in resumed.path.read_text().splitlines()]
     assert [row["step"] for row in rows] == [*kept, 9]
-    assert (tmp_path / "speculation.1.jsonl").exists() == (resume_step is None)
+    assert (tmp_path / "speculation.1").exists() == (resume_step is None)

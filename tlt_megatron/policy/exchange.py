@@ -1,0 +1,184 @@
+"""Sends the tokens of a batch from the ranks that generated them to those that train on them.
+
+All ranks know the row of every response: its length, reward and finish reason. That is enough to plan the batch. Tokens and
+log-probs travel once, as tensors, and only to their owners: the ranks of one data-parallel index.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from tlt_megatron.policy.batching import RolloutKey, key_of
+from tlt_megatron.rewards.open_responses import ScoredResponse
+from tlt_megatron.runtime.collectives import agree_any, exchange_bytes, gather_bytes, gather_json
+from tlt_megatron.runtime.process_groups import Group, ProcessGroups
+from tlt_megatron.types import FinishReason, KeptTokens, Rollout, ScoredGroup, Transcript
+
+_TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask")
+_NUMBERS = ("accept_lengths", "verify_starts")
+
+# ---- rows
+
+
+def row_of(part: ScoredResponse) -> list[Any]:
+    """Return what all ranks know of a response, as JSON types. `part_of` reads it."""
+    rollout = part.rollout
+    num_tokens = rollout.token_ids.numel()
+    return [
+        *key_of(rollout),
+        num_tokens,
+        num_tokens - rollout.num_generated,
+        str(rollout.finish_reason),
+        rollout.policy_version,
+        rollout.versions,
+        part.reward,
+        dict(part.details),
+    ]
+
+
+def part_of(row: Sequence[Any], held_by: int) -> ScoredResponse:
+    """Return a response without its tokens, which the rank `held_by` has."""
+    draw, sample, num_tokens, num_observed, reason, version, versions, reward, details = row
+    absent_T = torch.empty(num_tokens, device="meta")
+    rollout = Rollout(
+        prompt_id="",  # it follows from the prompt, and so do its tokens
+        draw_index=draw,
+        sample_index=sample,
+        prompt_ids=(),
+        token_ids=absent_T.long(),
+        logprobs=absent_T,
+        policy_logprobs=absent_T,
+        finish_reason=FinishReason(reason),
+        policy_version=version,
+        versions=tuple((of, count) for of, count in versions),
+        held_by=held_by,
+        num_observed=num_observed,
+    )
+    return ScoredResponse(rollout, reward, details)
+
+
+# ---- tokens
+
+
+def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
+    """Return the tokens of `rollouts` and what belongs to them, b"" for none. `from_bytes` reads it."""
+    tensors: dict[str, Tensor] = {}
+    transcripts = {}
+    for rollout in rollouts:
+        name = ".".join(map(str, key_of(rollout)))
+        found = {field: getattr(rollout, field) for field in _TENSORS}
+        found |= {field: torch.tensor(getattr(rollout, field)).int() for field in _NUMBERS}
+        if rollout.kept is not None:
+            found |= {"kept_ids": rollout.kept.token_ids, "kept_counts": rollout.kept.counts}
+        found["token_ids"] = rollout.token_ids.int()
+        tensors |= {f"{name}.{k}": v.contiguous() for k, v in found.items() if v is not None}
+        if rollout.transcript is not None:
+            transcripts[name] = dataclasses.asdict(rollout.transcript)
+    return save(tensors, {"transcripts": json.dumps(transcripts)}) if tensors else b""
+
+
+def from_bytes(data: bytes) -> dict[RolloutKey, dict[str, Any]]:
+    """Return by response the fields of `Rollout` that `to_bytes` wrote."""
+    fields: dict[RolloutKey, dict[str, Any]] = {}
+    if not data:
+        return fields
+    for name, tensor in load(data).items():
+        draw, sample, field = name.split(".")
+        fields.setdefault((int(draw), int(sample)), {})[field] = tensor
+    size = int.from_bytes(data[:8], "little")
+    about = json.loads(data[8 : 8 + size])["__metadata__"]
+    for name, transcript in json.loads(about["transcripts"]).items():
+        draw, sample = map(int, name.split("."))
+        transcript["messages"] = tuple(transcript["messages"])
+        fields[draw, sample]["transcript"] = Transcript(**transcript)
+    for each in fields.values():
+        each["token_ids"] = each["token_ids"].long()
+        each |= {field: tuple(each[field].tolist()) for field in _NUMBERS}
+        if "kept_ids" in each:
+            ids, counts = each.pop("kept_ids"), each.pop("kept_counts")
+            each["kept"] = KeptTokens(token_ids=ids, counts=counts)
+        each |= {"held_by": None, "num_observed": 0}
+    return fields
+
+
+def share_with_all(
+    parts: Sequence[ScoredResponse], group: Group
+) -> dict[RolloutKey, dict[str, Any]]:
+    """Return the tokens of all ranks' `parts` by response: partial rollouts go on anywhere."""
+    own = to_bytes([part.rollout for part in parts])
+    return {key: row for data in gather_bytes(own, group) for key, row in from_bytes(data).items()}
+
+
+class OwnerExchange:
+    """Brings tokens to their owners. Every method is a collective of all ranks."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self._groups = groups
+        self._indices: list[int] = []  # data-parallel index of each rank
+
+    def fetch(
+        self, scored: Sequence[ScoredGroup], owners: Mapping[RolloutKey, int]
+    ) -> tuple[ScoredGroup, ...]:
+        """Return the batch with the tokens of this rank's share, where each response goes to a data-parallel index."""
+        world = self._groups.world
+        if world.size == 1:
+            return tuple(scored)
+        rollouts = [rollout for each in scored for rollout in each.group.rollouts]
+        if not agree_any(any(each.held_by is not None for each in rollouts), world):
+            return tuple(scored)
+        self._indices = self._indices or gather_json(self._groups.dp.rank, world)
+        ranks_of: dict[int, list[int]] = {}
+        for rank, index in enumerate(self._indices):
+            ranks_of.setdefault(index, []).append(rank)
+        outgoing: list[list[Rollout]] = [[] for _ in range(world.size)]
+        for rollout in rollouts:
+            if rollout.held_by is None:
+                for rank in ranks_of[owners[key_of(rollout)]]:
+                    outgoing[rank].append(rollout)
+        outgoing[world.rank] = []
+        received = exchange_bytes([to_bytes(each) for each in outgoing], world)
+        fields = {key: row for data in received for key, row in from_bytes(data).items()}
+        return tuple(_filled(each, fields) for each in scored)
+
+    def gather(
+        self, scored: Sequence[ScoredGroup], mine: Mapping[RolloutKey, Tensor]
+    ) -> dict[RolloutKey, Tensor]:
+        """Return values of the policy's tokens for every response of the batch, from those [T] of each rank's share.
+
+        Those of this rank's share are as they were, [T]; of others, the values at observations are left out.
+        """
+        known = {key_of(r): r for each in scored for r in each.group.rollouts}
+        tensors = {
+            f"{draw}.{sample}": known[draw, sample].generated(values).contiguous()
+            for (draw, sample), values in mine.items()
+        }
+        found: dict[RolloutKey, Tensor] = {}
+        for data in gather_bytes(save(tensors) if tensors else b"", self._groups.dp):
+            for name, tensor in load(data).items() if data else ():
+                draw, sample = map(int, name.split("."))
+                found[draw, sample] = tensor
+        return found | dict(mine)
+
+
+def filled(
+    parts: Iterable[ScoredResponse], fields: Mapping[RolloutKey, Mapping[str, Any]]
+) -> list[ScoredResponse]:
+    """Return the responses with the tokens of `fields`."""
+    return [part._replace(rollout=_fill(part.rollout, fields)) for part in parts]
+
+
+def _fill(rollout: Rollout, fields: Mapping[RolloutKey, Mapping[str, Any]]) -> Rollout:
+    own = fields.get(key_of(rollout))
+    return rollout if own is None else dataclasses.replace(rollout, **own)
+
+
+def _filled(scored: ScoredGroup, fields: Mapping[RolloutKey, Mapping[str, Any]]) -> ScoredGroup:
+    rollouts = tuple(_fill(rollout, fields) for rollout in scored.group.rollouts)
+    return dataclasses.replace(scored, group=dataclasses.replace(scored.group, rollouts=rollouts))
