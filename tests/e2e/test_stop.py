@@ -39,7 +39,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 # Rank 0 has twice the work of rank 1, which trains the drafter meanwhile.
 SETTINGS = (
-    *("run.num_steps=3", "rollout.num_prompts=3", "rollout.num_samples=64"),
+    *("run.num_steps=3", "rollout.num_prompts=3", "rollout.num_samples=112"),
     *("rollout.max_new_tokens=48", "data.eval=", "logging.trackers=[]"),
 )
 SPOT = (

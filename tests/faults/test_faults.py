@@ -120,7 +120,13 @@ def write_run(folder: Path) -> Path:
     rows = [{"step": 0, "eval/accuracy": 0.5}]
     for step in (1, 2, 3):
         rows.append({"step": step, "actor/pg_loss": 0.1 * step, "timing_s/step": 3.0})
-        row = {"prompt_id": "a", "sample_index": 0, "token_ids": [step], "reward": 1.0}
+        row = {
+            "prompt_id": "a",
+            "draw_index": step,
+            "sample_index": 0,
+            "token_ids": [step],
+            "reward": 1.0,
+        }
         (folder / "rollouts" / f"step_{step:07d}.rank_00000.jsonl").write_text(
             json.dumps(row) + "\n"
         )

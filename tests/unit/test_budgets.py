@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lines with a token that is neither a comment nor part of a docstring. The wish for the package is
 # 18,800, for tools 5,200 and for tests 25,000.
 CODE_LINES = {
-    "tlt_megatron": 20_485,
+    "tlt_megatron": 20_800,
     "tlt_megatron/api": 310,
     "tlt_megatron/config": 1_850,
     "tlt_megatron/data": 500,
@@ -26,13 +26,13 @@ CODE_LINES = {
     "tlt_megatron/engines": 3_835,
     "tlt_megatron/mcore": 1_980,
     "tlt_megatron/models": 2_215,
-    "tlt_megatron/policy": 910,
+    "tlt_megatron/policy": 1_075,
     "tlt_megatron/rewards": 940,
-    "tlt_megatron/runtime": 1_825,
+    "tlt_megatron/runtime": 1_875,
     "tlt_megatron/speculation": 1_160,
     "tlt_megatron/spot": 1_020,
-    "tlt_megatron/trainer": 2_820,
-    "tools": 6_800,
+    "tlt_megatron/trainer": 2_900,
+    "tools": 6_805,
     "tests": 29_470,
 }
 NUM_SETTINGS = 113
