@@ -125,5 +125,4 @@ def _as_tensor(value: bytes) -> torch.Tensor:
 
 def _device_of(group: Group) -> torch.device:
     """Return where the group's collectives take tensors."""
-    is_nccl = dist.get_backend(group.of_torch) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+    return torch.device("cuda" if dist.get_backend(group.of_torch) == "nccl" else "cpu")
