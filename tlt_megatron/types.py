@@ -139,16 +139,20 @@ class Rollout:
     # tokens out per verify pass, bonus token included; () for plain decoding
     accept_lengths: tuple[int, ...] = ()
     kept: KeptTokens | None = None  # None: top-p and top-k are off
-    verify_starts: tuple[int, ...] = ()  # of each verify pass: the index of its first token
     # [T] bool, False on observation tokens, whose logprobs are 0; None: the policy drew all tokens
     loss_mask: Tensor | None = None
     transcript: Transcript | None = None  # None without an environment
     # (policy version, tokens that it drew), oldest first; () if policy_version drew all of them
     versions: tuple[tuple[int, int], ...] = ()
-    # The rank that has the tokens, if this one has not. Then every tensor is on the meta device:
-    # it has a length and no content, and there is no `loss_mask`.
-    held_by: int | None = None
-    num_observed: int = 0  # observation tokens, where `held_by` is set
+    num_observed: int = 0  # observation tokens, where `is_here` is False
+
+    @property
+    def is_here(self) -> bool:
+        """Return False if another rank has the tokens.
+
+        Then every tensor is on the meta device: it has a length and no content, and there is no `loss_mask`.
+        """
+        return not self.token_ids.is_meta
 
     @property
     def num_tokens(self) -> int:

@@ -37,7 +37,6 @@ def full_response(group: int, sample: int) -> Rollout:
             policy_logprobs=-torch.rand(length, generator=generator),
         ),
         accept_lengths=(1, 2),
-        verify_starts=(0, 1),
         loss_mask=torch.arange(length) != 1 if sample else None,
         kept=KeptTokens(token_ids=torch.arange(length).int(), counts=torch.ones(length).int()),
         transcript=Transcript(messages=talk, num_turns=1, has_failed=False),
@@ -53,7 +52,7 @@ def batch_of(rank: int, num_groups: int) -> list[ScoredGroup]:
         rollouts = [full_response(group, sample) for sample in range(2)]
         if holder != rank:
             rows = [json.loads(json.dumps(row_of(ScoredResponse(r, 0.5, {})))) for r in rollouts]
-            outlines = [part_of(row, holder).rollout for row in rows]
+            outlines = [part_of(row).rollout for row in rows]
             assert [o.num_generated for o in outlines] == [r.num_generated for r in rollouts]
             rollouts = [
                 replace(o, prompt_id=r.prompt_id, prompt_ids=r.prompt_ids)
@@ -115,7 +114,7 @@ def test_a_rank_of_1024_receives_its_share_and_little_more() -> None:
         [i, 0, length, 0, FinishReason.STOP, 812, [], 1.0, {"acc": 1.0}]
         for i, length in enumerate(lengths)
     ]
-    rollouts = [part_of(row, row[0] // per_replica).rollout for row in rows]
+    rollouts = [part_of(row).rollout for row in rows]
     dp = Group(handle=None, rank=0, size=num_replicas, global_ranks=tuple(range(num_replicas)))
     owners = find_owners(rollouts, (), dp)
     numbers = {"num_generated": 10**6, "seconds": 123.45678901234567, "counts": {}, "passes": {}}

@@ -22,7 +22,6 @@ from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.types import FinishReason, KeptTokens, Rollout, ScoredGroup, Transcript
 
 _TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask")
-_NUMBERS = ("accept_lengths", "verify_starts")
 
 # ---- rows
 
@@ -43,8 +42,8 @@ def row_of(part: ScoredResponse) -> list[Any]:
     ]
 
 
-def part_of(row: Sequence[Any], held_by: int) -> ScoredResponse:
-    """Return a response without its tokens, which the rank `held_by` has."""
+def part_of(row: Sequence[Any]) -> ScoredResponse:
+    """Return a response without its tokens, which another rank has."""
     draw, sample, num_tokens, num_observed, reason, version, versions, reward, details = row
     absent_T = torch.empty(num_tokens, device="meta")
     rollout = Rollout(
@@ -58,7 +57,6 @@ def part_of(row: Sequence[Any], held_by: int) -> ScoredResponse:
         finish_reason=FinishReason(reason),
         policy_version=version,
         versions=tuple((of, count) for of, count in versions),
-        held_by=held_by,
         num_observed=num_observed,
     )
     return ScoredResponse(rollout, reward, details)
@@ -74,7 +72,7 @@ def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
     for rollout in rollouts:
         name = ".".join(map(str, key_of(rollout)))
         found = {field: getattr(rollout, field) for field in _TENSORS}
-        found |= {field: torch.tensor(getattr(rollout, field)).int() for field in _NUMBERS}
+        found["accept_lengths"] = torch.tensor(rollout.accept_lengths).int()
         if rollout.kept is not None:
             found |= {"kept_ids": rollout.kept.token_ids, "kept_counts": rollout.kept.counts}
         found["token_ids"] = rollout.token_ids.int()
@@ -100,11 +98,11 @@ def from_bytes(data: bytes) -> dict[RolloutKey, dict[str, Any]]:
         fields[draw, sample]["transcript"] = Transcript(**transcript)
     for each in fields.values():
         each["token_ids"] = each["token_ids"].long()
-        each |= {field: tuple(each[field].tolist()) for field in _NUMBERS}
+        each["accept_lengths"] = tuple(each["accept_lengths"].tolist())
         if "kept_ids" in each:
             ids, counts = each.pop("kept_ids"), each.pop("kept_counts")
             each["kept"] = KeptTokens(token_ids=ids, counts=counts)
-        each |= {"held_by": None, "num_observed": 0}
+        each["num_observed"] = 0
     return fields
 
 
@@ -131,7 +129,7 @@ class OwnerExchange:
         if world.size == 1:
             return tuple(scored)
         rollouts = [rollout for each in scored for rollout in each.group.rollouts]
-        if not agree_any(any(each.held_by is not None for each in rollouts), world):
+        if not agree_any(any(not each.is_here for each in rollouts), world):
             return tuple(scored)
         self._indices = self._indices or gather_json(self._groups.dp.rank, world)
         ranks_of: dict[int, list[int]] = {}
@@ -139,7 +137,7 @@ class OwnerExchange:
             ranks_of.setdefault(index, []).append(rank)
         outgoing: list[list[Rollout]] = [[] for _ in range(world.size)]
         for rollout in rollouts:
-            if rollout.held_by is None:
+            if rollout.is_here:
                 for rank in ranks_of[owners[key_of(rollout)]]:
                     outgoing[rank].append(rollout)
         outgoing[world.rank] = []

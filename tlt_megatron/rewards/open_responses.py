@@ -133,7 +133,6 @@ class OpenResponses:
 
 def join_parts(before: Rollout, part: Rollout) -> Rollout:
     """Return one response of two parts, of which `part` is the later one."""
-    num_before = before.token_ids.numel()
     return dataclasses.replace(
         part,
         token_ids=torch.cat((before.token_ids, part.token_ids)),
@@ -141,7 +140,6 @@ def join_parts(before: Rollout, part: Rollout) -> Rollout:
         policy_logprobs=torch.cat((before.policy_logprobs, part.policy_logprobs)),
         accept_lengths=before.accept_lengths + part.accept_lengths,
         versions=_merge(before.parts + part.parts),
-        verify_starts=before.verify_starts + tuple(num_before + n for n in part.verify_starts),
         kept=_join_kept((before, part)),
     )
 

@@ -87,7 +87,6 @@ def _observed(token_ids: tuple[int, ...], turn: Rollout) -> Rollout:
         logprobs=nothing,
         policy_logprobs=nothing,
         accept_lengths=(),
-        verify_starts=(),
         kept=None,
     )
 

@@ -66,7 +66,7 @@ class Evaluator:
         own = {  # of prompts whose responses were generated here
             index: [final_answer(self._last_turn(r)) for r in group.group.rollouts]
             for index, group in enumerate(groups)
-            if group.group.rollouts[0].held_by is None
+            if group.group.rollouts[0].is_here
         }
         shares = {index: majority(answers, right[index]) for index, answers in own.items()}
         found = gather_json(list(shares.items()), self.worker.replicas)

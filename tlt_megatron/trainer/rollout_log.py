@@ -86,5 +86,4 @@ class RolloutLog:
             "finish_reason": rollout.finish_reason,
             "token_ids": tokens,
             "accept_lengths": rollout.accept_lengths,
-            "verify_starts": rollout.verify_starts,
         }

@@ -19,7 +19,7 @@ from tlt_megatron.types import FinishReason, ScoredGroup
 
 def token_sums(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the sums over the responses whose tokens this rank has, for `rollout_metrics`."""
-    rollouts = [r for g in groups for r in g.group.rollouts if r.held_by is None]
+    rollouts = [r for g in groups for r in g.group.rollouts if r.is_here]
     counts = [r.generated(r.kept.counts).double() for r in rollouts if r.kept is not None]
     turns = [r.transcript.num_turns for r in rollouts if r.transcript]
     return {

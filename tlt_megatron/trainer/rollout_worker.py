@@ -188,7 +188,7 @@ class RolloutWorker:
         if len(shares) < self.replicas.size:
             raise GenerationStopped("the rollouts of this phase are dropped")
         ends, spots = zip(*gather_json((finished_at, spot), self.replicas), strict=True)
-        parts = [part_of(row, rank) for rank, each in enumerate(shares) for row in each["rows"]]
+        parts = [part_of(row) for each in shares for row in each["rows"]]
         start = sum(len(each["rows"]) for each in shares[: self.replicas.rank])
         parts[start : start + len(own)] = own
         if rules.round_tokens:  # any rank may continue a response

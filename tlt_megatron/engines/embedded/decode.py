@@ -268,9 +268,8 @@ class DecodeBatch:
             policy_logprobs_B=policy_logprobs_BS.gather(1, last_B1).squeeze(1),
             kept=tuple(sets[-1] for sets in kept),
         )
-        for request, count, position in zip(self.requests, counts, roots.positions, strict=True):
+        for request, count in zip(self.requests, counts, strict=True):
             request.accept_lengths.append(count)
-            request.verify_starts.append(position - request.state.num_tokens + 1)
         self._advance(verdict.num_committed_B, counts)
         self._noise.start()
         first = committed.first_by_depth

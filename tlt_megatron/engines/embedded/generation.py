@@ -229,7 +229,6 @@ def make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rol
         policy_version=policy_version,
         accept_lengths=tuple(end.request.accept_lengths),
         kept=_join_kept(end.request.kept),
-        verify_starts=tuple(end.request.verify_starts),
     )
 
 

@@ -60,7 +60,6 @@ class Request:
     accept_lengths: list[int] = field(default_factory=list)
     # the ids that top-p and top-k kept at each token so far; empty without them
     kept: list[Tensor] = field(default_factory=list)
-    verify_starts: list[int] = field(default_factory=list)
 
     @property
     def num_saved(self) -> int:

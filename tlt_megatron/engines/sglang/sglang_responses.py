@@ -140,7 +140,6 @@ def make_rollout(
         finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
         policy_version=policy_version,
         accept_lengths=tuple(min(count, len(token_ids) - start) for start, count in passes),
-        verify_starts=tuple(start for start, _ in passes),
         kept=kept,
     )
 
