@@ -27,7 +27,6 @@ class SyntheticDecoding:
         retrieval: float = 0.0,
         catch_up_s: float = 0.0,
         slowdown: float = 3.0,
-        slow_share: float = 0.01,
         arms: Sequence[SpeculationStrategy] = ARMS,
     ) -> None:
         """`quality`, `retrieval`: chances that a chain's, or retrieval's, next token is accepted. `catch_up_s`: for each
@@ -37,7 +36,6 @@ class SyntheticDecoding:
         self.arms = (OFF, *arms)
         self._catch_up_s = catch_up_s
         self._slowdown = slowdown
-        self._slow_share = slow_share
         self._rng = random.Random(seed)
 
     def seconds(self, strategy: SpeculationStrategy, batch_size: int, num_unread: int = 0) -> float:
@@ -110,7 +108,7 @@ class SyntheticDecoding:
             while count < len(rates) and self._rng.random() < rates[count]:
                 count += 1
             accepted.append(count)
-        slowdown = self._slowdown if self._rng.random() < self._slow_share else 1.0
+        slowdown = self._slowdown if self._rng.random() < 0.01 else 1.0
         noise = math.exp(self._rng.gauss(0.0, 0.05))
         return accepted, self.seconds(strategy, batch_size, num_unread) * noise * slowdown
 

@@ -104,19 +104,6 @@ def test_short_and_long_sequences_come_equally_often(has_tail: bool) -> None:
         assert not turns or max(turns) - 1 <= min(turns) >= 3
 
 
-def test_a_newcomer_is_next_and_then_waits_as_long_as_the_others() -> None:
-    buffer = make_buffer()
-    fill(buffer, 0, dict.fromkeys(range(100, 130), 10))
-    for _ in range(50):
-        take(buffer, 40)
-    newcomers = set(range(200, 210))
-    fill(buffer, 0, dict.fromkeys(newcomers, 10))
-    first = {name for _ in range(2) for name in take(buffer, 40)[0]}
-    assert first <= newcomers
-    counts = Counter(name for _ in range(24) for name in take(buffer, 40)[0])
-    assert max(counts.values()) - min(counts.values()) <= 1
-
-
 def test_a_batch_that_was_not_trained_on_comes_again() -> None:
     def batches(num_asked: int) -> tuple[list[list[int]], dict[str, Any]]:
         buffer = make_buffer()
@@ -240,18 +227,6 @@ def test_a_sequence_longer_than_a_batch_is_trained_window_by_window() -> None:
         assert batch.position_ids.tolist() == list(range(20))
         rows |= {tuple(row) for row in batch.features.tolist()}
     assert rows == {tuple(row) for row in whole.features.tolist()}
-
-
-def test_as_many_earlier_steps_stay_as_asked_for() -> None:
-    buffer = make_buffer(keep_steps=3)
-    for step in range(5):
-        buffer.start_step(step)
-        fill(buffer, step, {100 + step: 20, 200 + step: 5})
-    assert names_kept(buffer) == {101, 102, 103, 104, 201, 202, 203, 204}
-    assert tail_in(buffer) == {101, 102, 103}  # the longest of each earlier step
-    buffer.start_step(9)
-    assert buffer.next_batch(50) is None
-    assert buffer.num_bytes == 0
 
 
 def evicted_in_turn(buffer: Any, lengths: dict[int, int]) -> list[int]:

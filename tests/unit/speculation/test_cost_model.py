@@ -24,7 +24,6 @@ from tests.synthetic_decoding import (
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
-from tlt_megatron.speculation.pass_cost import PassCost
 
 LENGTHS = long_tailed_lengths(128)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -116,37 +115,6 @@ def test_a_strategy_that_met_a_slow_moment_gets_another_chance() -> None:
         counts = [int(accepted[0] >= depth) for depth in range(1, strategy.depth + 1)]
         selector.observe(strategy, 1, counts, seconds * slow)
     assert run_selector(selector, world, [1] * 100).chosen.count(arms[2]) > 85
-
-
-@pytest.mark.parametrize("accepted", [0, 1])
-def test_thousands_of_equal_passes_keep_every_number_finite(accepted: int) -> None:
-    arms = list(dict.fromkeys([*ARMS, *RETRIEVING_ARMS]))
-    selector = CostModelSelector(arms)
-    for step in range(3000):
-        strategy = selector.choose(1).strategy if step % 3 else arms[step // 3 % len(arms)]
-        counts = [accepted] * strategy.depth
-        seconds = 0.010 if strategy.is_off else 0.015
-        first = None if strategy.is_chain else counts  # as the engine does
-        selector.observe(strategy, 1, counts, seconds, first)
-    numbers = json.dumps(selector.state_dict())
-    assert "NaN" not in numbers
-    assert "Infinity" not in numbers
-    chosen = [selector.choose(1) for _ in range(3)]
-    assert {decision.strategy.is_off for decision in chosen if decision.reason == "best"} <= {
-        accepted == 0
-    }
-
-
-def test_seconds_of_what_never_ran_are_those_of_similar_passes() -> None:
-    world, cost = SyntheticDecoding(seed=0, slow_share=0.0), PassCost()
-    for strategy in (OFF, *ARMS[:3]):
-        for batch_size in (1, 4, 16, 64):
-            for _ in range(9):
-                cost.observe(strategy, batch_size, world.step(strategy, batch_size)[1])
-    for strategy in (OFF, *ARMS):
-        for batch_size in (2, 8, 32, 64):
-            expected = world.seconds(strategy, batch_size)
-            assert cost.seconds(strategy, batch_size) == pytest.approx(expected, rel=0.35)
 
 
 def decode(selector: CostModelSelector, num_steps: int, *, num_accepted: int) -> list[bool]:
