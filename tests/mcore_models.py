@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     # dense layers between, and the weights of a token's experts do not add up to 1
     "qwen3_moe_mixed": ("qwen3_moe", {"mlp_only_layers": [0, 3], "norm_topk_prob": False}),
+    "glm4_moe": ("glm4_moe", {}),
     "llama_linear_rope": ("llama", {"rope_parameters": LINEAR_ROPE}),
     "llama_llama3_rope": (
         "llama",
@@ -79,7 +80,9 @@ CASES = [  # dense models have no experts to share, and a mixture shares them if
     for layout, parallel in LAYOUTS.items()
     for name, (kind, _) in MODELS.items()
     if (
-        parallel.expert == 1 if kind != "qwen3_moe" else parallel.expert > 1 or parallel.tensor == 1
+        parallel.expert == 1
+        if not kind.endswith("_moe")
+        else parallel.expert > 1 or parallel.tensor == 1
     )
 ]
 

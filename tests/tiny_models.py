@@ -13,13 +13,14 @@ import torch
 
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 _NAMES = {
     "llama": "Llama",
     "mistral": "Mistral",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
+    "glm4_moe": "Glm4Moe",
 }
 _THETA = {"llama": 500000.0, "mistral": 10000.0}
 
@@ -83,6 +84,10 @@ def make_tiny_hf(
     if kind == "qwen3_moe":
         settings |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
         settings["norm_topk_prob"] = True
+    if kind == "glm4_moe":
+        settings |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        settings |= {"attention_bias": True, "head_dim": 32, "routed_scaling_factor": 1.5}
+        settings["rope_parameters"] |= {"partial_rotary_factor": 0.5}
     if kind == "mistral":
         settings["sliding_window"] = None
     settings |= config
@@ -92,6 +97,9 @@ def make_tiny_hf(
         torch.manual_seed(seed)
         model = model_class(getattr(transformers, f"{name}Config")(**settings)).float()
         with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):  # large enough to choose other experts
+                    buffer.add_(torch.randn_like(buffer) * 0.3)
             for parameter_name, parameter in model.named_parameters():
                 if parameter.ndim == 1:  # norms around 1, biases around 0
                     parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -21,7 +21,7 @@ from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
-from tlt_megatron.models.hf_io import HfReader, checksum_tensors
+from tlt_megatron.models.hf_io import checksum_tensors, policy_tensors
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
@@ -52,7 +52,7 @@ class LoadedPolicy:
         """
         self._config, self._data = load_model_config(folder), data
         num_layers = self._config.num_layers
-        named = [(name, t.to(getattr(torch, dtype))) for name, t in HfReader(folder).items()]
+        named = list(policy_tensors(folder, self._config, getattr(torch, dtype)))
         named = with_identity_layers(named, num_layers, num_identity_layers)
         self.tokenizer = load_tokenizer(folder)
         self.num_layers = num_layers + num_identity_layers

@@ -15,6 +15,7 @@ from tests.mcore_policy import (
     LENGTHS,
     Layout,
     build_policy,
+    export,
     hf_logits,
     load_hf,
     make_batch,
@@ -26,6 +27,7 @@ from tests.mcore_policy import (
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
+from tlt_megatron.models.hf_io import HfReader
 
 ALL = (len(LENGTHS),)
 TOLERANCE = 5e-6  # relative, of losses, gradient norms and weights after three steps
@@ -160,3 +162,44 @@ def test_a_checkpoint_continues_bit_for_bit_and_at_other_layouts(
         for result in run_ranks(layout.world, _load, mixture, tmp_path, layout, shares):
             for name, weight in expected.items():
                 assert (result["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A router of sigmoids with a bias, a shared expert, a dense first layer."""
+    return make_tiny_hf(tmp_path_factory.mktemp("models") / "glm4_moe", "glm4_moe")
+
+
+def test_glm_trains_as_on_one_rank_and_keeps_its_bias(glm: Path) -> None:
+    (expected,) = run_ranks(1, _pass_and_train, glm, Layout(world=1), ALL)
+    source = dict(HfReader(glm).items())
+    assert expected["weights"].keys() == source.keys()
+    for name, weight in expected["weights"].items():
+        assert torch.equal(weight, source[name]) == name.endswith("correction_bias"), name
+    for layout, shares in ((EP2, (4, 1)), (Layout(world=4, tensor=2, expert=4), (3, 2))):
+        for result in run_ranks(layout.world, _pass_and_train, glm, layout, shares):
+            for mine, theirs in zip(result["stats"], expected["stats"], strict=True):
+                assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=TOLERANCE)
+            for name, weight in expected["weights"].items():
+                # A key's bias on channels that do not turn changes no softmax: its gradient is
+                # rounding, which Adam makes a step of.
+                if not name.endswith("k_proj.bias"):
+                    assert (result["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+def test_in_bfloat16_the_bias_of_the_router_is_exported_as_it_was_read(
+    glm: Path, tmp_path: Path
+) -> None:
+    def on_rank() -> dict[str, torch.Tensor]:
+        policy, groups = build_policy(glm, EP2, dtype="bfloat16")
+        train(policy, groups, (1,), (3, 2))
+        policy.save(tmp_path / "checkpoint")
+        policy.load(tmp_path / "checkpoint")
+        return export(policy)
+
+    source = dict(HfReader(glm).items())
+    for exported in run_ranks(2, on_rank):
+        for name, tensor in source.items():
+            is_bias = name.endswith("correction_bias")
+            assert exported[name].dtype == (torch.float32 if is_bias else torch.bfloat16)
+            assert torch.equal(exported[name], tensor) == is_bias, name

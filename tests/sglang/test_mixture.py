@@ -23,14 +23,15 @@ from tests.sglang.rollouts import (
 )
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
+from tlt_megatron.models.config import load_model_config
 
 # SGLang pads experts to multiples of 32 on a CPU.
-SIZES = {"vocab_size": 48, "moe_intermediate_size": 64}
+SIZES = {"vocab_size": 48, "moe_intermediate_size": 64, "intermediate_size": 192}
 
 
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_hf(tmp_path_factory.mktemp("mixture"), "qwen3_moe", **SIZES)
+@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_hf(tmp_path_factory.mktemp("mixture"), request.param, **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_tokens_and_logprobs_are_those_of_the_embedded_engine(
 def test_new_weights_reach_every_expert(
     engine: SglangEngine, mixture: Path, tmp_path: Path
 ) -> None:
-    other = make_tiny_hf(tmp_path, "qwen3_moe", seed=1, **SIZES)
+    other = make_tiny_hf(tmp_path, load_model_config(mixture).model_type, seed=1, **SIZES)
     load(engine, tensors_of(other), version=2)
     check_same(answers(engine, SAMPLED, 2), answers(start_embedded(other), SAMPLED))
     load(engine, tensors_of(mixture), version=1)

@@ -19,7 +19,7 @@ from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.hf_io import HfReader, checksum_tensors
+from tlt_megatron.models.hf_io import checksum_tensors, policy_tensors
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import make_selector
 from tlt_megatron.types import Message, Prompt, Rollout, SamplingParams
@@ -161,9 +161,10 @@ class Engine:
 def load_folder(engine: EmbeddedEngine, folder: Path, dtype: str) -> None:
     """Load the weights of a Hugging Face folder as version 0, one tensor in memory at a time."""
 
+    config = load_model_config(folder)
+
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in HfReader(folder).items():
-            yield name, tensor.to(getattr(torch, dtype))
+        return policy_tensors(folder, config, getattr(torch, dtype))
 
     engine.load_weights(tensors(), version=_VERSION, checksum=lambda: checksum_tensors(tensors()))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from tlt_megatron.config.experts_shape import ExpertsConfig
 from tlt_megatron.config.mcore_fields import layers_of_stages
-from tlt_megatron.config.model_shape import load_model_config
+from tlt_megatron.config.model_shape import ModelConfig, load_model_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.config.strategy import SpeculationStrategy
 
@@ -34,7 +35,7 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         )
     policy = load_model_config(config.model.path)
     if policy.experts is not None and config.rollout.engine == "sglang":
-        _check_sglang_experts(config, policy.num_layers - len(policy.experts.layers))
+        _check_sglang_experts(config, policy, policy.experts)
     if policy.experts is None and config.mcore.moe_aux_loss_coeff:
         raise ValueError(
             f"mcore.moe_aux_loss_coeff={config.mcore.moe_aux_loss_coeff}: must be 0, {config.model.path} has no experts"
@@ -52,8 +53,9 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         )
 
 
-def _check_sglang_experts(config: RunConfig, num_dense: int) -> None:
-    if num_dense:
+def _check_sglang_experts(config: RunConfig, policy: ModelConfig, experts: ExpertsConfig) -> None:
+    num_dense = policy.num_layers - len(experts.layers)
+    if num_dense and policy.model_type == "qwen3_moe":
         raise ValueError(
             f"rollout.engine=sglang: takes all layers of {config.model.path} for mixtures, but"
             f" {num_dense} are dense; set rollout.engine=embedded"

@@ -1,4 +1,4 @@
-"""Reads the shape of a decoder-only policy from config.json: Llama, Mistral, Qwen2/2.5, Qwen3, Qwen3-MoE.
+"""Reads the shape of a decoder-only policy from config.json, of the families of `FAMILIES`.
 
 It imports neither torch nor transformers, so an unsupported model is rejected before they are
 loaded. Defaults of absent keys are those of transformers.
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt_megatron.config.experts_shape import ExpertsConfig, read_experts
+from tlt_megatron.config.json_numbers import read_number, read_size
+
 ROPE_KINDS = {  # and what config.json must say of each
     "default": (),
     "linear": ("factor",),
@@ -20,7 +23,7 @@ ROPE_KINDS = {  # and what config.json must say of each
     "yarn": ("factor",),
 }
 _DEFAULT_THETA = 10000.0
-_DEFAULT_EPS = 1e-6
+ROUTER_BIAS = "e_score_correction_bias"  # in float32 whatever the other tensors are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +34,13 @@ class Family:
     that config.json lacks.
     """
 
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
+    has_qkv_bias: bool | None = False  # None: as attention_bias says; then o_proj has none
+    has_qk_norm: bool | None = False  # None: as use_qk_norm says
     num_kv_heads: int | None = None  # None: as many as query heads
     head_dim: int | None = None  # None: hidden_size / query heads
     has_experts: bool = False
+    rms_norm_eps: float = 1e-6
+    partial_rotary_factor: float = 1.0
 
 
 FAMILIES = {  # by model_type of config.json
@@ -44,6 +49,14 @@ FAMILIES = {  # by model_type of config.json
     "qwen2": Family(has_qkv_bias=True, num_kv_heads=32),
     "qwen3": Family(has_qk_norm=True, num_kv_heads=32, head_dim=128),
     "qwen3_moe": Family(has_qk_norm=True, num_kv_heads=4, has_experts=True),
+    "glm4_moe": Family(
+        has_qkv_bias=None,
+        has_qk_norm=None,
+        num_kv_heads=8,
+        has_experts=True,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+    ),
 }
 
 
@@ -53,6 +66,7 @@ class RopeConfig:
 
     theta: float
     kind: str = "default"
+    partial_rotary_factor: float = 1.0  # share of a head's channels that turn, the first ones
     factor: float = 1.0
     original_max_position_embeddings: int = 8192  # of llama3 and yarn
     low_freq_factor: float = 1.0  # of llama3; so is the next
@@ -61,20 +75,6 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True  # the bounds of the blend are whole channel pairs
     attention_factor: float = 1.0  # cos and sin are multiplied by it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsConfig:
-    """The mixture of experts that replaces the MLP in `layers`.
-
-    A token goes to the `num_per_token` experts with the largest softmax of the router.
-    """
-
-    num_experts: int
-    num_per_token: int
-    ffn_size: int  # of one expert
-    normalizes: bool  # the weights of a token's experts add up to 1
-    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,11 @@ class ModelConfig:
     has_qkv_bias: bool
     has_qk_norm: bool
     experts: ExpertsConfig | None = None  # None: every layer is dense
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return the channels of a head that turn with the position."""
+        return int(self.head_dim * self.rope.partial_rotary_factor)
 
     def has_experts_in(self, layer: int) -> bool:
         return self.experts is not None and layer in self.experts.layers
@@ -136,70 +141,41 @@ def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"model_type={kind!r} is not supported; must be one of {allowed}")
     family = FAMILIES[kind]
     _check_options(hf)
-    heads = _size(hf, "num_attention_heads")
-    kv_heads = _size(hf, "num_key_value_heads", family.num_kv_heads or heads, heads)
-    hidden = _size(hf, "hidden_size")
-    head_dim = _size(hf, "head_dim", family.head_dim or hidden // heads, hidden // heads)
-    if head_dim % 2:
+    heads = read_size(hf, "num_attention_heads")
+    kv_heads = read_size(hf, "num_key_value_heads", family.num_kv_heads or heads, heads)
+    hidden = read_size(hf, "hidden_size")
+    head_dim = read_size(hf, "head_dim", family.head_dim or hidden // heads, hidden // heads)
+    rope = rope_config(hf, family.partial_rotary_factor)
+    if head_dim % 2 or int(head_dim * rope.partial_rotary_factor) % 2:
         raise ValueError(f"head_dim={head_dim}: must be even, rotary embeddings turn pairs")
     if heads % kv_heads:
         raise ValueError(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
         )
-    rope = rope_config(hf)
-    positions = _size(hf, "max_position_embeddings")
+    positions = read_size(hf, "max_position_embeddings")
     if rope.kind == "yarn":  # Qwen's folders keep the number of the context before the scaling
         positions = max(positions, int(rope.factor * rope.original_max_position_embeddings))
     return ModelConfig(
         model_type=kind,
-        vocab_size=_size(hf, "vocab_size"),
+        vocab_size=read_size(hf, "vocab_size"),
         hidden_size=hidden,
-        ffn_size=_size(hf, "intermediate_size"),
-        num_layers=_size(hf, "num_hidden_layers"),
+        ffn_size=read_size(hf, "intermediate_size"),
+        num_layers=read_size(hf, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=_number(hf, "rms_norm_eps", _DEFAULT_EPS),
+        rms_norm_eps=read_number(hf, "rms_norm_eps", family.rms_norm_eps),
         rope=rope,
         max_position_embeddings=positions,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        has_qkv_bias=family.has_qkv_bias,
-        has_qk_norm=family.has_qk_norm,
-        experts=_experts_config(hf) if family.has_experts else None,
+        has_qkv_bias=_flag(hf, "attention_bias", family.has_qkv_bias),
+        has_qk_norm=_flag(hf, "use_qk_norm", family.has_qk_norm),
+        experts=read_experts(hf) if family.has_experts else None,
     )
 
 
-def _experts_config(hf: Mapping[str, Any]) -> ExpertsConfig:
-    """Read the experts of a Qwen3-MoE; transformers 5 writes `num_local_experts`."""
-    num_layers = _size(hf, "num_hidden_layers")
-    name = "num_local_experts" if "num_local_experts" in hf else "num_experts"
-    num_experts = _size(hf, name, 128)
-    per_token = _size(hf, "num_experts_per_tok", 8)
-    if per_token > num_experts:
-        raise ValueError(f"num_experts_per_tok={per_token} must be <= {name}={num_experts}")
-    normalizes = hf.get("norm_topk_prob", False)
-    if normalizes and per_token == 1:
-        raise ValueError(
-            "norm_topk_prob=true with num_experts_per_tok=1: must be false, the router would have no gradient"
-        )
-    dense = hf.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(layer not in range(num_layers) for layer in dense):
-        raise ValueError(
-            f"mlp_only_layers={dense!r}: must be a list of layers in 0..{num_layers - 1}"
-        )
-    step = _size(hf, "decoder_sparse_step", 1)
-    layers = tuple(n for n in range(num_layers) if n not in dense and (n + 1) % step == 0)
-    if not layers:
-        raise ValueError(
-            f"decoder_sparse_step={step} and mlp_only_layers={dense} leave no layer with experts"
-        )
-    return ExpertsConfig(
-        num_experts=num_experts,
-        num_per_token=per_token,
-        ffn_size=_size(hf, "moe_intermediate_size", 768),
-        normalizes=bool(normalizes),
-        layers=layers,
-    )
+def _flag(hf: Mapping[str, Any], name: str, fixed: bool | None) -> bool:
+    return bool(hf.get(name, False)) if fixed is None else fixed
 
 
 def _check_options(hf: Mapping[str, Any]) -> None:
@@ -215,7 +191,7 @@ def _check_options(hf: Mapping[str, Any]) -> None:
         value = hf.get(option, allowed)
         if value != allowed:
             raise ValueError(f"{option}={value!r} is not supported; only {allowed!r}")
-    if not FAMILIES[kind].has_qkv_bias and hf.get("attention_bias", False):
+    if FAMILIES[kind].has_qkv_bias is False and hf.get("attention_bias", False):
         raise ValueError(
             f"attention_bias=True is not supported for {kind} (it also puts a bias on o_proj)"
         )
@@ -227,29 +203,11 @@ def _check_options(hf: Mapping[str, Any]) -> None:
             raise ValueError(f"layer_types with {other} is not supported; only full_attention")
 
 
-def _size(
-    hf: Mapping[str, Any], name: str, absent: int | None = None, null: int | None = None
-) -> int:
-    value = hf.get(name, absent)
-    value = null if value is None else value
-    if value is None:
-        raise ValueError(f"lacks {name}")
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r}: must be an integer >= 1")
-    return value
+def rope_config(hf: Mapping[str, Any], partial_rotary_factor: float = 1.0) -> RopeConfig:
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older).
 
-
-def _number(hf: Mapping[str, Any], name: str, absent: float) -> float:
-    value = hf.get(name, absent)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{name}={value!r}: must be a number > 0")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value!r}: must be finite")
-    return float(value)
-
-
-def rope_config(hf: Mapping[str, Any]) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older)."""
+    `partial_rotary_factor` is the family's, where config.json has none.
+    """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters={rope!r}: must be an object")
@@ -260,40 +218,44 @@ def rope_config(hf: Mapping[str, Any]) -> RopeConfig:
             f"rope_type={kind!r} is not supported; must be one of {', '.join(ROPE_KINDS)}"
         )
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ValueError(f"partial_rotary_factor={partial!r} is not supported; only 1.0")
+    partial = partial_rotary_factor if partial is None else partial
+    if partial not in (1, partial_rotary_factor):
+        raise ValueError(
+            f"partial_rotary_factor={partial!r} is not supported; only {partial_rotary_factor}"
+        )
     missing = [name for name in ROPE_KINDS[kind] if rope.get(name) is None]
     if missing:
         raise ValueError(f"rope_type={kind!r} lacks {', '.join(missing)}")
-    scaling: dict[str, Any] = {name: _number(rope, name, 0.0) for name in ROPE_KINDS[kind]}
+    scaling: dict[str, Any] = {name: read_number(rope, name, 0.0) for name in ROPE_KINDS[kind]}
     if kind in ("llama3", "yarn"):
         name = "original_max_position_embeddings"
-        scaling[name] = _size(rope, name, hf["max_position_embeddings"])
+        scaling[name] = read_size(rope, name, hf["max_position_embeddings"])
     if kind == "yarn":
         scaling |= _yarn(rope)
-    return RopeConfig(theta=_number(rope, "rope_theta", _DEFAULT_THETA), kind=kind, **scaling)
+    scaling["partial_rotary_factor"] = float(partial)
+    return RopeConfig(theta=read_number(rope, "rope_theta", _DEFAULT_THETA), kind=kind, **scaling)
 
 
 def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that YaRN has alone; defaults are those of transformers. arXiv 2309.00071."""
     given = {name: value for name, value in rope.items() if value is not None}
-    factor = _number(given, "factor", 1.0)
+    factor = read_number(given, "factor", 1.0)
 
     def strength(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
     attention = strength(1.0)
     if given.get("mscale") and given.get("mscale_all_dim"):
-        attention = strength(_number(given, "mscale", 1.0))
-        attention /= strength(_number(given, "mscale_all_dim", 1.0))
+        attention = strength(read_number(given, "mscale", 1.0))
+        attention /= strength(read_number(given, "mscale_all_dim", 1.0))
     truncate = given.get("truncate", True)
     if not isinstance(truncate, bool):
         raise ValueError(f"truncate={truncate!r}: must be true or false")
     return {
-        "beta_fast": _number(given, "beta_fast", 32.0),
-        "beta_slow": _number(given, "beta_slow", 1.0),
+        "beta_fast": read_number(given, "beta_fast", 32.0),
+        "beta_slow": read_number(given, "beta_slow", 1.0),
         "truncate": truncate,
-        "attention_factor": _number(given, "attention_factor", attention),
+        "attention_factor": read_number(given, "attention_factor", attention),
     }
 
 
@@ -323,6 +285,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     sparse = {}
     if config.experts is not None:
         sparse["mlp.gate.weight"] = (config.experts.num_experts, hidden)
+        if config.experts.is_sigmoid:
+            sparse[f"mlp.gate.{ROUTER_BIAS}"] = (config.experts.num_experts,)
+        if shared := config.experts.shared_ffn_size:
+            sparse |= _mlp_shapes("mlp.shared_experts", hidden, shared)
         for expert in range(config.experts.num_experts):
             sparse |= _mlp_shapes(f"mlp.experts.{expert}", hidden, config.experts.ffn_size)
     for number in range(config.num_layers):

@@ -96,7 +96,15 @@ def _check_shapes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> N
     if missing:
         raise ValueError(f"its files lack {name_some(missing)}")
     known = {*shapes, "lm_head.weight"}  # loading compares a tied head (`mcore/weight_map.py`)
-    extra = [n for n in tensors if n not in known and not n.endswith(_DERIVED_TENSORS)]
+    # GLM's last layer predicts the token after the next one; neither loaded nor exported.
+    ignored = f"model.layers.{config.num_layers}." if config.model_type == "glm4_moe" else "-"
+    extra = [
+        name
+        for name in tensors
+        if name not in known
+        and not name.endswith(_DERIVED_TENSORS)
+        and not name.startswith(ignored)
+    ]
     if extra:
         raise ValueError(
             f"its files hold tensors that a {config.model_type} of this config.json does not have: {name_some(extra)}"

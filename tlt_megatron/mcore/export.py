@@ -24,6 +24,7 @@ from tlt_megatron.mcore.weight_map import (
     layer_rows,
     lm_head_row,
     merge,
+    named_tensors,
     num_local_experts,
     shard_shape,
     stage_layers,
@@ -44,19 +45,20 @@ def iter_hf_weights(
     Every step is a collective: all ranks must run the iterator to its end. The tensors are copies in the model's dtype. A tied
     output layer is not exported.
     """
-    parameters = dict(model.named_parameters())
-    first = next(iter(parameters.values()))
+    parameters = named_tensors(model)
+    first = next(model.parameters())
     for stage, rows_of_ranks in _blocks(model, config, groups):
         has_experts = rows_of_ranks[0][0].is_expert
         group = groups.ep if has_experts else groups.tp
         rows = rows_of_ranks[group.rank if has_experts else 0]
+        dtype = torch.float32 if rows[0].is_float32 else first.dtype
         shapes = [shard_shape(row, config, groups.tp.size) for row in rows]
         sizes = [shape.numel() for shape in shapes]
         if stage == groups.pp.rank:
-            flat = _pack(rows, parameters, first.dtype)
+            flat = _pack(rows, parameters, dtype)
             assert flat.numel() == sum(sizes), (rows[0].mcore_names, flat.numel(), sizes)
         else:
-            flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+            flat = torch.empty(sum(sizes), dtype=dtype, device=first.device)
         shards = [
             [part.view(shape) for part, shape in zip(rank.split(sizes), shapes, strict=True)]
             for rank in _share(flat, stage, groups.pp, group)
@@ -79,7 +81,10 @@ def _blocks(
     ep = groups.ep
     for stage, layers in enumerate(gather_objects(stage_layers(model), groups.pp)):
         for local_index, layer in enumerate(layers):
-            yield stage, [layer_rows(config, local_index, layer)]
+            rows = layer_rows(config, local_index, layer)
+            yield stage, [[row for row in rows if not row.is_float32]]
+            if biases := [row for row in rows if row.is_float32]:
+                yield stage, [biases]
             for expert in range(num_local_experts(config, layer, ep)):
                 ranks = range(ep.size)
                 yield (

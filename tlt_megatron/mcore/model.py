@@ -105,7 +105,7 @@ def build_model(
     )
     # Megatron's own scalings fix numbers that config.json may set otherwise.
     rotary = model.rotary_pos_emb
-    frequencies = rope_frequencies(config.rope, config.head_dim, torch.float32)
+    frequencies = rope_frequencies(config.rope, config.rotary_dim, torch.float32)
     rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
     if has_value_head and model.post_process:
         # frees the layer that Megatron made; annotated as that layer's class
@@ -211,6 +211,11 @@ def _expert_fields(experts: ExpertsConfig, num_layers: int) -> dict[str, Any]:
         "moe_router_pre_softmax": not experts.normalizes,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
+        "moe_router_score_function": "sigmoid" if experts.is_sigmoid else "softmax",
+        "moe_router_enable_expert_bias": experts.is_sigmoid,
+        "moe_router_bias_update_rate": 0.0,  # the bias of the folder stays
+        "moe_router_topk_scaling_factor": experts.scaling,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
     }
 
 

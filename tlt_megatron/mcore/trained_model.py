@@ -63,10 +63,10 @@ class TrainedModel:
             device=device,
             has_value_head=self._has_value_head,
         )
-        load_hf_weights(self._stage, self._config, HfReader(Path(model.path)), groups)
         wrapped = self._stage
         if dtype != torch.float32:
             wrapped = Float16Module(self._stage.config, self._stage)
+        load_hf_weights(self._stage, self._config, HfReader(Path(model.path)), groups)
         self._model = wrap_data_parallel(wrapped)
         self._optimizer = PolicyOptimizer(self._model, optimizer, dtype, num_updates)
         # of the loss, for the gradients so far; None: there are none

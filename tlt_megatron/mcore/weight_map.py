@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tlt_megatron.config.model_shape import ModelConfig, tensor_shapes
+from tlt_megatron.config.model_shape import ROUTER_BIAS, ModelConfig, tensor_shapes
 from tlt_megatron.mcore.value_head import ValueHead
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.collectives import broadcast_object
@@ -46,6 +46,11 @@ class Row:
     layout: Layout
     is_expert: bool = False  # one rank of the expert-parallel group has all of it
 
+    @property
+    def is_float32(self) -> bool:
+        """Return whether it is a buffer in float32, whatever the model's dtype."""
+        return self.hf_names[0].endswith(ROUTER_BIAS)
+
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _LAYER_ROWS = (
@@ -67,6 +72,17 @@ _LAYER_ROWS = (
     Row(("mlp.linear_fc1.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), Layout.GATE_UP),
     Row(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), Layout.COLUMNS),
     Row(("mlp.router.weight",), ("mlp.gate.weight",), Layout.WHOLE),
+    Row(
+        ("mlp.shared_experts.linear_fc1.weight",),
+        ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+        Layout.GATE_UP,
+    ),
+    Row(
+        ("mlp.shared_experts.linear_fc2.weight",),
+        ("mlp.shared_experts.down_proj.weight",),
+        Layout.COLUMNS,
+    ),
+    Row(("mlp.router.expert_bias",), (f"mlp.gate.{ROUTER_BIAS}",), Layout.WHOLE),
 )
 EMBEDDING_ROW = Row(
     ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Layout.ROWS
@@ -211,6 +227,12 @@ def find_parameter(row: Row, parameters: Mapping[str, Tensor]) -> Tensor:
     return found
 
 
+def named_tensors(model: GPTModel) -> dict[str, Tensor]:
+    """Return what the rows name: the parameters, and the biases of routers, which are buffers."""
+    biases = {name: b for name, b in model.named_buffers() if name.endswith(".expert_bias")}
+    return dict(model.named_parameters()) | biases
+
+
 def load_hf_weights(
     model: GPTModel, config: ModelConfig, source: HfReader, groups: ProcessGroups
 ) -> None:
@@ -225,7 +247,7 @@ def load_hf_weights(
             f"model.path={str(source.path)!r}: tie_word_embeddings=true, but lm_head.weight is not "
             "model.embed_tokens.weight: set it to false in config.json, or remove lm_head.weight"
         )
-    parameters = dict(model.named_parameters())
+    parameters = named_tensors(model)
     rows = stage_rows(model, config, groups.ep)
     assert parameters.keys() <= {name for row in rows for name in row.mcore_names}
     for row in rows:
@@ -235,6 +257,8 @@ def load_hf_weights(
         tensors = [source[name] for name in row.hf_names]
         shard = split(row, tensors, config, groups.tp.rank, groups.tp.size)
         assert shard.shape == parameter.shape, (row.mcore_names, shard.shape, parameter.shape)
+        if row.is_float32:  # Megatron rounds it with the parameters, before its first pass
+            parameter.data = parameter.data.float()
         parameter.data.copy_(shard)
 
 

@@ -9,7 +9,7 @@ EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +101,7 @@ def make_draft_config(
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
         rms_norm_eps=target.rms_norm_eps,
-        rope=target.rope,
+        rope=replace(target.rope, partial_rotary_factor=1.0),
         max_position_embeddings=target.max_position_embeddings,
         vocab_size=target.vocab_size,
         aux_layer_ids=aux_layer_ids,

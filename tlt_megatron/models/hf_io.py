@@ -13,7 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tlt_megatron.config.model_shape import ROUTER_BIAS, ModelConfig, tensor_shapes
 from tlt_megatron.config.weight_files import INDEX_NAME, SINGLE_NAME, find_tensors
+from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.runtime.durable import new_folder, save_tensors
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -21,6 +23,11 @@ _CHUNK_ELEMENTS = 1 << 22  # on a GPU, where each chunk costs kernel launches
 _CPU_CHUNK_ELEMENTS = 1 << 18
 _CHECKSUM_MODULUS = 1 << 63
 _BLOCK_BYTES = 1 << 14  # of a fingerprint: 771 tensors of a 32B model are 37 MB
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor in a model of `dtype`: the bias of a router stays in float32, at least."""
+    return wide_dtype(dtype) if name.endswith(ROUTER_BIAS) else dtype
 
 
 class HfReader:
@@ -52,6 +59,15 @@ class HfReader:
         """Yield all tensors, one at a time."""
         for name in self.names():
             yield name, self[name]
+
+
+def policy_tensors(
+    folder: str | Path, config: ModelConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the policy in a folder, one at a time, in the dtype of an engine."""
+    reader = HfReader(folder)
+    for name in tensor_shapes(config):
+        yield name, reader[name].to(dtype_of(name, dtype))
 
 
 def fingerprint_weights(path: str | Path) -> str:
@@ -100,7 +116,7 @@ def _write_shards(
         shard.clear()
 
     for name, tensor in tensors:
-        tensor = tensor.detach().to("cpu", dtype).contiguous()
+        tensor = tensor.detach().to("cpu", dtype_of(name, dtype)).contiguous()
         if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_shard_bytes:
             flush()
         shard[name] = tensor.clone()
@@ -125,6 +141,10 @@ def _copy_companions(source: Path, path: Path, dtype: torch.dtype) -> None:
             shutil.copy2(file, path / file.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
+    if (
+        "num_nextn_predict_layers" in config
+    ):  # the policy has no layer that predicts a further token
+        config["num_nextn_predict_layers"] = 0
     config["dtype"] = str(dtype).removeprefix("torch.")
     (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 

@@ -25,7 +25,7 @@ from tlt_megatron.models.attention.tables import TablePages, table_prefill
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.layers import RmsNorm, apply_rope_unfused_
 from tlt_megatron.models.matrix import Matrix
-from tlt_megatron.models.mlp import check_softmax
+from tlt_megatron.models.mlp import check_routing
 from tlt_megatron.runtime.device import has_triton
 
 _BASE_ROWS = 16  # rows of the reference tile: all other tiles must agree with it
@@ -54,8 +54,9 @@ def invariant_arithmetic(
     _check_exp(dtype)
     _check_gate(config.ffn_size, dtype)
     if config.experts is not None:
-        _check_gate(config.experts.ffn_size, dtype)
-        check_softmax(config.experts.num_experts, dtype)
+        for size in {config.experts.ffn_size, config.experts.shared_ffn_size} - {0}:
+            _check_gate(size, dtype)
+        check_routing(config.experts, dtype)
     return Arithmetic(
         matrix=InvariantMatrix,
         norm=InvariantNorm,

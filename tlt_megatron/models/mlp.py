@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.models.attention.sums import wide_dtype
+from tlt_megatron.models.config import ExpertsConfig
 from tlt_megatron.models.matrix import Matrix
 
 Mlp = Callable[[Tensor, Tensor], Tensor]  # x [P, D], addend [P, D] -> [P, D]
@@ -32,46 +33,71 @@ class DenseMlp:
 
 
 class ExpertsMlp:
-    """The weighted sum of a token's experts, + addend. The router computes in at least float32.
+    """The weighted sum of a token's experts, + the shared experts, + addend.
 
     Each expert multiplies the rows of its tokens alone, and a token's experts are added in the
     order of their scores. So with batch-invariant matrices a row does not depend on other rows.
     """
 
     def __init__(
-        self, router: Matrix, experts: Sequence[DenseMlp], *, num_per_token: int, normalizes: bool
+        self,
+        config: ExpertsConfig,
+        *,
+        router: Matrix,
+        bias_E: Tensor | None,
+        parts: Sequence[DenseMlp],
+        shared: DenseMlp | None,
     ) -> None:
+        """`router` is in at least float32, and so is `bias_E`, of a router of sigmoids."""
+        self._config = config
         self._router = router
-        self._experts = experts
-        self._num_per_token = num_per_token
-        self._normalizes = normalizes
+        self._bias_E = bias_E
+        self._parts = parts
+        self._shared = shared
 
     def __call__(self, x_PD: Tensor, addend_PD: Tensor) -> Tensor:
         scores_PE = self._router(x_PD.to(wide_dtype(x_PD.dtype)))
-        best_PK, chosen_PK = scores_PE.topk(self._num_per_token, dim=1)
-        if self._normalizes:
-            weights_PK = best_PK.softmax(dim=1)
-        else:
-            weights_PK = scores_PE.softmax(dim=1).gather(1, chosen_PK)
+        weights_PK, chosen_PK = route(scores_PE, self._bias_E, self._config)
         weights_PK = weights_PK.to(x_PD.dtype)
         out_PKD = x_PD.new_empty(*chosen_PK.shape, x_PD.shape[1])
         for expert in chosen_PK.unique().tolist():
             tokens, places = (chosen_PK == expert).nonzero(as_tuple=True)
-            out_PKD[tokens, places] = self._experts[expert](x_PD[tokens])
-        sum_PD = addend_PD
-        for place in range(self._num_per_token):
+            out_PKD[tokens, places] = self._parts[expert](x_PD[tokens])
+        sum_PD = addend_PD if self._shared is None else self._shared(x_PD, addend_PD)
+        for place in range(self._config.num_per_token):
             sum_PD = sum_PD + out_PKD[:, place] * weights_PK[:, place, None]
         return sum_PD
 
 
-def check_softmax(num_experts: int, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if a row of the router's softmax depends on the other rows."""
-    scores = torch.linspace(-30.0, 30.0, 131 * num_experts, dtype=wide_dtype(dtype))
-    scores = scores.view(num_experts, 131).t().contiguous()
-    expected = torch.cat([row.softmax(dim=1) for row in scores.split(1)])
+def route(scores_PE: Tensor, bias_E: Tensor | None, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
+    """Return the weights and the numbers of each token's experts, [P, K] each, the best one first."""
+    if bias_E is not None:
+        # The sigmoid, by an exp that is the same at every place of a tensor. torch's own differs
+        # between the vectors of a tensor and the elements after the last vector.
+        scores_PE = 1.0 / (1.0 + (-scores_PE).exp())
+        chosen_PK = (scores_PE + bias_E).topk(config.num_per_token, dim=1).indices
+        weights_PK = scores_PE.gather(1, chosen_PK)
+        weights_PK = weights_PK / (weights_PK.sum(dim=1, keepdim=True) + 1e-20)
+    elif config.normalizes:
+        best_PK, chosen_PK = scores_PE.topk(config.num_per_token, dim=1)
+        weights_PK = best_PK.softmax(dim=1)
+    else:
+        chosen_PK = scores_PE.topk(config.num_per_token, dim=1).indices
+        weights_PK = scores_PE.softmax(dim=1).gather(1, chosen_PK)
+    return weights_PK * config.scaling, chosen_PK
+
+
+def check_routing(config: ExpertsConfig, dtype: torch.dtype) -> None:
+    """Raise RuntimeError if the experts of a row or their weights depend on the other rows."""
+    size, wide = config.num_experts, wide_dtype(dtype)
+    scores_PE = torch.linspace(-30.0, 30.0, 131 * size, dtype=wide).view(size, 131).t().contiguous()
+    bias_E = torch.linspace(-0.1, 0.1, size, dtype=wide) if config.is_sigmoid else None
+    rows = [route(row_1E, bias_E, config) for row_1E in scores_PE.split(1)]
+    expected = [torch.cat(part) for part in zip(*rows, strict=True)]
     for num_rows in (2, 7, 32, 131):
-        if not torch.equal(scores[:num_rows].softmax(dim=1), expected[:num_rows]):
+        found = route(scores_PE[:num_rows], bias_E, config)
+        if not all(torch.equal(a, b[:num_rows]) for a, b in zip(found, expected, strict=True)):
             raise RuntimeError(
-                f"rollout.batch_invariant=True: on this machine the softmax of {num_rows} rows of"
-                f" {num_experts} experts is not that of each row"
+                f"rollout.batch_invariant=True: on this machine the routing of {num_rows} rows among"
+                f" {size} experts is not that of each row"
             )

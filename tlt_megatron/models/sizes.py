@@ -23,20 +23,22 @@ class ModelSizes:
         self.layer = dense + rest
         # Of a mixture: all experts of a layer, and such a layer without them.
         self.sparse_layers = frozenset(c.experts.layers if c.experts else ())
-        self.experts = router = self.num_routed = 0
+        self.experts = rest_of_mlp = self.num_routed = 0
         self.active_ffn = self.ffn  # of one token in a layer, at most
         if c.experts:
             self.num_routed = c.experts.num_per_token
-            sparse_ffn = self.num_routed * c.experts.ffn_size
+            sparse_ffn = self.num_routed * c.experts.ffn_size + c.experts.shared_ffn_size
             is_mixed = len(self.sparse_layers) < self.num_layers
             self.active_ffn = max(sparse_ffn, self.ffn) if is_mixed else sparse_ffn
             self.experts = 3 * c.experts.num_experts * self.hidden * c.experts.ffn_size
-            router = c.experts.num_experts * self.hidden
-        self.sparse_layer = attention + rest + router
+            # router and shared experts
+            rest_of_mlp = c.experts.num_experts * (self.hidden + c.experts.is_sigmoid)
+            rest_of_mlp += 3 * self.hidden * c.experts.shared_ffn_size
+        self.sparse_layer = attention + rest + rest_of_mlp
         num_sparse = len(self.sparse_layers)
         num_dense = self.num_layers - num_sparse
         # Of all layers, without norms and biases.
-        self.matrices = num_dense * dense + num_sparse * (attention + router + self.experts)
+        self.matrices = num_dense * dense + num_sparse * (attention + rest_of_mlp + self.experts)
         self.table = c.vocab_size * self.hidden  # the embedding or the LM head
         self.num_tables = 1 if c.tie_word_embeddings else 2
         self.total = self.matrices + self.num_layers * rest

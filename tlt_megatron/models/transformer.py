@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_megatron.config.model_shape import tensor_shapes
+from tlt_megatron.config.model_shape import ROUTER_BIAS, tensor_shapes
 from tlt_megatron.models.arithmetic import PLAIN, Arithmetic
 from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.models.hf_io import dtype_of
 from tlt_megatron.models.layers import RotaryTable
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.models.mlp import DenseMlp, ExpertsMlp, Mlp
@@ -38,6 +39,9 @@ class LayerWeights:
     router: Tensor | None  # [E, D]; None: a dense layer
     gate_up: Tensor  # [2F, D], of all experts one after the other
     down: Tensor  # [D, F], likewise
+    router_bias: Tensor | None  # [E] in at least float32, of a router of sigmoids
+    shared_gate_up: Tensor | None  # [2F, D], of the experts that every token goes to
+    shared_down: Tensor | None  # [D, F]
 
 
 class Transformer:
@@ -71,7 +75,7 @@ class Transformer:
         self.layers = [self._allocate_layer(number) for number in range(config.num_layers)]
         # Of each layer: qkv, output, MLP. Made by the first pass after a load.
         self._matrices: list[tuple[Matrix, Matrix, Mlp]] = []
-        self.rotary = RotaryTable(config.rope, config.head_dim, dtype, device)
+        self.rotary = RotaryTable(config.rope, config.rotary_dim, dtype, device)
         self._norm = arithmetic.norm(config.rms_norm_eps, dtype, device)
 
     def _allocate(self, *names: str) -> Tensor:
@@ -80,7 +84,8 @@ class Transformer:
         rows = [shape[0] for shape in shapes]
         if names[0].endswith(_HEAD_NORMS):  # repeated, so that one multiply serves all heads
             shapes, rows = [(0, *shapes[0])], [self.config.num_heads, self.config.num_kv_heads]
-        fused = torch.empty(sum(rows), *shapes[0][1:], dtype=self.dtype, device=self.device)
+        dtype = dtype_of(names[0], self.dtype)
+        fused = torch.empty(sum(rows), *shapes[0][1:], dtype=dtype, device=self.device)
         self._views |= zip(names, fused.split(rows), strict=True)
         return fused
 
@@ -88,11 +93,13 @@ class Transformer:
         def allocate(*names: str) -> Tensor:
             return self._allocate(*(f"model.layers.{number}.{name}" for name in names))
 
-        names = ["mlp"]
-        if is_sparse := self.config.has_experts_in(number):
-            assert self.config.experts is not None
-            names = [f"mlp.experts.{i}" for i in range(self.config.experts.num_experts)]
+        experts = self.config.experts if self.config.has_experts_in(number) else None
+        names, shared = ["mlp"], "mlp.shared_experts"
+        if experts is not None:
+            names = [f"mlp.experts.{i}" for i in range(experts.num_experts)]
         gate_up = [f"{name}.{part}_proj.weight" for name in names for part in ("gate", "up")]
+        has_bias_of_router = experts is not None and experts.is_sigmoid
+        has_shared = experts is not None and experts.shared_ffn_size > 0
         has_bias, has_qk_norm = self.config.has_qkv_bias, self.config.has_qk_norm
         return LayerWeights(
             input_norm=allocate("input_layernorm.weight"),
@@ -103,7 +110,12 @@ class Transformer:
             else None,
             output=allocate("self_attn.o_proj.weight"),
             post_norm=allocate("post_attention_layernorm.weight"),
-            router=allocate("mlp.gate.weight") if is_sparse else None,
+            router=allocate("mlp.gate.weight") if experts else None,
+            router_bias=allocate(f"mlp.gate.{ROUTER_BIAS}") if has_bias_of_router else None,
+            shared_gate_up=allocate(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
+            if has_shared
+            else None,
+            shared_down=allocate(f"{shared}.down_proj.weight") if has_shared else None,
             gate_up=allocate(*gate_up),
             down=allocate(*(f"{name}.down_proj.weight" for name in names)),
         )
@@ -148,17 +160,22 @@ class Transformer:
 
     def _make_mlp(self, layer: LayerWeights) -> Mlp:
         make, experts = self.arithmetic.matrix, self.config.experts
-        num_parts = 1 if layer.router is None or experts is None else experts.num_experts
-        weights = zip(layer.gate_up.chunk(num_parts), layer.down.chunk(num_parts), strict=True)
-        parts = [
-            DenseMlp(make(gate_up, None), make(down, None), self.arithmetic.gate)
-            for gate_up, down in weights
-        ]
+
+        def dense(gate_up: Tensor, down: Tensor) -> DenseMlp:
+            return DenseMlp(make(gate_up, None), make(down, None), self.arithmetic.gate)
+
         if layer.router is None or experts is None:
-            return parts[0]
-        router = make(layer.router.to(wide_dtype(self.dtype)), None)
+            return dense(layer.gate_up, layer.down)
+        weights = (whole.chunk(experts.num_experts) for whole in (layer.gate_up, layer.down))
+        shared = None
+        if layer.shared_gate_up is not None and layer.shared_down is not None:
+            shared = dense(layer.shared_gate_up, layer.shared_down)
         return ExpertsMlp(
-            router, parts, num_per_token=experts.num_per_token, normalizes=experts.normalizes
+            experts,
+            router=make(layer.router.to(wide_dtype(self.dtype)), None),
+            bias_E=layer.router_bias,
+            parts=[dense(*pair) for pair in zip(*weights, strict=True)],
+            shared=shared,
         )
 
     def forward(self, token_ids_P: Tensor, position_ids_P: Tensor, attention: Attention) -> Tensor:
@@ -193,7 +210,7 @@ class Transformer:
             rotated = heads_PAH[:, :num_rotated]
             if layer.qk_norm is not None:
                 rotated.copy_(norm(rotated, layer.qk_norm))
-            rotate_(rotated, cos_P1H, sin_P1H)
+            rotate_(rotated[..., : c.rotary_dim], cos_P1H, sin_P1H)
             context_PN = attention.attend(
                 index, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :]
             )

@@ -52,7 +52,8 @@ def forward_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
     attention, dense = 2 * heads + 2 * kv, 3 * model.ffn_size
     layers = model.num_layers * (attention + dense)
     if (experts := model.experts) is not None:
-        sparse = experts.num_experts + 3 * experts.num_per_token * experts.ffn_size
+        active = experts.num_per_token * experts.ffn_size + experts.shared_ffn_size
+        sparse = experts.num_experts + 3 * active
         layers += len(experts.layers) * (sparse - dense)
     weights = model.hidden_size * (layers + 2 * model.vocab_size)
     squares = sum(length * length for length in lengths)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.base import RolloutEngine
-from tlt_megatron.models.hf_io import Checksum
+from tlt_megatron.models.hf_io import Checksum, dtype_of
 from tlt_megatron.policy.health import check_weights
 from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.runtime.collectives import gather_objects
@@ -29,7 +29,7 @@ class ChecksummedTensors:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors:
-            tensor = tensor.detach().to(self._dtype)
+            tensor = tensor.detach().to(dtype_of(name, self._dtype))
             self._checksum.add(name, tensor)
             self._are_finite.append((name, torch.isfinite(tensor).all()))
             yield name, tensor

@@ -61,6 +61,14 @@ def test_shards_without_an_index_and_an_equal_tied_head_pass(tmp_path: Path) -> 
     check(tmp_path)
 
 
+def test_the_layer_of_glm_that_predicts_a_further_token_is_left_out(tmp_path: Path) -> None:
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    write_model(tmp_path / "model", model_type="glm4_moe", **sizes)
+    further = {"model.layers.2.eh_proj.weight": zeros((16, 32))}
+    write_safetensors(tmp_path / "model" / "model-2.safetensors", further)
+    check(tmp_path)
+
+
 def test_a_drafter_counts_only_where_it_is_used(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     write_drafter(tmp_path / "drafter", hidden_size=24)

@@ -19,7 +19,7 @@ from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
-from tlt_megatron.models.hf_io import HfReader, checksum_tensors
+from tlt_megatron.models.hf_io import HfReader, checksum_tensors, policy_tensors
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.transformer import Transformer
@@ -70,7 +70,7 @@ def engine_over(
 
 def load_from(path: Path, engine: EmbeddedEngine, dtype: str = "float64") -> None:
     """Load the weights at `path` as version 1."""
-    tensors = [(name, t.to(getattr(torch, dtype))) for name, t in HfReader(path).items()]
+    tensors = list(policy_tensors(path, load_model_config(path), getattr(torch, dtype)))
     engine.load_weights(tensors, version=1, checksum=lambda: checksum(tensors))
 
 

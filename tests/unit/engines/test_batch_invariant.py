@@ -20,7 +20,7 @@ from tlt_megatron.types import Prompt, SamplingParams
 
 VOCAB_SIZE, NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 48, 16, 4, 24
 # with two query heads for a kv head; with sizes that no vector length divides
-MODELS = ("qwen3", "llama", "qwen3_moe")
+MODELS = ("qwen3", "llama", "glm4_moe")
 DTYPES = ("float32", "bfloat16")
 STRATEGIES = [
     SpeculationStrategy.parse(text) for text in ("5_1_5", "3_2_6", "4_4_16", "2_8_20", "ngram_6")

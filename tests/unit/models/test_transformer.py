@@ -66,6 +66,8 @@ def logits_of(model: Transformer, token_ids_T: Tensor) -> Tensor:
         ("qwen3", {}),
         ("qwen3", {"tied": True, "rope_parameters": LINEAR}),
         ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("glm4_moe", {}),
+        ("glm4_moe", {"use_qk_norm": True, "attention_bias": False, "n_shared_experts": 2}),
         ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
     ],
 )

@@ -119,7 +119,8 @@ def engine_arguments(
         "max_total_tokens": rollout.kv_cache_tokens or rollout.max_batch_size * longest,
         "chunked_prefill_size": rollout.prefill_chunk_tokens,
     }
-    defaults: dict[str, object] = {"log_level": "error"}
+    # Fused into the other experts, a shared one could not be compared after an update.
+    defaults: dict[str, object] = {"log_level": "error", "disable_shared_experts_fusion": True}
     if speculation is not None:
         ours |= speculation.options
     if device_type == "cpu":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlt_megatron.models.hf_io import checksum_tensors
+from tlt_megatron.models.hf_io import checksum_tensors, dtype_of
 
 
 def held_checksum(model: nn.Module, *, is_draft: bool) -> int:
@@ -21,9 +21,13 @@ def held_checksum(model: nn.Module, *, is_draft: bool) -> int:
 
 
 def named_held_tensors(model: nn.Module, *, is_draft: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors by name; of a drafter without embedding and LM head, the target's."""
+    """Yield whole tensors by name; of a drafter without embedding and LM head, the target's.
+
+    They have the dtype in which they were sent: SGLang keeps some routers in float32.
+    """
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+    dtype = next(model.parameters()).dtype
     is_eagle3 = is_draft and "Eagle3" in type(model).__name__
     for module_name, module in model.named_modules():
         if is_draft and isinstance(module, VocabParallelEmbedding):
@@ -34,7 +38,8 @@ def named_held_tensors(model: nn.Module, *, is_draft: bool) -> Iterator[tuple[st
                 name = name.removeprefix("model.")
             if is_eagle3:
                 name = name.replace("layers.0.", "midlayer.")
-            yield from _parts(name, kind, module, parameter.detach())
+            for part, tensor in _parts(name, kind, module, parameter.detach()):
+                yield part, tensor.to(dtype_of(part, dtype))
 
 
 def _parts(name: str, kind: str, module: Any, shard: Tensor) -> Iterator[tuple[str, Tensor]]:

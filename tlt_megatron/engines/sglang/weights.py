@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tlt_megatron.engines.sglang.connection import TARGET, Connection
 from tlt_megatron.engines.sglang.replica import in_step
+from tlt_megatron.models.hf_io import dtype_of
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
 
@@ -67,7 +68,7 @@ class WeightSender:
         """Yield the tensors on the engine's device and in its dtype. Copy what a drafter borrows,
         in place from the second time on."""
         for name, tensor in tensors:
-            tensor = tensor.detach().to(self.device, self.dtype)
+            tensor = tensor.detach().to(self.device, dtype_of(name, self.dtype))
             if self.has_drafter and name in (_EMBEDDING, _HEAD):
                 if name in self._borrowed:
                     self._borrowed[name].copy_(tensor)
