@@ -49,10 +49,13 @@ quickstart: quickstart-policy  ## train a tiny reasoning policy by GRPO on 2 CPU
 FIGURES_RUN ?= runs/figures-$(shell date +%Y%m%d-%H%M%S)
 BROWSER ?= $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
 
-figures:  ## a quickstart run, and from it the picture and the numbers of README and docs/performance.md; needs Chromium
+figures:  ## the quickstart with and without TLT, and from both the pictures and numbers of README and docs; needs Chromium
 	@test -n "$(BROWSER)" || { echo "figures: needs Chromium on PATH (apt-get install chromium), or make figures BROWSER=/path/to/it" >&2; exit 1; }
 	@test -d "$(FIGURES_RUN)" || $(MAKE) --no-print-directory quickstart RUN_DIR=$(FIGURES_RUN)
+	@test -d "$(FIGURES_RUN)-plain" || $(PY) launch/torchrun.py --standalone --nproc-per-node 2 launch/pretrain_rl.py \
+	  --config examples/quickstart.yaml run.dir=$(FIGURES_RUN)-plain speculation.enabled=false spot.enabled=false
 	@$(PY) docs/picture.py $(FIGURES_RUN) --browser $(BROWSER)
+	@$(PY) docs/tail_picture.py $(FIGURES_RUN) $(FIGURES_RUN)-plain --commit $$(git describe --always --dirty)
 
 quickstart-sglang: quickstart-policy setup-sglang  ## the same run with the real SGLang engine, on a CPU with stand-ins
 	@echo "quickstart 2/2: GRPO on 2 ranks, SGLang -> $(RUN_DIR)"
