@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.tiny_task import (
     answers,
@@ -87,3 +87,22 @@ def test_training_changed_the_experts_and_transformers_loads_them(
     saved = load_file(tmp_path / "model.safetensors")
     assert saved.keys() == after.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in after.items())
+
+
+def test_glm_in_bfloat16_keeps_the_bias_of_its_router_and_drops_the_layer_for_a_further_token(
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = make_tiny_task(tmp_path, kind="glm4_moe")
+    further = {"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}
+    save_file(further, tmp_path / "model" / "model-2.safetensors")
+    halved = ("model.dtype=bfloat16", "rollout.dtype=bfloat16", "run.num_steps=1")
+    run(2, config, tmp_path / "run", *EXPERTS, *SPOT, *halved)
+    before, after = (dict(HfReader(tmp_path / f).items()) for f in ("model", "run/hf"))
+    assert after.keys() == before.keys() - further.keys()
+    biases = [name for name in after if name.endswith("correction_bias")]
+    assert biases
+    assert all(torch.equal(after[name], before[name]) for name in biases)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").state_dict()
+    assert all(torch.equal(loaded[name], after[name]) for name in biases)

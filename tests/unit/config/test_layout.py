@@ -66,6 +66,8 @@ MIXTURE = {
     "moe_intermediate_size": 32,
 }
 
+GLM = {"model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 2}
+
 
 def test_experts_are_shared_by_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
     check(tmp_path, "parallel.tensor=2 parallel.expert=4 parallel.pipeline=2", 8, **MIXTURE)
@@ -95,6 +97,15 @@ def test_experts_are_shared_by_tensor_and_data_parallel_ranks(tmp_path: Path) ->
         ("parallel.tensor=2", 2, MIXTURE, "parallel.expert=1 with parallel.tensor=2: must be > 1"),
         ("", 1, MIXTURE | {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be <= num_exp"),
         ("", 1, MIXTURE | {"num_experts_per_tok": 1, "norm_topk_prob": True}, "norm_topk_prob=true with num_experts_per_tok=1: must be false"),
+        ("", 1, GLM | {"n_group": 2}, "n_group=2 is not supported; only 1"),
+        ("", 1, GLM | {"norm_topk_prob": False}, "norm_topk_prob=False is not supported; only True"),
+        ("", 1, GLM | {"first_k_dense_replace": 4}, r"first_k_dense_replace=4: must be in 0\.\.3"),
+        (
+            "",
+            1,
+            GLM | {"partial_rotary_factor": 0.25},
+            r"partial_rotary_factor=0\.25 is not supported; only 0\.5",
+        ),
         ("", 1, MIXTURE | {"mlp_only_layers": [4]}, r"mlp_only_layers=\[4\]: must be a list of"),
         ("", 1, MIXTURE | {"decoder_sparse_step": 5}, "leave no layer with experts"),
         ("rollout.engine=sglang", 1, MIXTURE | {"mlp_only_layers": [0]}, "rollout.engine=sglang: takes all layers of .* for mixtures, but 1 are dense"),
