@@ -136,6 +136,17 @@ def test_response_goes_on_when_the_table_of_its_prompt_was_given_up() -> None:
     assert rows(*index.propose([old], 3)) == [[3, 4, 1]]
 
 
+def test_response_without_a_table_in_the_index_takes_no_room_from_others() -> None:
+    index = NgramIndex(sizes=(2,), max_entries=100)
+    old = index.start("old", [1, 2, 3])
+    for first in range(1000, 1300, 60):
+        index.append([index.start("new", [])], [list(range(first, first + 60))])
+    index.start("kept", [7, 8, 5])
+    index.start("other", [7, 8, 6])
+    index.append([old], [list(range(2000, 2200))])
+    assert rows(*index.propose([index.start("kept", [7, 8])], 1)) == [[5]]
+
+
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match=r"sizes=\(\)"):
         NgramIndex(sizes=())
