@@ -109,6 +109,18 @@ def test_passes_and_three_steps_equal_one_rank(
             assert (result["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
 
 
+def test_recomputation_routes_as_the_first_pass_did(
+    mixture: Path, one_rank: dict[str, Any]
+) -> None:
+    def on_rank() -> dict[str, Any]:
+        policy, groups = build_policy(mixture, EP2, recompute="full")
+        return train(policy, groups, (1, 2, 3), (3, 2))
+
+    for result in run_ranks(2, on_rank):
+        for mine, theirs in zip(result["stats"], one_rank["stats"], strict=True):
+            assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=TOLERANCE)
+
+
 def test_logprobs_equal_transformers(mixture: Path, one_rank: dict[str, Any]) -> None:
     model = load_hf(mixture)
     for index, batch in enumerate(make_batch(1)):

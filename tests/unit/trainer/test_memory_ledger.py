@@ -123,6 +123,21 @@ def test_the_fullest_of_uneven_stages_counts(tmp_path: Path) -> None:
     assert claim(fewer, "activations") == pytest.approx(18 * per_layer)  # beside the logits
 
 
+def test_shared_experts_and_dense_layers_are_counted(tmp_path: Path) -> None:
+    """The sizes of GLM-4.5-Air, without the layer that predicts a further token."""
+    glm = {
+        "model_type": "glm4_moe",
+        **{"vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944},
+        **{"num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8},
+        **{"head_dim": 128, "attention_bias": True, "max_position_embeddings": 131072},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(glm), encoding="utf-8")
+    shapes = tensor_shapes(load_model_config(tmp_path))
+    sizes = ModelSizes(load_model_config(tmp_path))
+    assert sizes.total == sum(math.prod(shape) for shape in shapes.values())
+    assert sizes.total == pytest.approx(106.9e9, rel=5e-3)
+
+
 def test_experts_are_counted_where_they_are(tmp_path: Path) -> None:
     """Qwen3-30B-A3B: 30.5e9 parameters, of which 3.3e9 compute a token (model card)."""
     layout = "parallel.tensor=4 parallel.expert=8"
