@@ -36,9 +36,10 @@ def readme() -> str:
     if not URL:
         return text
     kind = {"": "blob", "!": "raw"}
-    return re.sub(
+    text = re.sub(
         r"(!?)(\[[^]]*\])\((?!https?:|#)", lambda m: f"{m[1]}{m[2]}({URL}/{kind[m[1]]}/main/", text
     )
+    return re.sub(r'(src|srcset)="(?!https?:)', rf'\1="{URL}/raw/main/', text)
 
 
 setup(

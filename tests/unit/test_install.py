@@ -101,8 +101,9 @@ def test_a_package_says_who_made_it_and_holds_what_its_tests_need(tmp_path: Path
     assert "\nAuthor: The tlt_megatron authors\n" in facts
     assert "\nClassifier: " in facts
     assert "\nProject-URL: Repository, https://example.org/fork\n" in facts
-    assert "](https://example.org/fork/raw/main/docs/report.png)" in facts
+    assert 'src="https://example.org/fork/raw/main/docs/figures/tail_light.svg"' in facts
     assert "](docs/" not in facts
+    assert '="docs/' not in facts
     held = set((tmp_path / "tlt_megatron.egg-info" / "SOURCES.txt").read_text().splitlines())
     named = {"CHANGELOG.md", "CITATION.cff", "tests/conftest.py", "docs/guide.md", "Makefile"}
     assert named <= held
