@@ -151,14 +151,13 @@ class GraphPlan:
         num_layers = 1 if is_draft else c.num_layers
         num_fused = c.num_heads + 2 * c.num_kv_heads
         layer_kernels = _LAYER_KERNELS + _HEAD_NORM_KERNELS * c.has_qk_norm
-        # Alive all the time, or left from the previous layer: states, heads, gate and up.
+        # Alive all the time, or left from the previous layer: states and heads.
         per_token = 2 * c.hidden_size + (num_fused + c.num_heads + 2) * c.head_dim
-        per_token += 0 if is_draft else 2 * c.ffn_size
         # Attention: a copy of the queries, and outputs and lse of the parts of the keys.
         num_parts = -(-key.length // PART_KEYS)
         part_bytes = (c.head_dim + 1) * max(item_bytes, _WIDE_BYTES)
         attention = num_tokens * c.num_heads * (c.head_dim * item_bytes + num_parts * part_bytes)
-        mlp = num_tokens * (4 if is_draft else 2) * c.ffn_size * item_bytes
+        mlp = num_tokens * (4 if is_draft else 3) * c.ffn_size * item_bytes
         bias = num_tokens * key.length
         states = num_tokens * c.hidden_size * (3 if is_draft else 1)
         return CaptureCost(
