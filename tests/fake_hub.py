@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ class FakeHub:
     datasets: dict[str, Path] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     url: str = ""
+    created: list[dict[str, object]] = field(default_factory=list)  # repositories
+    uploads: dict[str, bytes] = field(default_factory=dict)  # by name
 
     def downloads(self) -> list[str]:
         """Return the names of the files that were sent, in order."""
@@ -47,8 +50,26 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
             self._answer()
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self._answer()
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            path = unquote(urlsplit(self.path).path)
+            if path == "/api/repos/create":
+                asked = json.loads(body)
+                hub.created.append(asked)
+                self._send_json({"url": f"{hub.url}/{asked['organization']}/{asked['name']}"})
+            elif "/preupload/" in path:  # every file fits into the commit
+                files = [{"path": f["path"]} for f in json.loads(body)["files"]]
+                for file in files:
+                    file |= {"uploadMode": "regular", "shouldIgnore": False}
+                self._send_json({"files": files})
+            elif "/commit/" in path:
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        hub.uploads[line["value"]["path"]] = b64decode(line["value"]["content"])
+                repo = path.removeprefix("/api/models/").partition("/commit/")[0]
+                url = f"{hub.url}/{repo}/commit/{COMMIT}"
+                self._send_json({"commitUrl": url, "commitOid": COMMIT})
+            else:
+                self._answer()
 
         def _answer(self) -> None:
             path = unquote(urlsplit(self.path).path)

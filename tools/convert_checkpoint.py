@@ -30,7 +30,7 @@ import yaml
 from torch import Tensor
 
 from tlt_megatron.cli import main as run_command
-from tlt_megatron.config.hub import TOKENIZER, fetch_model
+from tlt_megatron.config.hub import TOKENIZER, check_push, fetch_model, push_folder
 from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.config.schema import (
     McoreSection,
@@ -56,9 +56,15 @@ _TIMEOUT_S = 600.0
 def main() -> None:
     """Convert and print what was done. ValueError if that is impossible."""
     options = _parse()
+    if options.push_to_hub:
+        check_push(options.push_to_hub)
     source, target = fetch_model("--from", options.source), Path(options.to)
     if not source.is_dir():
         raise ValueError(f"--from {source}: no such folder")
+    if options.push_to_hub and is_hf_folder(source):
+        raise ValueError(
+            "--push-to-hub: takes a Hugging Face folder; a torch_dist checkpoint is none"
+        )
     world = init_world("gloo", _TIMEOUT_S)
     try:
         if is_hf_folder(source):
@@ -70,6 +76,8 @@ def main() -> None:
     finally:
         dist.destroy_process_group()
     print(f"{source} -> {target}")
+    if options.push_to_hub:
+        print(push_folder(target, options.push_to_hub))
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -176,6 +184,7 @@ def _parse() -> argparse.Namespace:
         choices=("float32", "bfloat16"),
         help="default: float32 for torch_dist, that of its training for Hugging Face",
     )
+    parser.add_argument("--push-to-hub", metavar="ID", help="upload the Hugging Face folder")
     return parser.parse_args()
 
 

@@ -43,6 +43,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_megatron.cli import main as run_command
+from tlt_megatron.config.hub import check_push, push_folder
 from tlt_megatron.drafter.eagle_folder import (
     WEIGHTS_FILE,
     load_draft_config,
@@ -94,6 +95,8 @@ def main() -> None:
     ValueError if that is impossible; then nothing is written.
     """
     options = _parse()
+    if options.push_to_hub:
+        check_push(options.push_to_hub)
     source = find_drafter(Path(options.source))
     policy = Path(options.target) if options.target else None
     if policy is None and (options.format == "vllm" or options.draft_vocab_size):
@@ -105,6 +108,8 @@ def main() -> None:
         source, Path(options.to), options.format, target, dtype=dtype, ids_C=ids_C
     )
     print(f"{source} -> {options.to}: {len(layout.tensors)} tensors")
+    if options.push_to_hub:
+        print(push_folder(Path(options.to), options.push_to_hub))
     served = policy or find_target(source) or "POLICY"
     print(shlex.join(server_command(options.format, str(served), Path(options.to))))
 
@@ -329,6 +334,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored"
     )
+    parser.add_argument("--push-to-hub", metavar="ID", help="upload the folder")
     return parser.parse_args()
 
 

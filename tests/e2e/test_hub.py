@@ -137,6 +137,27 @@ def test_a_conversion_takes_an_id(hub: FakeHub, tmp_path: Path) -> None:
     assert any(target.iterdir())
 
 
+def test_an_export_is_uploaded(hub: FakeHub, config: Path, tmp_path: Path) -> None:
+    megatron, target = tmp_path / "megatron", tmp_path / "exported"
+    code, output = tlt(hub, tmp_path / "hf", "convert", "--from", "tiny/policy", "--to", megatron)
+    assert code == 0, output
+    words = ("convert", "--from", megatron, "--model", config.parent / "model", "--to", target)
+    code, output = tlt(hub, tmp_path / "hf", *words, "--push-to-hub", "me/mine")
+    assert code == 0, output
+    assert output.splitlines()[-1].endswith(f"/me/mine/commit/{COMMIT}")
+    assert [(each["name"], each["visibility"]) for each in hub.created] == [("mine", "private")]
+    written = {str(f.relative_to(target)): f.read_bytes() for f in target.rglob("*") if f.is_file()}
+    assert {name: hub.uploads[name] for name in written} == written
+
+
+@pytest.mark.parametrize("name", ["mine", "me/mine@main"])
+def test_what_is_no_id_is_refused_before_an_export(hub: FakeHub, tmp_path: Path, name: str) -> None:
+    words = ("--from", "no", "--to", tmp_path / "new", "--format", "sglang", "--push-to-hub", name)
+    code, output = tlt(hub, tmp_path / "hf", "export-drafter", *words)
+    assert code == 2
+    assert f"--push-to-hub {name}: must be an id of the Hub" in output.splitlines()[-1]
+
+
 def test_a_recipe_converts_a_data_set_by_its_id(hub: FakeHub, tmp_path: Path) -> None:
     samples, folder, out = REPO / "examples/datasets/samples", tmp_path / "gsm8k", tmp_path / "rows"
     folder.mkdir()

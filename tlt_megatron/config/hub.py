@@ -51,6 +51,32 @@ def fetch_model(key: str, name: str, patterns: tuple[str, ...] = WHOLE) -> Path:
     return Path(folder)
 
 
+def check_push(name: str) -> None:
+    """Raise ValueError if `name` can be no model of the Hub."""
+    match = _MODEL.fullmatch(name)
+    if match is None or match["revision"]:
+        raise ValueError(f"--push-to-hub {name}: must be an id of the Hub, as in my-name/my-model")
+
+
+def push_folder(folder: Path, name: str) -> str:
+    """Upload a folder as the model `name` and return the address of the commit. A repository that is not there is made, private.
+
+    ValueError if the Hub refuses or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().create_repo(name, private=True, exist_ok=True)
+        return HfApi().upload_folder(repo_id=name, folder_path=folder).commit_url
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"--push-to-hub {name}: {folder} is written, but not uploaded: {reason}. Log in by `hf auth login`,"
+            f" then: hf upload {name} {folder}"
+        ) from error
+
+
 def name_version(name: str, folder: Path) -> str:
     """Return the name of exactly what `fetch_model` found: an id with its commit, or an absolute path."""
     match = _MODEL.fullmatch(name)
