@@ -27,14 +27,15 @@ def full_response(group: int, sample: int) -> Rollout:
     """A response with everything that one can have, which follows from its key."""
     length = 3 + 2 * group + sample
     generator = torch.Generator().manual_seed(10 * group + sample)
+    logprobs = -torch.rand(2, length, generator=generator)
     talk = ({"role": "user", "content": "1+1"}, {"role": "assistant", "content": f"{group} ✓"})
     return replace(
         make_rollout(
             (1, 2),
             torch.randint(0, 150_000, (length,), generator=generator),
             (group, sample),
-            logprobs=-torch.rand(length, generator=generator),
-            policy_logprobs=-torch.rand(length, generator=generator),
+            logprobs=logprobs[0],
+            policy_logprobs=logprobs[min(sample, 1)],  # of the first sample, the same tensor
         ),
         accept_lengths=(1, 2),
         loss_mask=torch.arange(length) != 1 if sample else None,

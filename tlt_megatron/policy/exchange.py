@@ -76,7 +76,8 @@ def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
         if rollout.kept is not None:
             found |= {"kept_ids": rollout.kept.token_ids, "kept_counts": rollout.kept.counts}
         found["token_ids"] = rollout.token_ids.int()
-        tensors |= {f"{name}.{k}": v.contiguous() for k, v in found.items() if v is not None}
+        # Copies: both kinds of log-probs may be one tensor, which `save` refuses.
+        tensors |= {f"{name}.{k}": v.clone() for k, v in found.items() if v is not None}
         if rollout.transcript is not None:
             transcripts[name] = dataclasses.asdict(rollout.transcript)
     return save(tensors, {"transcripts": json.dumps(transcripts)}) if tensors else b""
