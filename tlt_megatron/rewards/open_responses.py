@@ -209,6 +209,7 @@ def load_carried(folder: Path, prompt_at: Callable[[int], Prompt]) -> tuple[Scor
     groups = []
     for rows, (rewards, details) in zip(saved["rollouts"], saved["scores"], strict=True):
         for row in rows:
+            row.pop("verify_starts", None)  # of older checkpoints
             row["finish_reason"] = FinishReason(row["finish_reason"])
             row["kept"] = row["kept"] and KeptTokens(**row["kept"])
         rollouts = tuple(Rollout(**row) for row in rows)
