@@ -146,7 +146,7 @@ class PolicyTrainer:
 
         `tap` gets the policy's hidden states of this rank's share, never the reference's. If the
         update is the policy's first pass, the tap is passed to the update instead, and a pass here
-        gives it the long tail of what the update skips, if it may have passes of its own. `version`
+        gives it the long tail of what the update skips, if the tap may run extra forward passes. `version`
         is the policy's: RL steps done. `values` are those of the critic, if there is one. Without
         `has_update`, `update` will not be called.
         """

@@ -39,7 +39,6 @@ class Prediction:
     phases: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     idle_s: float = 0.0  # rank-seconds
     updates: float = 0.0  # optimizer steps of the drafter, at the end
-    tokens: int = 0
     passes: Counter[tuple[str, int]] = field(default_factory=Counter)  # by strategy and batch size
 
     @property
@@ -103,7 +102,6 @@ def simulate(
             for selector in selectors:
                 selector.drafter_changed()
         tokens = sum(map(sum, prompts))
-        found.tokens += tokens
         for phase in PHASES:
             if phase != "publish_drafter" or variant.trains_drafter:
                 found.phases[phase] += machine.phase_seconds(phase, tokens / num_replicas)
