@@ -54,11 +54,6 @@ class Machine:
         self.gen_rest_s = _mean_gen_rest(recordings)
         self.max_updates = max(r.updates[-1] for r in recordings)
 
-    @property
-    def strategies(self) -> list[SpeculationStrategy]:
-        """Return the strategies that ran."""
-        return list(self._rows)
-
     def seconds(self, strategy: SpeculationStrategy, batch_size: int) -> float:
         """Return the seconds of a pass."""
         start_s, slope_s = self._lines[strategy]
