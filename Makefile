@@ -55,7 +55,7 @@ figures:  ## the quickstart with and without TLT, and from both the pictures and
 	@test -d "$(FIGURES_RUN)-plain" || $(PY) launch/torchrun.py --standalone --nproc-per-node 2 launch/pretrain_rl.py \
 	  --config examples/quickstart.yaml run.dir=$(FIGURES_RUN)-plain speculation.enabled=false spot.enabled=false
 	@$(PY) docs/picture.py $(FIGURES_RUN) --browser $(BROWSER)
-	@$(PY) docs/tail_picture.py $(FIGURES_RUN) $(FIGURES_RUN)-plain --commit $$(git describe --always --dirty)
+	@$(PY) docs/tail_picture.py $(FIGURES_RUN) $(FIGURES_RUN)-plain --commit $(shell git describe --always --dirty)
 
 quickstart-sglang: quickstart-policy setup-sglang  ## the same run with the real SGLang engine, on a CPU with stand-ins
 	@echo "quickstart 2/2: GRPO on 2 ranks, SGLang -> $(RUN_DIR)"
