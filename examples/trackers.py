@@ -1,6 +1,6 @@
-"""Trackers of your own: MLflow and SwanLab, as `logging.trackers=[examples/trackers.py:MlFlow]` and `:SwanLab`.
+"""Trackers of your own: MLflow, SwanLab and Trackio, as `logging.trackers=[examples/trackers.py:MlFlow]`, `:SwanLab`, `:Trackio`.
 
-Each needs its package: `pip install mlflow` or `pip install swanlab`. `logging.project` names the project.
+Each needs its package: `pip install mlflow`, `swanlab` or `trackio`. `logging.project` names the project.
 """
 
 from __future__ import annotations
@@ -93,3 +93,33 @@ class SwanLab:
 
     def close(self, *, failed: bool = False) -> None:
         self._swanlab.finish()
+
+
+class Trackio:
+    """Writes to Trackio: to a Space of the Hub that TRACKIO_SPACE_ID names, else to this machine, where `trackio show` shows it.
+
+    A resumed run goes on in its own curves.
+    """
+
+    def __init__(
+        self, *, run_dir: Path, project: str, config: Settings, resume_step: int | None
+    ) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        self._trackio = trackio
+        trackio.init(
+            project=project,
+            name=run_dir.resolve().name,
+            space_id=os.environ.get("TRACKIO_SPACE_ID"),
+            config=dict(config),
+            resume="never" if resume_step is None else "allow",
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._trackio.log(dict(metrics), step=step)
+
+    def log_responses(self, step: int, rows: Sequence[Row]) -> None:
+        """Write nothing: it has no table of texts that all versions share."""
+
+    def close(self, *, failed: bool = False) -> None:
+        self._trackio.finish()

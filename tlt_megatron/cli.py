@@ -30,6 +30,7 @@ COMMANDS = {  # the word after `tlt`: the module whose `main()` it calls
     "train": "tlt_megatron.cli",
     "plan": "tools.print_ledger",
     "schema": "tools.print_schema",
+    "completion": "tools.completion",
     "report": "tools.report",
     "watch": "tools.watch",
     "compare": "tools.compare_runs",

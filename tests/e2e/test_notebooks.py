@@ -88,3 +88,21 @@ def test_what_speculation_gives_is_measured_for_every_variant(config: Path, tmp_
     assert len(table) == 7
     assert all(accepted >= 1 and differing == 0 for accepted, _, differing in table.values())
     assert table["2_1_2, warmed drafter"][0] > 1
+
+
+def test_a_drafter_is_trained_changes_no_token_and_is_exported(
+    config: Path, tmp_path: Path
+) -> None:
+    task = config.parent
+    parameters = {
+        "MODEL": str(task / "model"),
+        "PROMPTS": str(task / "train.jsonl"),
+        "DRAFTER": str(tmp_path / "drafter"),
+        "SERVED": str(tmp_path / "served"),
+        "MINUTES": 0.2,
+        "MAX_NEW_TOKENS": 24,
+        "STRATEGIES": ["2_1_2"],
+    }
+    fast, folder = run_notebook("train_a_drafter", parameters, ("fast", "folder"))
+    assert any(each.accept_lengths for each in fast)
+    assert (folder / "model.safetensors").is_file()

@@ -38,6 +38,18 @@ def test_help_names_every_command_and_does_not_import_torch() -> None:
         assert f"\n{'':18}tlt {name}" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("tlt eval", "evaluate"), ("tlt train my.yaml rollout.num_s", "rollout.num_samples=")],
+)
+def test_bash_completes_commands_and_settings(words: str, completed: str) -> None:
+    script = tlt("completion").stdout
+    count = len(words.split()) - 1
+    script += f"\nCOMP_WORDS=({words}); COMP_CWORD={count}; _tlt; echo ${{COMPREPLY[*]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=REPO, capture_output=True, text=True)
+    assert done.stdout.split() == [completed], done.stderr
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_explains_itself(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

@@ -220,9 +220,20 @@ def cut_logits(scaled_BV: Tensor, top_p: float, top_k: int) -> Tensor:
 def kept_ids(cut_BV: Tensor) -> tuple[Tensor, ...]:
     """Return the ids that `cut_logits` kept in each row, int32 on the CPU; none for a row with more than MAX_KEPT."""
     is_kept_BV = cut_BV > -torch.inf
-    is_kept_BV &= is_kept_BV.sum(dim=-1, keepdim=True) <= MAX_KEPT
-    counts = is_kept_BV.sum(dim=-1).tolist()
-    return is_kept_BV.nonzero()[:, 1].int().cpu().split(counts)
+    counts_B1 = is_kept_BV.sum(dim=-1, keepdim=True)
+    is_recorded_B1 = counts_B1 <= MAX_KEPT
+    ids_BC = _ids_of(is_kept_BV & is_recorded_B1, min(MAX_KEPT, cut_BV.shape[-1]))
+    table = torch.cat((counts_B1 * is_recorded_B1, ids_BC), dim=1).int().cpu()  # one read-back
+    counts = table[:, 0].tolist()
+    return tuple(row[1 : count + 1].clone() for row, count in zip(table, counts, strict=True))
+
+
+def _ids_of(is_kept_BV: Tensor, most: int) -> Tensor:
+    """Return [B, most]: the ids that are kept in each row, ascending, then zeros. No row keeps more. No read-back."""
+    places_BV = (is_kept_BV.cumsum(dim=-1) - 1).masked_fill_(~is_kept_BV, most)
+    ids_BV = torch.arange(is_kept_BV.shape[-1], device=is_kept_BV.device).expand_as(places_BV)
+    table = places_BV.new_zeros(len(places_BV), most + 1)
+    return table.scatter_(1, places_BV, ids_BV)[:, :most]
 
 
 def _top_ids(scaled_BV: Tensor, top_k: int) -> Tensor:
@@ -232,7 +243,7 @@ def _top_ids(scaled_BV: Tensor, top_k: int) -> Tensor:
     equal_BV = scaled_BV == smallest_B1
     room_B1 = top_k - larger_BV.sum(dim=-1, keepdim=True)
     kept_BV = larger_BV | (equal_BV & (equal_BV.cumsum(dim=-1) <= room_B1))
-    return kept_BV.nonzero()[:, 1].view(-1, top_k)
+    return _ids_of(kept_BV, top_k)
 
 
 def sample(

@@ -125,14 +125,19 @@ def test_every_dtype_runs(tiny_path: Path, device: PretendDevice, dtype: str) ->
     assert all(run(make_engine(tiny_path, device, "3_2_6", dtype=dtype)))
 
 
-def test_a_plain_pass_reads_back_once(tiny_path: Path, device: PretendDevice) -> None:
+@pytest.mark.parametrize(
+    ("cut", "most"), [({}, 1), ({"top_p": 0.9}, 2), ({"top_p": 0.9, "top_k": 9}, 2)]
+)
+def test_a_plain_pass_reads_back_once_and_once_more_for_what_top_p_and_top_k_kept(
+    tiny_path: Path, device: PretendDevice, cut: dict[str, float], most: int
+) -> None:
     engine = make_engine(tiny_path, device, "off")
     run(engine)  # allocates, captures
     device.gpu.read_backs.clear()
-    run(engine, SamplingParams(num_samples=1, max_new_tokens=30, seed=5))
-    num_passes = engine.stats().num_decode_passes
-    # A draw for each pass and the first, and a few looks where rows come and leave.
-    assert device.gpu.read_backs.total() <= num_passes + 1 + 12
+    run(engine, SamplingParams(num_samples=1, max_new_tokens=30, seed=5, **cut))
+    num_draws = engine.stats().num_decode_passes + 1
+    # And a few looks where rows come and leave.
+    assert device.gpu.read_backs.total() <= most * num_draws + 12
 
 
 def alive_caches() -> list[KvCache]:

@@ -52,6 +52,11 @@ def log(data, *, step): calls.append(("log", step, data))
 def finish(): calls.append(("finish",))
 Text = str
 """,
+    "trackio": """
+def init(**options): calls.append(("init", options))
+def log(data, *, step): calls.append(("log", step, data))
+def finish(): calls.append(("finish",))
+""",
 }
 ROW = {"prompt": "1+1?", "response": "2", "reward": 1.0, "data_source": "math"}
 ROW |= {"logprob_diff": 0.5, "finish_reason": "stop"}
@@ -161,6 +166,15 @@ def test_swanlab_stays_on_this_machine(
     assert (calls[0][1]["mode"], calls[0][1]["project"]) == (mode, "tlt_megatron")
     assert "response: 2" in calls[1][2]["responses"][0]
     assert [call[0] for call in calls] == ["init", *["log"] * 4, "finish"]
+
+
+def test_trackio_goes_on_in_the_curves_of_a_run(tmp_path: Path) -> None:
+    for number in (None, 2):
+        track(tmp_path / "run", f"logging.trackers=['{EXAMPLES}:Trackio']", resume_step=number)
+    calls = calls_of("trackio")
+    starts = [(each[1]["name"], each[1]["resume"]) for each in calls if each[0] == "init"]
+    assert starts == [("run", "never"), ("run", "allow")]
+    assert [call[:2] for call in calls if call[0] == "log"][:2] == [("log", 1), ("log", 2)]
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:

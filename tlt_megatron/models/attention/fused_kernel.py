@@ -135,16 +135,23 @@ def triton_wide(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if wide_dtype(dtype) == torch.float64 else tl.float32
 
 
+# By bytes of an item: keys of a block, most queries of one, and blocks of keys and values that are loaded ahead. Together
+# they fit into the shared memory of compute capability 8.9, the smallest of those that are compiled for in tests: 99 KiB.
+_BLOCKS = {2: (64, 64, 2), 4: (32, 64, 2), 8: (16, 32, 2)}
+
+
 def options_of(dtype: torch.dtype, num_queries: int, head_dim: int) -> dict[str, object]:
-    """Return the compile-time arguments of `_attend_part` for queries of `dtype`."""
+    """Return the compile-time arguments of `_attend_part` for queries of `dtype`, and its `num_stages`."""
+    keys, most_queries, num_stages = _BLOCKS[dtype.itemsize]
     return {
         "SCALE": head_dim**-0.5,
         "HEAD_DIM": head_dim,
         "HEAD_BLOCK": max(triton.next_power_of_2(head_dim), 16),
-        "QUERIES": min(max(triton.next_power_of_2(num_queries), 16), 64),
-        "KEYS": 64 if dtype.itemsize == 2 else 32,  # several buffers of each in shared memory
+        "QUERIES": min(max(triton.next_power_of_2(num_queries), 16), most_queries),
+        "KEYS": keys,
         "PART": PART_KEYS,
         "WIDE": triton_wide(dtype),
+        "num_stages": num_stages,
     }
 
 
