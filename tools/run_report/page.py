@@ -27,6 +27,8 @@ _HEADLINE = (  # name, and how it is shown from the numbers of summary.json
     ("faster RL steps by speculation", "{step_speedup:.2f}x"),
 )
 
+_MARGIN = 1.15  # the plan is right within 15 %
+
 _FACTS = (  # of the settings
     "{model[path]} · {rollout[engine]} engine, {rollout[dtype]} · {rollout[num_prompts]} prompts ×"
     " {rollout[num_samples]} responses a step, at most {rollout[max_new_tokens]} tokens ·"
@@ -95,7 +97,7 @@ def _memory(summary: Mapping[str, object]) -> str:
     peak, planned = summary.get("memory_peak_gb"), summary.get("memory_planned_gb")
     if not isinstance(peak, float) or not isinstance(planned, float):
         return ""
-    verdict = "above plan" if peak > planned else "planned"
+    verdict = "above plan" if peak > _MARGIN * planned else "planned"
     return f" · memory of a rank {peak:.3g} GB, {verdict} ({planned:.3g} GB)"
 
 
