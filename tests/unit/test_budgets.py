@@ -18,21 +18,21 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lines with a token that is neither a comment nor part of a docstring. The wish for the package is
 # 18,800, for tools 5,200 and for tests 25,000.
 CODE_LINES = {
-    "tlt_megatron": 20_950,
+    "tlt_megatron": 20_965,
     "tlt_megatron/api": 310,
     "tlt_megatron/config": 1_935,
     "tlt_megatron/data": 500,
     "tlt_megatron/drafter": 775,
     "tlt_megatron/engines": 3_840,
     "tlt_megatron/mcore": 2_005,
-    "tlt_megatron/models": 2_260,
+    "tlt_megatron/models": 2_265,
     "tlt_megatron/policy": 1_075,
     "tlt_megatron/rewards": 940,
     "tlt_megatron/runtime": 1_875,
     "tlt_megatron/speculation": 1_160,
     "tlt_megatron/spot": 1_020,
     "tlt_megatron/trainer": 2_900,
-    "tools": 6_820,
+    "tools": 6_860,
     "tests": 29_470,
 }
 NUM_SETTINGS = 113

@@ -13,7 +13,7 @@ from rich.console import Console
 from tlt_megatron.config.schema import RolloutSection, RunConfig
 from tools.bench.measure import print_table
 from tools.planner.recorded_machine import PHASES, Machine
-from tools.planner.recording import Lengths, Recording, read_recording
+from tools.planner.recording import Batch, Group, Recording, read_recording
 from tools.planner.simulation import Prediction, Variant, simulate
 
 _NUM_STEPS = 10  # of lengths that are assumed
@@ -39,7 +39,7 @@ def print_plan(
     machine.check(strategies)
     finished = read_recording(Path(against)) if against else None
     if finished:
-        steps = list(finished.lengths)
+        steps = list(finished.batches)
     elif lengths:
         steps = _lognormal(config, lengths)
     else:
@@ -72,25 +72,26 @@ def print_plan(
         _print_errors(console, found[name], finished)
 
 
-def _resampled(config: RunConfig, recordings: Sequence[Recording]) -> list[Lengths]:
+def _resampled(config: RunConfig, recordings: Sequence[Recording]) -> list[Batch]:
     """Return the steps of the recordings with the batch of `config`: prompts and responses are drawn again if it differs."""
     rollout, draw = config.rollout, random.Random(0)
     steps = []
-    for prompts in (prompts for recording in recordings for prompts in recording.lengths):
-        taken = prompts
-        if len(prompts) != rollout.num_prompts:
-            taken = draw.choices(prompts, k=rollout.num_prompts)
-        steps.append([_responses(lengths, rollout, draw) for lengths in taken])
+    for batch in (batch for recording in recordings for batch in recording.batches):
+        taken = batch
+        if len(batch) != rollout.num_prompts:
+            taken = draw.choices(batch, k=rollout.num_prompts)
+        steps.append([_resized(group, rollout, draw) for group in taken])
     return steps
 
 
-def _responses(lengths: Sequence[int], rollout: RolloutSection, draw: random.Random) -> list[int]:
-    num_samples, limit = rollout.num_samples, rollout.max_new_tokens
-    taken = lengths if len(lengths) == num_samples else draw.choices(lengths, k=num_samples)
-    return [min(length, limit) for length in taken]
+def _resized(group: Group, rollout: RolloutSection, draw: random.Random) -> Group:
+    taken = group.lengths
+    if len(taken) != rollout.num_samples:
+        taken = draw.choices(taken, k=rollout.num_samples)
+    return group._replace(lengths=[min(length, rollout.max_new_tokens) for length in taken])
 
 
-def _lognormal(config: RunConfig, text: str) -> list[Lengths]:
+def _lognormal(config: RunConfig, text: str) -> list[Batch]:
     try:
         median, p99 = (float(word) for word in text.split(","))
     except ValueError:
@@ -105,7 +106,7 @@ def _lognormal(config: RunConfig, text: str) -> list[Lengths]:
         return min(max(tokens, 1), rollout.max_new_tokens)
 
     return [
-        [[length() for _ in range(rollout.num_samples)] for _ in range(rollout.num_prompts)]
+        [Group([length() for _ in range(rollout.num_samples)]) for _ in range(rollout.num_prompts)]
         for _ in range(_NUM_STEPS)
     ]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
-from tools.planner.recording import Passes, Recording
+from tools.planner.recording import Batch, Passes, Recording, num_tokens
 
 _MIN_REQUESTS = 300  # of which acceptance is the mean; more only if a row has more
 # The phases of a step after its rollouts, and "rest", which is what no phase names.
@@ -22,6 +22,7 @@ PHASES = (
     "update_weights",
     "rest",
 )
+_CONSTANT = ("publish_drafter", "update_weights", "rest")  # whatever the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +47,13 @@ class Machine:
             s: _fit_seconds([row for _, row in found]) for s, found in self._rows.items()
         }
         self._accepted: dict[tuple[SpeculationStrategy, float], Accepted] = {}
-        self._phase_lines = {phase: _fit_phase(recordings, phase) for phase in PHASES}
+        self._phase_lines = {
+            phase: _fit_phase(recordings, phase) for phase in ("gen_rest", *PHASES)
+        }
         used_s = sum(row.get("bubble/used_s", 0.0) for r in recordings for row in r.metrics)
         idle_s = sum(row.get("bubble/idle_s", 0.0) for r in recordings for row in r.metrics)
         updates = sum(row.get("spot/updates", 0.0) for r in recordings for row in r.metrics)
         self.updates_per_idle_s = updates / idle_s if used_s else 0.0
-        self.gen_rest_s = _mean_gen_rest(recordings)
         self.max_updates = max(r.updates[-1] for r in recordings)
 
     def seconds(self, strategy: SpeculationStrategy, batch_size: int) -> float:
@@ -97,10 +99,10 @@ class Machine:
         tokens = float(1.0 + by_depth.sum()) * committed / expected
         return Accepted(tokens=tokens, by_depth=by_depth.tolist())
 
-    def phase_seconds(self, phase: str, tokens_of_rank: float) -> float:
-        """Return the seconds of a phase for the mean tokens of a replica."""
+    def phase_seconds(self, phase: str, batch: Batch, num_replicas: int) -> float:
+        """Return the seconds of a phase: the update by the tokens of a replica that are trained on, others by all."""
         start_s, slope_s = self._phase_lines[phase]
-        return start_s + slope_s * tokens_of_rank
+        return start_s + slope_s * _tokens(phase, batch, num_replicas)
 
     def check(self, strategies: Sequence[SpeculationStrategy]) -> None:
         """ValueError for strategies that did not run."""
@@ -112,9 +114,8 @@ class Machine:
             )
 
 
-def tokens_of_rank(recording: Recording, step: int) -> float:
-    """Return the mean response tokens of a replica in a step (0 is the first)."""
-    return sum(map(sum, recording.lengths[step])) / recording.num_replicas
+def _tokens(phase: str, batch: Batch, num_replicas: int) -> float:
+    return num_tokens(batch, trained=phase == "update_actor") / num_replicas
 
 
 def _is_learned_chain(strategy: SpeculationStrategy) -> bool:
@@ -144,9 +145,15 @@ def _fit_seconds(rows: Sequence[Passes]) -> tuple[float, float]:
 def _fit_phase(recordings: Sequence[Recording], phase: str) -> tuple[float, float]:
     x, y = [], []
     for recording in recordings:
-        for step, row in enumerate(recording.metrics):
-            x.append(tokens_of_rank(recording, step))
-            y.append(row.get(f"timing_s/{phase}", 0.0) if phase != "rest" else _rest(row))
+        steps = zip(recording.batches, recording.metrics, recording.passes, strict=True)
+        for batch, row, passes in steps:
+            x.append(_tokens(phase, batch, recording.num_replicas))
+            if phase == "gen_rest":
+                y.append(_gen_rest(row, passes))
+            else:
+                y.append(_rest(row) if phase == "rest" else row.get(f"timing_s/{phase}", 0.0))
+    if phase in _CONSTANT:
+        return sum(y) / len(y), 0.0
     return _line(x, y, [1.0] * len(x))
 
 
@@ -155,13 +162,9 @@ def _rest(row: Mapping[str, float]) -> float:
     return max(row["timing_s/step"] - named, 0.0)
 
 
-def _mean_gen_rest(recordings: Sequence[Recording]) -> float:
-    """Return the mean seconds of a rollout phase in which no decode pass ran: prefill, and refreshes of the drafter."""
-    rests = []
-    for recording in recordings:
-        for row, passes in zip(recording.metrics, recording.passes, strict=True):
-            of_rank: dict[int, float] = {}
-            for each in passes:
-                of_rank[each.rank] = of_rank.get(each.rank, 0.0) + each.seconds
-            rests.append(row["timing_s/gen"] - max(of_rank.values()))
-    return max(sum(rests) / len(rests), 0.0)
+def _gen_rest(row: Mapping[str, float], passes: Sequence[Passes]) -> float:
+    """Return the seconds of a rollout phase in which no decode pass ran: prefill, and refreshes of the drafter."""
+    of_rank: dict[int, float] = {}
+    for each in passes:
+        of_rank[each.rank] = of_rank.get(each.rank, 0.0) + each.seconds
+    return max(row["timing_s/gen"] - max(of_rank.values()), 0.0)

@@ -1,15 +1,24 @@
-"""Reads what a simulation needs of a run folder: lengths of responses, decode passes, and seconds by phase."""
+"""Reads what a simulation needs of a run folder: responses, decode passes, and seconds by phase."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tools.run_report.data import read_metrics
 from tools.run_report.files import errors_named, read_lines
 
-Lengths = list[list[int]]  # response tokens of a step, by prompt
+
+class Group(NamedTuple):
+    """The responses to one prompt."""
+
+    lengths: list[int]  # in tokens
+    is_trained: bool = True  # False: all rewards are equal, so the update skips them
+
+
+Batch = list[Group]  # of an RL step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +42,11 @@ class Passes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A run: of each RL step its metrics, lengths and passes."""
+    """A run: of each RL step its metrics, responses and passes."""
 
     path: Path
     metrics: Sequence[Mapping[str, float]]
-    lengths: Sequence[Lengths]
+    batches: Sequence[Batch]
     passes: Sequence[Sequence[Passes]]
     updates: Sequence[float]  # optimizer steps of the drafter, before each RL step
 
@@ -78,15 +87,28 @@ def read_recording(path: Path) -> Recording:
         return Recording(
             path=path,
             metrics=metrics,
-            lengths=[_read_lengths(path, step) for step in passes],
+            batches=[
+                _read_batch(path, step, skips=row.get("actor/skipped_response_share", 0.0) > 0.0)
+                for step, row in zip(passes, metrics, strict=True)
+            ],
             passes=list(passes.values()),
             updates=updates,
         )
 
 
-def _read_lengths(path: Path, step: int) -> Lengths:
-    by_prompt: dict[int, list[int]] = {}
+def _read_batch(path: Path, step: int, *, skips: bool) -> Batch:
+    lengths: dict[int, list[int]] = {}
+    rewards: dict[int, set[float]] = {}
     for file in sorted((path / "rollouts").glob(f"step_{step:07d}.*jsonl")):
         for row in read_lines(file):
-            by_prompt.setdefault(row["draw_index"], []).append(len(row["token_ids"]))
-    return [lengths for _, lengths in sorted(by_prompt.items())]
+            lengths.setdefault(row["draw_index"], []).append(len(row["token_ids"]))
+            rewards.setdefault(row["draw_index"], set()).add(row["reward"])
+    return [
+        Group(own, is_trained=not skips or len(rewards[draw]) > 1)
+        for draw, own in sorted(lengths.items())
+    ]
+
+
+def num_tokens(batch: Batch, *, trained: bool = False) -> int:
+    """Return the response tokens of a batch, or of the groups that the update trains on."""
+    return sum(sum(each.lengths) for each in batch if each.is_trained or not trained)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import numpy as np
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.selector import StrategySelector, make_selector
 from tools.planner.recorded_machine import PHASES, Machine
-from tools.planner.recording import Lengths
+from tools.planner.recording import Batch
 
 _PASS_BY_PASS = (
     8  # replicas; further ones decode with the mean speed that these have at a batch size
@@ -68,20 +67,20 @@ class _Speeds:
 def simulate(
     machine: Machine,
     variant: Variant,
-    steps: Sequence[Lengths],
+    steps: Sequence[Batch],
     *,
     num_replicas: int,
     max_batch: int,
 ) -> Prediction:
-    """Predict these steps, whose responses have known lengths. Each replica answers an equal share of the prompts, in order."""
+    """Predict these steps, whose responses have known lengths. Each replica answers an equal share of the prompts."""
     found = Prediction(num_steps=len(steps), updates=variant.updates)
     count = min(num_replicas, _PASS_BY_PASS)
     selectors = [
         make_selector(variant.selector, variant.strategies, max_batch_size=max_batch)
         for _ in range(count if variant.strategies else 0)
     ]
-    for prompts in steps:
-        shares = _shares(prompts, num_replicas)
+    for batch in steps:
+        shares = _shares(batch, num_replicas)
         speeds = _Speeds(max_batch)
         seconds = []
         for number, lengths in enumerate(shares):
@@ -94,26 +93,24 @@ def simulate(
                     per_token_B = speeds.per_token_B()
                 seconds.append(_drain(lengths, per_token_B, max_batch))
         gen_s = max(seconds)
-        found.phases["gen"] += gen_s + machine.gen_rest_s
+        found.phases["gen"] += gen_s + machine.phase_seconds("gen_rest", batch, num_replicas)
         idle_s = sum(gen_s - each for each in seconds)
         found.idle_s += idle_s
         if variant.trains_drafter:
             found.updates += idle_s * machine.updates_per_idle_s
             for selector in selectors:
                 selector.drafter_changed()
-        tokens = sum(map(sum, prompts))
         for phase in PHASES:
             if phase != "publish_drafter" or variant.trains_drafter:
-                found.phases[phase] += machine.phase_seconds(phase, tokens / num_replicas)
+                found.phases[phase] += machine.phase_seconds(phase, batch, num_replicas)
     return found
 
 
-def _shares(prompts: Lengths, num_replicas: int) -> list[list[int]]:
-    """Return the lengths of each replica's responses: contiguous prompts, as in a run."""
-    bounds = [len(prompts) * i // num_replicas for i in range(num_replicas + 1)]
+def _shares(batch: Batch, num_replicas: int) -> list[list[int]]:
+    """Return the lengths of each replica's responses. As in a run, replicas take prompts in turn."""
     return [
-        [length for prompt in prompts[start:end] for length in prompt]
-        for start, end in itertools.pairwise(bounds)
+        [length for group in batch[replica::num_replicas] for length in group.lengths]
+        for replica in range(num_replicas)
     ]
 
 

@@ -47,7 +47,7 @@ def _record(folder: Path, *, spot: bool = True) -> Path:
         )
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
         responses = [
-            {"draw_index": index, "token_ids": [7] * length}
+            {"draw_index": index, "token_ids": [7] * length, "reward": 1.0}
             for index, lengths in enumerate(prompts)
             for length in lengths
         ]
