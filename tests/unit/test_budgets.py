@@ -15,8 +15,9 @@ from pathlib import Path
 from tlt_megatron.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-# Lines with a token that is neither a comment nor part of a docstring. The wish for the package is
-# 18,800, for tools 5,200 and for tests 25,000.
+# Lines with a token that is neither a comment nor part of a docstring. Without what was added since
+# (API, Hub, mixtures, exchange, planner, server) the wish was 18,800 for the package, 5,200 for tools
+# and 25,000 for tests.
 CODE_LINES = {
     "tlt_megatron": 20_965,
     "tlt_megatron/api": 310,
@@ -33,7 +34,7 @@ CODE_LINES = {
     "tlt_megatron/spot": 1_020,
     "tlt_megatron/trainer": 2_900,
     "tools": 6_860,
-    "tests": 29_470,
+    "tests": 27_740,
 }
 NUM_SETTINGS = 113
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things
