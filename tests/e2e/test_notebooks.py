@@ -57,14 +57,15 @@ def test_the_quickstart_draws_the_same_tokens_with_speculation(
 ) -> None:
     parameters = {
         "RUNS": str(tmp_path),
-        "SETTINGS": ["--config", str(config)],
+        "CONFIG": str(config),
+        "OVERRIDES": {},
         "NUM_STEPS": 2,
         "STRATEGY": "ngram_4",
     }
-    are_equal, summary, report_code = run_notebook(
-        "quickstart", parameters, ("are_equal", "summary", "report_code")
+    compared, summary, report_code = run_notebook(
+        "quickstart", parameters, ("compared", "summary", "report_code")
     )
-    assert are_equal
+    assert compared == 0
     assert summary["num_steps"] == 2
     assert report_code == 0
     assert (tmp_path / "speculative" / "report.html").is_file()
