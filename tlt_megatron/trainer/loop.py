@@ -22,7 +22,6 @@ from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
 
 log = logging.getLogger(__name__)
-_ENGINE_FOLDER = "engine"  # in a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,13 +178,12 @@ class RLTrainer:
 
     def save_engine(self, folder: Path) -> None:
         """Write the state of this rank's engine, which is what its selector has learned."""
-        (folder / _ENGINE_FOLDER).mkdir(exist_ok=True)
-        path = folder / _ENGINE_FOLDER / f"rank_{self.world.rank:05d}.json"
+        path = folder / f"engine_{self.world.rank:05d}.json"
         path.write_text(json.dumps(self.engine.state_dict()), encoding="utf-8")
 
     def load_engine(self, folder: Path) -> None:
         """Restore what `save_engine` wrote, if the number of ranks is the same."""
-        files = sorted((folder / _ENGINE_FOLDER).glob("rank_*.json"))
+        files = sorted(folder.glob("engine_*.json"))
         if len(files) != self.world.size:
             return
         try:
