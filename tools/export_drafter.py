@@ -55,8 +55,8 @@ from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import new_folder, save_tensors
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.speculation.token_counts import TokenCounts
-from tlt_megatron.trainer.manifest import is_checkpoint, is_checkpoint_root
-from tlt_megatron.trainer.run_checkpoint import STATE_FILE, find_intact
+from tlt_megatron.trainer.manifest import engine_files, is_checkpoint, is_checkpoint_root
+from tlt_megatron.trainer.run_checkpoint import find_intact
 
 FORMATS = ("sglang", "vllm")
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -203,12 +203,12 @@ def frequent_ids(drafter: Path, num_ids: int) -> Tensor:
     """Return the most frequent token ids of the rollouts of the run whose checkpoint holds
     `drafter`, ascending.
     """
-    file = drafter.parent / STATE_FILE
-    engines = json.loads(file.read_text(encoding="utf-8"))["engine"] if file.is_file() else []
+    files = engine_files(drafter.parent)
+    engines = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     counts = [engine["token_counts"] for engine in engines if engine.get("token_counts")]
     if not counts:
         raise ValueError(
-            f"--draft-vocab-size {num_ids}: {file} must hold the token counts of a run with speculation.draft_vocab_size"
+            f"--draft-vocab-size {num_ids}: {drafter.parent} must hold the token counts of a run with speculation.draft_vocab_size"
         )
     vocab_size = read_layout(drafter).config["vocab_size"]
     if not 0 < num_ids < vocab_size:

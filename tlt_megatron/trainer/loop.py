@@ -17,6 +17,7 @@ from tlt_megatron.policy.policy_trainer import Inference, PolicyTrainer
 from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
+from tlt_megatron.trainer.manifest import engine_file, engine_files
 from tlt_megatron.trainer.rollout_worker import Collected, RolloutWorker
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
@@ -178,12 +179,12 @@ class RLTrainer:
 
     def save_engine(self, folder: Path) -> None:
         """Write the state of this rank's engine, which is what its selector has learned."""
-        path = folder / f"engine_{self.world.rank:05d}.json"
-        path.write_text(json.dumps(self.engine.state_dict()), encoding="utf-8")
+        text = json.dumps(self.engine.state_dict())
+        engine_file(folder, self.world.rank).write_text(text, encoding="utf-8")
 
     def load_engine(self, folder: Path) -> None:
         """Restore what `save_engine` wrote, if the number of ranks is the same."""
-        files = sorted(folder.glob("engine_*.json"))
+        files = engine_files(folder)
         if len(files) != self.world.size:
             return
         try:

@@ -23,6 +23,16 @@ _FOLDER_NAME = re.compile(r"iter_(\d{7,})(\.tmp)?")
 _FILE_OF_RANK = re.compile(r"(?:policy/__|critic/__|drafter_data/rank_|engine_)0*(\d+)[._]")
 
 
+def engine_file(checkpoint: Path, rank: int) -> Path:
+    """Return the file with the state of a rank's engine: its selector and its token counts."""
+    return checkpoint / f"engine_{rank:05d}.json"
+
+
+def engine_files(checkpoint: Path) -> list[Path]:
+    """Return the files of all ranks, in order; [] for a checkpoint of an older version."""
+    return sorted(checkpoint.glob("engine_*.json"))
+
+
 class BrokenCheckpoint(ValueError):
     """A checkpoint or one of its files is missing or damaged. The message names it."""
 

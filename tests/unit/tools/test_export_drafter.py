@@ -16,7 +16,13 @@ from tlt_megatron.drafter.eagle_folder import load_drafter, save_drafter
 from tlt_megatron.models.config import RopeConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.speculation.token_counts import TokenCounts
-from tlt_megatron.trainer.manifest import Manifest, hash_file, list_files, write_manifest
+from tlt_megatron.trainer.manifest import (
+    Manifest,
+    engine_file,
+    hash_file,
+    list_files,
+    write_manifest,
+)
 from tools.export_drafter import (
     Target,
     export_drafter,
@@ -157,15 +163,15 @@ def seal(folder: Path, *, step: int) -> None:
 def test_a_reduced_head_has_the_most_frequent_ids_of_all_ranks(format: str, tmp_path: Path) -> None:
     model = make_draft_model("eagle3")
     source, target = save(tmp_path / "iter" / "drafter", model), target_of(model)
-    with pytest.raises(ValueError, match=r"trainer_state.json must hold the token counts"):
+    with pytest.raises(ValueError, match=r"/iter must hold the token counts"):
         frequent_ids(source, 3)
     states = []
     for tokens in ([9, 9, 4], [2, 4, 4], []):
         counts = TokenCounts(VOCAB_SIZE, 3)
         counts.add(tokens)
         states.append({"token_counts": counts.state_dict()})
-    state = json.dumps({"engine": [*states, {}, {"token_counts": None}]})
-    (source.parent / "trainer_state.json").write_text(state)
+    for rank, state in enumerate([*states, {}, {"token_counts": None}]):
+        engine_file(source.parent, rank).write_text(json.dumps(state))
     ids = frequent_ids(source, 3)
     assert ids.tolist() == [2, 4, 9]
     with pytest.raises(ValueError, match=f"--draft-vocab-size {VOCAB_SIZE}: must be in"):
