@@ -24,7 +24,7 @@ _BROWSER_OPTIONS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 _SENTENCE = (
-    "The picture is of `make quickstart` at commit {commit} ([its report](docs/report.md)),\n50 RL steps in {minutes} on {cores} cores. The drafter starts"
+    "The picture is the step with the longest tail of the last 25 of `make quickstart` at commit {commit} ([its report](docs/report.md)),\n50 RL steps in {minutes} on {cores} cores. The drafter starts"
     " from random weights.\nAt the end rollouts are {rollout}x and RL steps {step}x as fast as without speculation."
 )
 _TABLE = """`make quickstart` at commit {commit} ran 50 RL steps in {minutes}; [its report](report.md) is of the same run.
