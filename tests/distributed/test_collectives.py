@@ -17,6 +17,7 @@ from tlt_megatron.runtime.collectives import (
     barrier,
     broadcast_object,
     gather_objects,
+    max_by_name,
     sum_metrics,
 )
 from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of
@@ -126,3 +127,13 @@ def test_a_rank_that_fails_is_named() -> None:
 
     with pytest.raises(AssertionError, match=r"rank 1 failed:[\s\S]*the drafter is gone"):
         run_ranks(2, body)
+
+
+def test_maxima_keep_the_order_of_the_names() -> None:
+    def on_rank() -> list[tuple[str, float]]:
+        rank = dist.get_rank()
+        values = {"gen": 1.0 + rank, "reward": 2.0 - rank, "old_log_prob": 3.0}
+        return list(max_by_name(values, group_of(dist.group.WORLD)).items())
+
+    expected = [("gen", 2.0), ("reward", 2.0), ("old_log_prob", 3.0)]
+    assert run_ranks(2, on_rank) == [expected, expected]

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # (API, Hub, mixtures, exchange, planner, server) the wish was 18,800 for the package, 5,200 for tools
 # and 25,000 for tests.
 CODE_LINES = {
-    "tlt_megatron": 20_965,
+    "tlt_megatron": 20_975,
     "tlt_megatron/api": 310,
     "tlt_megatron/config": 1_935,
     "tlt_megatron/data": 500,
@@ -27,14 +27,14 @@ CODE_LINES = {
     "tlt_megatron/engines": 3_840,
     "tlt_megatron/mcore": 2_005,
     "tlt_megatron/models": 2_265,
-    "tlt_megatron/policy": 1_075,
+    "tlt_megatron/policy": 1_080,
     "tlt_megatron/rewards": 940,
-    "tlt_megatron/runtime": 1_875,
+    "tlt_megatron/runtime": 1_880,
     "tlt_megatron/speculation": 1_160,
     "tlt_megatron/spot": 1_020,
     "tlt_megatron/trainer": 2_900,
     "tools": 6_860,
-    "tests": 27_760,
+    "tests": 27_775,
 }
 NUM_SETTINGS = 113
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things

@@ -34,7 +34,8 @@ class Family:
     that config.json lacks.
     """
 
-    has_qkv_bias: bool | None = False  # None: as attention_bias says; then o_proj has none
+    # None: config.json says it by attention_bias, and o_proj has no bias either way
+    has_qkv_bias: bool | None = False
     has_qk_norm: bool | None = False  # None: as use_qk_norm says
     num_kv_heads: int | None = None  # None: as many as query heads
     head_dim: int | None = None  # None: hidden_size / query heads
@@ -206,7 +207,7 @@ def _check_options(hf: Mapping[str, Any]) -> None:
 def rope_config(hf: Mapping[str, Any], partial_rotary_factor: float = 1.0) -> RopeConfig:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older).
 
-    `partial_rotary_factor` is the family's, where config.json has none.
+    `partial_rotary_factor` is that of the family. It counts where config.json does not say it.
     """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -229,7 +230,7 @@ def rope_config(hf: Mapping[str, Any], partial_rotary_factor: float = 1.0) -> Ro
     scaling: dict[str, Any] = {name: read_number(rope, name, 0.0) for name in ROPE_KINDS[kind]}
     if kind in ("llama3", "yarn"):
         name = "original_max_position_embeddings"
-        scaling[name] = read_size(rope, name, hf["max_position_embeddings"])
+        scaling[name] = read_size(rope, name, hf.get("max_position_embeddings"))
     if kind == "yarn":
         scaling |= _yarn(rope)
     scaling["partial_rotary_factor"] = float(partial)

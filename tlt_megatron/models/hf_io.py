@@ -141,9 +141,8 @@ def _copy_companions(source: Path, path: Path, dtype: torch.dtype) -> None:
             shutil.copy2(file, path / file.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    if (
-        "num_nextn_predict_layers" in config
-    ):  # the policy has no layer that predicts a further token
+    # The policy has no layer that predicts a further token.
+    if "num_nextn_predict_layers" in config:
         config["num_nextn_predict_layers"] = 0
     config["dtype"] = str(dtype).removeprefix("torch.")
     (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

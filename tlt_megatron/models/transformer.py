@@ -1,4 +1,4 @@
-"""The policy's forward pass in pure torch: Llama, Mistral, Qwen2/2.5, Qwen3, Qwen3-MoE, inference only.
+"""The policy's forward pass in pure torch: all families of `FAMILIES`, inference only.
 
 Tokens of all sequences are packed, [P], with explicit positions. The `Attention` object decides
 which keys a query sees: prefill, decoding and verification differ in it alone.

@@ -65,12 +65,21 @@ def part_of(row: Sequence[Any]) -> ScoredResponse:
 # ---- tokens
 
 
+def _name(key: RolloutKey) -> str:
+    return f"{key[0]}.{key[1]}"
+
+
+def _key(name: str) -> RolloutKey:
+    draw, sample = name.split(".")
+    return int(draw), int(sample)
+
+
 def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
     """Return the tokens of `rollouts` and what belongs to them, b"" for none. `from_bytes` reads it."""
     tensors: dict[str, Tensor] = {}
     transcripts = {}
     for rollout in rollouts:
-        name = ".".join(map(str, key_of(rollout)))
+        name = _name(key_of(rollout))
         found = {field: getattr(rollout, field) for field in _TENSORS}
         found["accept_lengths"] = torch.tensor(rollout.accept_lengths).int()
         if rollout.kept is not None:
@@ -89,14 +98,13 @@ def from_bytes(data: bytes) -> dict[RolloutKey, dict[str, Any]]:
     if not data:
         return fields
     for name, tensor in load(data).items():
-        draw, sample, field = name.split(".")
-        fields.setdefault((int(draw), int(sample)), {})[field] = tensor
+        response, _, field = name.rpartition(".")
+        fields.setdefault(_key(response), {})[field] = tensor
     size = int.from_bytes(data[:8], "little")
     about = json.loads(data[8 : 8 + size])["__metadata__"]
     for name, transcript in json.loads(about["transcripts"]).items():
-        draw, sample = map(int, name.split("."))
         transcript["messages"] = tuple(transcript["messages"])
-        fields[draw, sample]["transcript"] = Transcript(**transcript)
+        fields[_key(name)]["transcript"] = Transcript(**transcript)
     for each in fields.values():
         each["token_ids"] = each["token_ids"].long()
         each["accept_lengths"] = tuple(each["accept_lengths"].tolist())
@@ -149,20 +157,18 @@ class OwnerExchange:
     def gather(
         self, scored: Sequence[ScoredGroup], mine: Mapping[RolloutKey, Tensor]
     ) -> dict[RolloutKey, Tensor]:
-        """Return values of the policy's tokens for every response of the batch, from those [T] of each rank's share.
+        """Exchange values per token, such as a critic's, and return them for every response of the batch.
 
-        Those of this rank's share are as they were, [T]; of others, the values at observations are left out.
+        `mine` has those of this rank's share, [T]. They come back unchanged. Those of other ranks leave out the observations.
         """
         known = {key_of(r): r for each in scored for r in each.group.rollouts}
         tensors = {
-            f"{draw}.{sample}": known[draw, sample].generated(values).contiguous()
-            for (draw, sample), values in mine.items()
+            _name(key): known[key].generated(values).contiguous() for key, values in mine.items()
         }
         found: dict[RolloutKey, Tensor] = {}
         for data in gather_bytes(save(tensors) if tensors else b"", self._groups.dp):
             for name, tensor in load(data).items() if data else ():
-                draw, sample = map(int, name.split("."))
-                found[draw, sample] = tensor
+                found[_key(name)] = tensor
         return found | dict(mine)
 
 

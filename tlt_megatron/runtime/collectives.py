@@ -60,7 +60,8 @@ def max_by_name(values: Mapping[Name, float], group: Group) -> dict[Name, float]
     if group.size > 1 and names:
         tensor = tensor.to(_device_of(group))
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.of_torch)
-    return dict(zip(names, tensor.tolist(), strict=True))
+    largest = dict(zip(names, tensor.tolist(), strict=True))
+    return {name: largest[name] for name in values}  # as this member has them
 
 
 def barrier(group: Group) -> None:

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class Collected:
     """The scored batch of an RL step or an evaluation in the order of the prompts.
 
-    It is the same on every rank, except that a rank has the tokens alone that it generated.
+    It is the same on every rank, except that a rank has only the tokens that it generated.
     """
 
     groups: tuple[ScoredGroup, ...]
@@ -122,9 +122,8 @@ class RolloutWorker:
             missing = rules.num_missing(complete, len(rounds))
             prompts = plan.draw(missing) if missing else ()
         batch = rules.select(complete)
-        is_counted = (
-            self.replicas.is_first or not rules.round_tokens
-        )  # else all ranks have all tokens
+        # With a limit on a round's tokens, all ranks have all tokens: one of them counts.
+        is_counted = self.replicas.is_first or not rules.round_tokens
         sums = gather_json(token_sums(batch if is_counted else ()), self.replicas)
         metrics = rollout_metrics(batch, sums, rules.max_prompt_tokens, rules.right_score)
         metrics |= rules.metrics(complete, len(rounds))

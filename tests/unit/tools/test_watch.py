@@ -238,7 +238,7 @@ def test_a_run_that_holds_anything_takes_no_other_run_along(
         for path in ("/1/", "/all/"):
             assert '"name": "other"' in get(url + path) or path == "/1/"
         assert "<b>other</b>: The run has ended. 3 of " in get(f"{url}/all/version")
-    if name != STATUS:  # the report has none
+    if name != STATUS:  # the report does not read it
         named = run_dir if "rank_x" in name else run_dir / name
         with pytest.raises(ValueError, match=re.escape(f"{named}: ") + ".*" + re.escape(said)):
             report([str(run_dir)])
