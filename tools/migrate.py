@@ -111,17 +111,20 @@ def _read_script(text: str) -> dict[str, Any]:
 
 def convert(given: theirs.Values) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return our settings by dotted key, and theirs that have no counterpart."""
-    is_verl = any("." in key for key in given)
-    table = theirs.VERL if is_verl else theirs.SLIME
-    given = (theirs.VERL_IMPLIED if is_verl else theirs.SLIME_IMPLIED) | dict(given)
-    ours: dict[str, Any] = dict(theirs.VERL_DEFAULTS if is_verl else theirs.SLIME_DEFAULTS)
+    project = "verl" if any("." in key for key in given) else "slime"
+    tables = theirs.read_tables()
+    table = theirs.converters(project, tables[project])
+    given = tables[f"{project}_implied"] | dict(given)
+    ours: dict[str, Any] = tables[f"{project}_defaults"]
     left: dict[str, Any] = {}
     for key, value in given.items():
         meaning = table.get(key)
-        if key in theirs.SWITCHES or (value is None and meaning):
+        if key in tables["switches"] or (value is None and meaning):
             continue
         settings = None
-        if "$" not in str(value) or key in theirs.NEVER_DEFAULT:  # else the script leaves it open
+        if (
+            "$" not in str(value) or key in tables["never_default"]
+        ):  # else the script leaves it open
             with contextlib.suppress(ArithmeticError, KeyError, TypeError, ValueError):
                 settings = meaning(value, given) if meaning else theirs.passed_on(key, value)
         if settings is None:
