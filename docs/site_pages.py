@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_megatron.cli import COMMANDS, help_of
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.runtime.metric_names import metric_tables
 
 REPO = Path(__file__).resolve().parent.parent
 INCLUDED = {
@@ -36,7 +35,6 @@ INCLUDED = {
 GENERATED = {
     "configuration.md": "tlt_megatron/config/schema.py",
     "commands.md": "tlt_megatron/cli.py",
-    "metrics.md": "tlt_megatron/runtime/metric_names.py",
 }
 PAGE_OF = {file: page for page, file in (INCLUDED | GENERATED).items()}
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
@@ -72,7 +70,7 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
 def pages() -> dict[str, str]:
     """Return the text of every page that does not stand in docs/, by its name there."""
     included = {page: (REPO / file).read_text(encoding="utf-8") for page, file in INCLUDED.items()}
-    made = {"configuration.md": configuration(), "commands.md": commands(), "metrics.md": metrics()}
+    made = {"configuration.md": configuration(), "commands.md": commands()}
     return included | made
 
 
@@ -100,23 +98,6 @@ def commands() -> str:
     rows = [f"| `tlt {name}` | {c.summary} | `{c.example}` |" for name, c in helps.items()]
     head = "# Commands\n\n`tlt COMMAND --help` prints all options.\n\n| command | what it does | example |\n|---|---|---|"
     return "\n".join([head, *rows, ""])
-
-
-def metrics() -> str:
-    """Return the page of all metrics: names, unit, and what each is."""
-    parts = [
-        "# Metrics",
-        "Names follow verl where verl has the metric. `metrics.jsonl` has one row per RL step; evaluations have rows of their own."
-        " Trackers get the same names. `*` stands for any text."
-        " Generated from `runtime/metric_names.py`.",
-    ]
-    for section, rows in metric_tables().items():
-        lines = ["| metric | unit | what it is |", "|---|---|---|"]
-        for row in rows:
-            cells = (", ".join(f"`{name}`" for name in row.names), row.unit, _cell(row.meaning))
-            lines.append(f"| {' | '.join(cells)} |")
-        parts += [f"## {section}", "\n".join(lines)]
-    return "\n\n".join(parts) + "\n"
 
 
 def configuration() -> str:

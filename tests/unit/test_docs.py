@@ -18,10 +18,10 @@ from types import ModuleType
 import pytest
 import yaml
 
+from tests.documented_metrics import METRICS, PAGE, rows
 from tlt_megatron.cli import COMMANDS, help_of
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.runtime.metric_names import metric_tables
 from tlt_megatron.version import __version__
 
 REPO = Path(__file__).resolve().parents[2]
@@ -195,9 +195,6 @@ def test_every_place_names_the_same_version() -> None:
         assert __version__ in text(REPO / file), file
 
 
-METRICS = [name for rows in metric_tables().values() for row in rows for name in row.names]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_metrics_that_a_page_names_are_on_the_page_of_metrics(page: Path) -> None:
     groups = {name.partition("/")[0] for name in METRICS if "/" in name}
@@ -207,12 +204,9 @@ def test_metrics_that_a_page_names_are_on_the_page_of_metrics(page: Path) -> Non
 
 
 def test_the_page_of_metrics_has_every_metric_once_and_explains_it() -> None:
-    page = site_pages().metrics()
-    rows = re.findall(r"^\| (`.*?`) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
-    assert [name for names, _, _ in rows for name in re.findall(r"`(.+?)`", names)] == METRICS
     assert len(set(METRICS)) == len(METRICS) > 130
-    assert [names for names, unit, meaning in rows if not unit and not meaning] == []
-    settings = re.findall(r"`([a-z]+)\.([a-z_]+)", page)
+    assert [names for names, unit, meaning in rows() if not unit and not meaning] == []
+    settings = re.findall(r"`([a-z]+)\.([a-z_]+)", text(PAGE))
     assert [
         f"{s}.{k}" for s, k in settings if s in SECTIONS and not hasattr(SECTIONS[s](), k)
     ] == []
@@ -228,7 +222,7 @@ def literals(tree: ast.AST) -> Iterator[str]:
 
 
 def test_the_metrics_that_are_explained_are_those_that_are_made() -> None:
-    files = [f for f in (REPO / "tlt_megatron").rglob("*.py") if f.name != "metric_names.py"]
+    files = (REPO / "tlt_megatron").rglob("*.py")
     made = {literal for file in files for literal in literals(ast.parse(text(file)))}
     groups = {name.partition("/")[0] for name in METRICS if "/" in name}
     named = [each for each in made if re.fullmatch(r"[a-z_-]+(/[\w*@]+)+", each)]
