@@ -10,13 +10,9 @@ such step and exits with code 1.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from tlt_megatron.cli import main as run_command
 from tools.run_report.data import read_metrics
 from tools.run_report.files import read_lines
 
@@ -120,7 +116,3 @@ def compare(one: Run, other: Run) -> tuple[list[str], bool]:
 
 def _num_same(one: StepRecord, other: StepRecord) -> int:
     return sum(response == other.responses.get(key) for key, response in one.responses.items())
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(["compare", *sys.argv[1:]]))

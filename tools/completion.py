@@ -36,7 +36,3 @@ def main() -> None:
         for field in dataclasses.fields(getattr(config, section.name))
     ]
     print(_SCRIPT.format(commands=" ".join(COMMANDS), settings=" ".join(settings)), end="")
-
-
-if __name__ == "__main__":
-    main()

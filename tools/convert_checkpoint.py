@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from collections.abc import Iterator
 
 import torch
@@ -29,7 +26,6 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from tlt_megatron.cli import main as run_command
 from tlt_megatron.config.hub import TOKENIZER, check_push, fetch_model, push_folder
 from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.config.schema import (
@@ -186,7 +182,3 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--push-to-hub", metavar="ID", help="upload the Hugging Face folder")
     return parser.parse_args()
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(["convert", *sys.argv[1:]]))

@@ -18,17 +18,15 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from tlt_megatron.cli import train_command
 from tlt_megatron.config.load import load_config
 
 _SETTING = re.compile(r"[a-z_]+(\.\w+)+=")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Become the run that evaluates. ValueError for bad input."""
-    command = evaluation_command(sys.argv[1:] if arguments is None else arguments)
+    command = evaluation_command(sys.argv[1:])
     os.execv(command[0], command)
 
 
@@ -79,7 +77,3 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--out", type=Path, help="new run folder; default runs/evaluation-<time>")
     parser.add_argument("--nproc-per-node", metavar="N", help="ranks; default tensor x pipeline")
     return parser.parse_known_args(arguments)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Makes a deeper policy with the same answers: it adds identity blocks after the policy's layers.
 
-    python tools/expand_layers.py --model build/tiny_policy --extra 20 --out build/deep_policy
+    python -m tools.expand_layers --model build/tiny_policy --extra 20 --out build/deep_policy
 
 A block whose attention and MLP outputs are zero adds nothing to the residual stream, so no token
 changes until it is trained (block expansion, as in LLaMA Pro, Wu et al. 2024). Small policies from

@@ -30,19 +30,15 @@ import dataclasses
 import json
 import os
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tlt_megatron.cli import main as run_command
 from tlt_megatron.config.hub import check_push, push_folder
 from tlt_megatron.drafter.eagle_folder import (
     WEIGHTS_FILE,
@@ -336,7 +332,3 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--push-to-hub", metavar="ID", help="upload the folder")
     return parser.parse_args()
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(["export-drafter", *sys.argv[1:]]))

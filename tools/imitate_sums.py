@@ -1,4 +1,4 @@
-"""Fine-tunes SmolLM2 on right sums: `python tools/imitate_sums.py --model build/smollm2 --out build/smollm2_sums`.
+"""Fine-tunes SmolLM2 on right sums: `python -m tools.imitate_sums --model build/smollm2 --out build/smollm2_sums`.
 
 The model as it is answers a long sum at temperature 1 with babble, which no drafter predicts. A reasoning model has imitated right
 responses before RL begins, and so has the one that this writes: it adds line by line, and slips. The sums are drawn as those of
@@ -11,11 +11,8 @@ import argparse
 import json
 import random
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F

@@ -19,8 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 import yaml
 
@@ -218,7 +216,3 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path(), help="folder; default: this one")
     return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    main()

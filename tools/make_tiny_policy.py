@@ -1,6 +1,6 @@
 """Makes what the quickstart needs, from scratch: a tiny Llama policy, its tokenizer, train.jsonl and eval.jsonl.
 
-    python tools/make_tiny_policy.py --out build/tiny_policy
+    python -m tools.make_tiny_policy --out build/tiny_policy
 
 The policy is pre-trained on derivations of tools/reasoning_task.py. A share of them contain one error (a "slip"), like text
 written by people. So the policy knows the method: greedy decoding is nearly always right. At temperature 1 it makes as many
@@ -21,14 +21,11 @@ import argparse
 import hashlib
 import json
 import random
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F

@@ -209,7 +209,3 @@ def _typed(text: str) -> Any:
         return None if text == "None" else yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,13 +12,8 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from tlt_megatron.cli import main as run_command
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,7 +77,3 @@ def _steps(text: str) -> tuple[int, int]:
             f"{text!r}: expected a step such as 7, or steps such as 7-8"
         )
     return int(match[1]), int(match[2] or match[1])
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(["report", *sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""Sums of a few numbers, for a small language model: `python tools/sum_task.py --out build/sum_task`.
+"""Sums of a few numbers, for a small language model: `python -m tools.sum_task --out build/sum_task`.
 
 Writes train.jsonl and eval.jsonl in slime's keys, for `reward.function: exact`. A prompt holds two examples, since a small model
 does not follow a description:
@@ -20,10 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.reasoning_task import ANSWER_MARK
 

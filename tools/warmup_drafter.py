@@ -17,17 +17,13 @@ import json
 import math
 import os
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; --threads raises it
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 
-from tlt_megatron.cli import main as run_command
 from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.hub import load_fetched_config
 from tlt_megatron.config.strategy import SpeculationStrategy
@@ -197,7 +193,3 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.measure_minutes <= 0:
         parser.error(f"--measure-minutes {options.measure_minutes:g}: must be > 0")
     return options
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(["train-drafter", *sys.argv[1:]]))

@@ -15,16 +15,11 @@ import argparse
 import contextlib
 import json
 import socketserver
-import sys
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from tlt_megatron.cli import main as run_command
 
 if TYPE_CHECKING:
     from tools.run_report.live import LiveComparison, LiveRun
@@ -122,7 +117,3 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"watch: http://{_HOST}:{server.port}/ (Ctrl-C ends it)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(["watch", *sys.argv[1:]]))

@@ -146,8 +146,8 @@ def wrong_in_command(line: str) -> str:
 def test_what_is_wrong_with_a_block_is_found() -> None:
     assert wrong_in("bash", "tlt report runs/mine  # a comment\n") == ""
     assert wrong_in("bash", "tl report runs/mine\n") == "tl is no known program"
-    assert wrong_in("bash", "python tools/migrat.py\n") == "tools/migrat.py: no such file"
-    assert wrong_in("bash", "python tools/report.py x \\\n  --ot y\n") == "--ot"
+    assert wrong_in("bash", "python docs/pictur.py\n") == "docs/pictur.py: no such file"
+    assert wrong_in("bash", "python -m tools.report x \\\n  --ot y\n") == "--ot"
     assert wrong_in("yaml", "run:\n  num_stps: 1\n").startswith("run.num_stps=1: unknown key")
     assert wrong_in("yaml", "run:\n  num_steps: -1\n") == "run.num_steps=-1: must be >= 0"
     assert wrong_in("", "x").startswith("a block in ''")

@@ -302,7 +302,7 @@ class RunConfig:
         speculation.require(
             rollout.engine == "embedded" or not speculation.draft_vocab_size,
             "draft_vocab_size",
-            f"0 or None where rollout.engine={rollout.engine!r} (tools/export_drafter.py writes"
+            f"0 or None where rollout.engine={rollout.engine!r} (tlt export-drafter writes"
             " drafters with a reduced vocabulary for SGLang)",
         )
         needs_drafter = speculation.enabled and speculation.is_learned

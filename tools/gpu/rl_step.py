@@ -52,7 +52,7 @@ def rl_step(machine: Machine, policy: str) -> Iterator[Figures]:
     folder.mkdir()
     (folder / "reward.py").write_text(_REWARD)
     small = machine.scratch / "tiny_policy"
-    _python("tools/make_tiny_policy.py", "--out", str(small), "--steps", "2")
+    _python("-m", "tools.make_tiny_policy", "--out", str(small), "--steps", "2")
     model = small
     if policy == "half_b":
         model = folder / "model"

@@ -85,7 +85,7 @@ def test_overrides_read_strings_booleans_lists_and_nested_tables(tmp_path: Path)
     "override, message",
     [
         ("rollout.num_sample=4", r"rollout\.num_sample=4: unknown key; did you mean num_samples\?"),
-        ("speculation.warmup_minutes=2", r"speculation\.warmup_minutes=2: .*warmup_drafter\.py"),
+        ("speculation.warmup_minutes=2", r"speculation\.warmup_minutes=2: .*tlt train-drafter"),
         ("drafter.eps=1e-6", r"drafter\.eps=1e-06: was removed: it is a constant"),
         ("spot.publish=live", r"spot\.publish='live': was removed: drafters are published between"),
         ("rolout.num_samples=4", r"rolout=.*unknown key; did you mean rollout\?"),
