@@ -55,7 +55,7 @@ class LoadedPolicy:
         named = list(policy_tensors(folder, self._config, getattr(torch, dtype)))
         named = with_identity_layers(named, num_layers, num_identity_layers)
         self.tokenizer = load_tokenizer(folder)
-        self.num_layers = num_layers + num_identity_layers
+        self.num_layers, self.dtype = num_layers + num_identity_layers, dtype
         self.engine = EmbeddedEngine(
             dataclasses.replace(self._config, num_layers=self.num_layers),
             RolloutSection(dtype=dtype, **settings),
@@ -65,6 +65,9 @@ class LoadedPolicy:
         )
         total = checksum_tensors(named)
         self.engine.load_weights(named, version=VERSION, checksum=lambda: total)
+
+    def __str__(self) -> str:
+        return f"{self.num_layers} layers, {self.dtype}"
 
     def prompts(self, path: str | Path, limit: int = 0) -> tuple[Prompt, ...]:
         """Return the first `limit` prompts of a file; 0 returns all."""

@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
-import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -32,12 +31,13 @@ from tlt_megatron.types import SamplingParams
 from tools import make_tiny_policy, warmup_drafter
 from tools.bench.measure import cpu_seconds, print_table, spread
 from tools.bench.replay import PassTrace, RecordingSelector, TraceTable, replay
-from tools.bench.setting import GOOD, RANDOM, Setting, long_prompts, make_drafts, make_setting
+from tools.bench.setting import GOOD, RANDOM, long_prompts, make_drafts
+from tools.load_engine import LoadedPolicy
 
 QUICK = {"batch_sizes": [1, 4], "num_tokens": 8, "num_requests": 4, "halving": 10}
-_STRATEGIES = ("2_1_2", "4_1_4", "8_1_8", "4_2_8", "6_4_16", "ngram_8")
+_TEXTS = ("2_1_2", "4_1_4", "8_1_8", "4_2_8", "6_4_16", "ngram_8")
+_STRATEGIES = [SpeculationStrategy.parse(text) for text in _TEXTS]
 _PHASES = {"first": GOOD, "later": GOOD, "collapse": RANDOM, "useless": RANDOM, "again": GOOD}
-_NOISE, _SLOWDOWN, _SLOW_SHARE = 0.05, 4.0, 0.01  # relative noise of seconds; rare slow passes
 _LEAST_GAIN = 0.01
 Strategies = Sequence[SpeculationStrategy]
 Tables = dict[str, TraceTable]  # by drafter
@@ -86,14 +86,13 @@ def add_options(add: Callable[..., object]) -> None:
 def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Record what is missing, and print the tables of selectors and of parts. Return the values of the JSON."""
     traces = {seed: _trace(options, seed) for seed in options.seeds}
-    strategies = [SpeculationStrategy.parse(text) for text in _STRATEGIES]
     makers: dict[str, Callable[[], StrategySelector]] = {
-        **{f"{s}": partial(FixedSelector, s) for s in (OFF, *strategies)},
-        "beg_mab": partial(BegMabSelector, [*strategies, OFF]),
-        "cost_model": partial(CostModelSelector, strategies),
+        **{f"{s}": partial(FixedSelector, s) for s in (OFF, *_STRATEGIES)},
+        "beg_mab": partial(BegMabSelector, [*_STRATEGIES, OFF]),
+        "cost_model": partial(CostModelSelector, _STRATEGIES),
     }
     shares = {
-        name: {seed: phase_shares(make(), traces[seed], options) for seed in traces}
+        name: {seed: phase_shares(make(), of, seed, options) for seed, of in traces.items()}
         for name, make in makers.items()
     }
     rows = [[name, *map(_medians, zip(*of.values(), strict=True))] for name, of in shares.items()]
@@ -103,8 +102,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     gains, rows = {}, []
     for part, make in PARTS.items():
         found = [
-            whole[seed] / statistics.fmean(phase_shares(make(strategies), traces[seed], options))
-            for seed in traces
+            whole[seed] / statistics.fmean(phase_shares(make(_STRATEGIES), of, seed, options))
+            for seed, of in traces.items()
         ]
         gains[part] = spread(found)
         stays = gains[part]["median"] > 1.0 + _LEAST_GAIN and gains[part]["min"] > 1.0
@@ -115,18 +114,19 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
 
 
 def phase_shares(
-    selector: StrategySelector, tables: Tables, options: argparse.Namespace
+    selector: StrategySelector, tables: Tables, seed: int, options: argparse.Namespace
 ) -> list[float]:
     """Return the throughput over the oracle's by phase. The selector lives through all of them."""
     sizes, left = [], float(max(options.batch_sizes))
     while left >= 1.0:
         sizes.append(int(left))
         left *= 0.5 ** (1.0 / options.halving)
-    shares, draws = [], {name: table.draws() for name, table in tables.items()}
-    for phase, drafter in _PHASES.items():
+    shares = []
+    for number, (phase, drafter) in enumerate(_PHASES.items()):
         if phase == "again":
             selector.drafter_changed()
-        shares.append(replay(selector, tables[drafter], sizes, draws[drafter]).of_oracle)
+        noise = 10 * seed + number
+        shares.append(replay(selector, tables[drafter], sizes, noise))
     return shares
 
 
@@ -136,69 +136,44 @@ def _medians(values: Sequence[float]) -> str:
 
 def _trace(options: argparse.Namespace, seed: int) -> Tables:
     """Return the recorded passes of the policy of `seed`, and write those that are missing."""
-    folder = options.folder / str(seed)
-    path = folder / "trace.json"
+    folder: Path = options.folder / str(seed)
+    path, model, drafter = folder / "trace.json", folder / "policy", folder / "drafter"
     if not path.is_file():
-        policy, drafter = str(folder / "policy"), str(folder / "drafter")
-        if not Path(policy).is_dir():
+        if not model.is_dir():
             steps = str(options.pretraining_steps)
-            make_tiny_policy.main(["--out", policy, "--seed", str(seed), "--steps", steps])
-        settings = argparse.Namespace(
-            model=policy, prompts=f"{policy}/eval.jsonl", deepen=options.deepen, max_new_tokens=600
-        )
-        if not Path(drafter).is_dir():
-            files = ("--prompts", f"{policy}/train.jsonl", "--eval", settings.prompts)
-            few = ("--steps", str(options.drafter_steps), "--num-prompts", "96")
-            warmup_drafter.main(["--model", policy, "--out", drafter, *files, *few])
-        setting = make_setting(settings, options.dtype)
-        passes = _record(options, setting, drafter)
-        rows = {name: [each.to_json() for each in found] for name, found in passes.items()}
-        path.write_text(json.dumps(rows), encoding="utf-8")
+            make_tiny_policy.main(["--out", str(model), "--seed", str(seed), "--steps", steps])
+        if not drafter.is_dir():
+            words = [f"data.train={model}/train.jsonl", f"data.eval={model}/eval.jsonl"]
+            words += ["--steps", str(options.drafter_steps), "--num-prompts", "96"]
+            warmup_drafter.main(["--model", str(model), "--out", str(drafter), *words])
+        path.write_text(json.dumps(_record(options, model, drafter)), encoding="utf-8")
     recorded = json.loads(path.read_text(encoding="utf-8"))
     return {
-        name: TraceTable(fixed_seconds(map(PassTrace.from_json, rows), seed), options.batch_sizes)
+        name: TraceTable((PassTrace(*row) for row in rows), options.batch_sizes)
         for name, rows in recorded.items()
     }
 
 
-def _record(
-    options: argparse.Namespace, setting: Setting, drafter: str
-) -> dict[str, list[PassTrace]]:
+def _record(options: argparse.Namespace, model: Path, drafter: Path) -> dict[str, list[PassTrace]]:
     """Return the passes of all strategies by drafter. N-grams find an earlier epoch in their index."""
-    drafts = make_drafts(setting, drafter)
-    strategies = [SpeculationStrategy.parse(text) for text in _STRATEGIES]
-    prompts = long_prompts(setting, options.num_tokens)
+    policy = LoadedPolicy(
+        model, dtype=options.dtype, num_identity_layers=options.deepen, max_new_tokens=600
+    )
+    drafts = make_drafts(policy, str(drafter))
+    prompts = long_prompts(policy, policy.prompts(model / "eval.jsonl"), options.num_tokens)
+    params = SamplingParams(max_new_tokens=options.num_tokens, seed=1)
     passes: dict[str, list[PassTrace]] = {GOOD: [], RANDOM: []}
     for size in options.batch_sizes:
         for number in range(max(options.num_requests // size, 1)):
             chosen = [prompts[(number * size + i) % len(prompts)] for i in range(size)]
             batch = [dataclasses.replace(each, draw_index=i) for i, each in enumerate(chosen)]
-            for name, found in passes.items():
-                for strategy in (OFF, *strategies):
-                    recorder = RecordingSelector(strategy)
-                    speculation = Speculation(drafts[name], recorder, strategies)
-                    setting.engine.set_speculation(speculation)
-                    params = SamplingParams(max_new_tokens=options.num_tokens, seed=1)
-                    if strategy.num_retrieved:
-                        setting.policy.generate(batch, dataclasses.replace(params, seed=2))
-                        recorder.passes.clear()
-                    seconds = cpu_seconds(partial(setting.policy.generate, batch, params))
-                    each_s = seconds / sum(each.batch_size for each in recorder.passes) * size
-                    found += [dataclasses.replace(p, seconds=each_s) for p in recorder.passes]
+            for (name, found), strategy in product(passes.items(), (OFF, *_STRATEGIES)):
+                recorder = RecordingSelector(strategy)
+                policy.engine.set_speculation(Speculation(drafts[name], recorder, _STRATEGIES))
+                if strategy.num_retrieved:
+                    policy.generate(batch, dataclasses.replace(params, seed=2))
+                    recorder.passes.clear()
+                seconds = cpu_seconds(partial(policy.generate, batch, params))
+                each_s = seconds / sum(each.batch_size for each in recorder.passes) * size
+                found += [each._replace(seconds=each_s) for each in recorder.passes]
     return passes
-
-
-def fixed_seconds(passes: Iterable[PassTrace], seed: int) -> list[PassTrace]:
-    """Replace seconds by the median of the pass's strategy and batch size, times seeded noise."""
-    rng, passes = random.Random(seed), list(passes)
-    cells: dict[tuple[SpeculationStrategy, int], list[float]] = {}
-    for each in passes:
-        cells.setdefault((each.strategy, each.batch_size), []).append(each.seconds)
-    medians = {cell: statistics.median(seconds) for cell, seconds in cells.items()}
-    noisy = []
-    for each in passes:
-        factor = math.exp(rng.gauss(0.0, _NOISE))
-        factor *= _SLOWDOWN if rng.random() < _SLOW_SHARE else 1.0
-        seconds = medians[each.strategy, each.batch_size] * factor
-        noisy.append(dataclasses.replace(each, seconds=seconds))
-    return noisy

@@ -34,7 +34,7 @@ from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tools.bench.interleaved import mismatch_per_token
 from tools.bench.measure import print_table
-from tools.bench.setting import make_drafts, make_setting, make_variants
+from tools.bench.setting import load_policy, make_drafts, make_variants
 from tools.bench.speed import bench_batch_invariant, bench_long_tail
 from tools.bench.step import Launcher, bench_speed, print_by_step
 from tools.run_report.data import read_metrics
@@ -57,19 +57,20 @@ def bench_decode(
     dtype.
     """
     settings = argparse.Namespace(
-        model=options.policy, drafter=options.drafter, prompts=_held_out(config), deepen=0,
+        model=options.policy, drafter=options.drafter, deepen=0,
         max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature,
         num_tokens=options.num_tokens, num_requests=options.num_requests, num_samples=1,
         strategies=config.speculation.strategies, rounds=options.rounds,
     )  # fmt: skip
     speedup, mismatch, invariant = {}, {}, {}
     for dtype in options.dtypes:
-        setting = make_setting(settings, dtype)
-        variants = make_variants(make_drafts(setting, options.drafter), settings)
-        comparison = bench_long_tail(setting, variants, settings, console)
+        policy = load_policy(settings, dtype)
+        prompts = policy.prompts(_held_out(config))
+        variants = make_variants(make_drafts(policy, options.drafter), settings)
+        comparison = bench_long_tail(policy, prompts, variants, settings, console)
         speedup[dtype] = {name: record.ratio for name, record in comparison.records.items()}
         mismatch[dtype] = mismatch_per_token(comparison.records.values())
-        invariant[dtype] = bench_batch_invariant(setting, settings, console)
+        invariant[dtype] = bench_batch_invariant(policy, prompts, settings, console)
     return {
         "decode_speedup": speedup,
         "mismatch_per_token": mismatch,

@@ -1,36 +1,36 @@
 """Offline evaluation of selectors on recorded decode passes instead of a running engine. Used by benchmarks and tests.
 
 A `RecordingSelector` records passes of one strategy. When every strategy has run at every batch size, `replay` lets any selector choose
-again. It compares the selector with an oracle that knows the best strategy of every batch size. A selector observes single
-noisy passes in recorded order. Its score uses the mean result of each choice, so luck does not count.
+again. It compares the selector with an oracle that knows the best strategy of every batch size. A selector observes recorded passes
+with noisy seconds. Its score uses the mean tokens and median seconds of each choice, so luck does not count.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import math
+import random
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
 
-_MAX_SLOWDOWN = 3.0  # cap on a pass's seconds over the median: longer passes were disturbed
+_NOISE, _SLOWDOWN, _SLOW_SHARE = 0.05, 4.0, 0.01  # relative noise of seconds; rare slow passes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassTrace:
+class PassTrace(NamedTuple):
     """One decode pass of an engine.
 
     Example: two requests with strategy 3_1_3 accept 3 and 1 drafted tokens: accepted_by_depth is (2, 1, 1), and 6 tokens
     are committed.
     """
 
+    strategy: str
     batch_size: int
-    strategy: SpeculationStrategy
-    accepted_by_depth: Sequence[int]  # of length `strategy.depth`
+    accepted_by_depth: Sequence[int]  # of length `depth` of the strategy
     seconds: float
     first_by_depth: Sequence[int] | None = None  # see `StrategySelector.observe`
 
@@ -38,16 +38,6 @@ class PassTrace:
     def num_committed(self) -> int:
         """Return the committed tokens: accepted tokens plus one bonus token per request."""
         return self.batch_size + sum(self.accepted_by_depth)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the pass as values that JSON can hold."""
-        return dataclasses.asdict(self) | {"strategy": str(self.strategy)}
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> PassTrace:
-        """Read the result of `to_json`."""
-        strategy = SpeculationStrategy.parse(record["strategy"])
-        return cls(**{**record, "strategy": strategy})
 
 
 class RecordingSelector(FixedSelector):
@@ -66,15 +56,8 @@ class RecordingSelector(FixedSelector):
         first_by_depth: Sequence[int] | None = None,
     ) -> None:
         """Record the pass."""
-        self.passes.append(
-            PassTrace(
-                batch_size=batch_size,
-                strategy=strategy,
-                accepted_by_depth=accepted_by_depth,
-                seconds=seconds,
-                first_by_depth=first_by_depth,
-            )
-        )
+        name = str(strategy)
+        self.passes.append(PassTrace(name, batch_size, accepted_by_depth, seconds, first_by_depth))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +66,12 @@ class _Cell:
 
     passes: list[PassTrace]
     tokens: float  # mean per pass
-    seconds: float  # mean per pass, each capped at _MAX_SLOWDOWN times the median
+    seconds: float  # median per pass: some were disturbed
 
-
-Draws = dict[tuple[SpeculationStrategy, int], Iterator[PassTrace]]
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the throughput of the whole batch, in committed tokens per second."""
+        return self.tokens / self.seconds
 
 
 class TraceTable:
@@ -97,86 +82,60 @@ class TraceTable:
 
         ValueError if OFF is missing, or a strategy was not recorded at one of `batch_sizes`.
         """
-        self.batch_sizes = tuple(sorted(set(batch_sizes)))
-        by_cell: dict[tuple[SpeculationStrategy, int], list[PassTrace]] = {}
+        self.batch_sizes = sorted(set(batch_sizes))
+        found: dict[tuple[SpeculationStrategy, int], list[PassTrace]] = {}
         for each in passes:
             if each.batch_size in self.batch_sizes:
-                by_cell.setdefault((each.strategy, each.batch_size), []).append(each)
-        self.strategies = tuple(dict.fromkeys(strategy for strategy, _ in by_cell))
+                cell = SpeculationStrategy.parse(each.strategy), each.batch_size
+                found.setdefault(cell, []).append(each)
+        self.strategies = list(dict.fromkeys(strategy for strategy, _ in found))
         if OFF not in self.strategies:
             raise ValueError("passes: no plain pass (strategy off), which all is compared with")
-        for cell in itertools.product(self.strategies, self.batch_sizes):
-            if cell not in by_cell:
-                raise ValueError(
-                    f"passes: strategy={cell[0]} was not recorded at batch_size={cell[1]}"
-                )
-        self._cells = {cell: _make_cell(found) for cell, found in by_cell.items()}
-
-    def tokens_per_s(self, strategy: SpeculationStrategy, batch_size: int) -> float:
-        """Return the mean throughput of the whole batch, in committed tokens per second."""
-        cell = self._cells[strategy, batch_size]
-        return cell.tokens / cell.seconds
-
-    def tokens_and_seconds(
-        self, strategy: SpeculationStrategy, batch_size: int
-    ) -> tuple[float, float]:
-        """Return the mean committed tokens and seconds of a pass."""
-        cell = self._cells[strategy, batch_size]
-        return cell.tokens, cell.seconds
-
-    def best(self, batch_size: int) -> SpeculationStrategy:
-        """Return the strategy with the highest throughput: the oracle's choice."""
-        return max(self.strategies, key=lambda strategy: self.tokens_per_s(strategy, batch_size))
+        for strategy, size in itertools.product(self.strategies, self.batch_sizes):
+            if (strategy, size) not in found:
+                raise ValueError(f"passes: {strategy=!s} was not recorded at batch_size={size}")
+        self.cells = {
+            cell: _Cell(
+                passes=of,
+                tokens=statistics.fmean(each.num_committed for each in of),
+                seconds=statistics.median(each.seconds for each in of),
+            )
+            for cell, of in found.items()
+        }
 
     def nearest(self, batch_size: int) -> int:
         """Return the recorded batch size whose ratio to this one is closest to 1; the larger on a tie."""
         return min(self.batch_sizes, key=lambda b: (max(b, batch_size) / min(b, batch_size), -b))
-
-    def draws(self) -> Draws:
-        """Return endless iterators over the passes of every (strategy, batch size), in recorded order."""
-        return {key: itertools.cycle(cell.passes) for key, cell in self._cells.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayResult:
-    """Throughput relative to other ways to decode the same tokens."""
-
-    of_oracle: float  # relative to the best strategy of each batch size
-    of_plain: float  # relative to plain decoding
 
 
 def replay(
     selector: StrategySelector,
     table: TraceTable,
     batch_sizes: Sequence[int],
-    draws: Draws | None = None,
-) -> ReplayResult:
-    """Let `selector` choose for passes of `batch_sizes` and observe recorded ones.
+    seed: int | None = None,
+) -> float:
+    """Let `selector` choose for passes of `batch_sizes` and observe recorded ones, in recorded order.
 
-    Several calls go on in the recorded order if they share `draws` (`TraceTable.draws`). ValueError if it chooses a strategy that was not recorded.
+    Return its throughput over that of the best strategy of each batch size. Seconds have noise if there is a `seed`. ValueError
+    if it chooses a strategy that was not recorded.
     """
-    total_s = oracle_s = plain_s = 0.0
-    draws = draws or table.draws()
+    total_s = oracle_s = 0.0
+    rng = random.Random(seed)
+    draws = {key: itertools.cycle(cell.passes) for key, cell in table.cells.items()}
     for batch_size in map(table.nearest, batch_sizes):
         strategy = selector.choose(batch_size).strategy
         if strategy not in table.strategies:
             recorded = ", ".join(map(str, table.strategies))
-            raise ValueError(f"strategy={strategy} was chosen, recorded are {recorded}")
-        drawn = next(draws[strategy, batch_size])
-        selector.observe(
-            strategy, batch_size, drawn.accepted_by_depth, drawn.seconds, drawn.first_by_depth
-        )
-        tokens, spent_s = table.tokens_and_seconds(strategy, batch_size)
-        total_s += spent_s
-        oracle_s += tokens / table.tokens_per_s(table.best(batch_size), batch_size)
-        plain_s += tokens / table.tokens_per_s(OFF, batch_size)
-    return ReplayResult(of_oracle=oracle_s / total_s, of_plain=plain_s / total_s)
+            raise ValueError(f"{strategy=!s} was chosen, recorded are {recorded}")
+        cell, drawn = table.cells[strategy, batch_size], next(draws[strategy, batch_size])
+        seconds = cell.seconds if seed is None else cell.seconds * _noise(rng)
+        accepted = drawn.accepted_by_depth
+        selector.observe(strategy, batch_size, accepted, seconds, drawn.first_by_depth)
+        best = max(table.cells[each, batch_size].tokens_per_s for each in table.strategies)
+        total_s += cell.seconds
+        oracle_s += cell.tokens / best
+    return oracle_s / total_s
 
 
-def _make_cell(passes: list[PassTrace]) -> _Cell:
-    limit_s = _MAX_SLOWDOWN * statistics.median(each.seconds for each in passes)
-    return _Cell(
-        passes=passes,
-        tokens=statistics.fmean(each.num_committed for each in passes),
-        seconds=statistics.fmean(min(each.seconds, limit_s) for each in passes),
-    )
+def _noise(rng: random.Random) -> float:
+    return math.exp(rng.gauss(0.0, _NOISE)) * (_SLOWDOWN if rng.random() < _SLOW_SHARE else 1.0)

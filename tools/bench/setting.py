@@ -1,15 +1,13 @@
-"""The setting of the speed tables: an engine, its prompts, and drafters from good to useless."""
+"""The setting of the speed tables: a policy, and drafters from good to useless."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tlt_megatron.config.schema import SpeculationSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
-from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.speculation.beg_mab import BegMabSelector
@@ -24,23 +22,6 @@ COST_MODEL, BEG_MAB = "cost_model", "beg_mab"
 UNHELPED = f"{COST_MODEL}/{RANDOM}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """A policy in one dtype, ready to generate."""
-
-    policy: LoadedPolicy
-    prompts: Sequence[Prompt]
-    dtype: str
-
-    @property
-    def engine(self) -> EmbeddedEngine:
-        """Return the policy's engine."""
-        return self.policy.engine
-
-    def __str__(self) -> str:
-        return f"{self.policy.num_layers} layers, {self.dtype}"
-
-
 def add_setting_options(add: Callable[..., object]) -> None:
     """Add the options of a setting and of the table of batch sizes."""
     add_policy_options(add, "eval")
@@ -53,21 +34,19 @@ def add_setting_options(add: Callable[..., object]) -> None:
     add("--rounds", type=int, default=4, help="after one that warms up")
 
 
-def make_setting(options: argparse.Namespace, dtype: str, **settings: Any) -> Setting:
+def load_policy(options: argparse.Namespace, dtype: str, **settings: Any) -> LoadedPolicy:
     """Return the policy of `options.model` with `options.deepen` identity layers. `settings` go to RolloutSection."""
-    policy = LoadedPolicy(
+    return LoadedPolicy(
         options.model,
         dtype=dtype,
         num_identity_layers=options.deepen,
         max_new_tokens=options.max_new_tokens,
         **settings,
     )
-    return Setting(policy=policy, prompts=policy.prompts(options.prompts), dtype=dtype)
 
 
-def make_drafts(setting: Setting, drafter: str) -> dict[str, DraftInference]:
+def make_drafts(policy: LoadedPolicy, drafter: str) -> dict[str, DraftInference]:
     """Return drafters by name: the policy's own in the folder `drafter`, and an untrained one."""
-    policy = setting.policy
     models = {GOOD: policy.load_drafter(drafter), RANDOM: policy.new_drafter(seed=1)}
     num_ids = SpeculationSection().num_draft_ids(models[GOOD].config.vocab_size)
     return {
@@ -97,11 +76,11 @@ def parse_strategies(options: argparse.Namespace) -> list[SpeculationStrategy]:
     return [SpeculationStrategy.parse(text) for text in options.strategies]
 
 
-def long_prompts(setting: Setting, num_tokens: int) -> list[Prompt]:
+def long_prompts(policy: LoadedPolicy, prompts: Sequence[Prompt], num_tokens: int) -> list[Prompt]:
     """Return prompts that the policy itself answers at length.
 
     Text forced after its end would not be representative.
     """
-    groups = setting.policy.generate(setting.prompts, setting.policy.params(num_tokens, seed=1))
+    groups = policy.generate(prompts, policy.params(num_tokens, seed=1))
     ends = [group.rollouts[0].finish_reason for group in groups]
-    return [p for p, end in zip(setting.prompts, ends, strict=True) if end == FinishReason.LENGTH]
+    return [p for p, end in zip(prompts, ends, strict=True) if end == FinishReason.LENGTH]

@@ -29,8 +29,8 @@ from tools.bench.setting import (
     BEG_MAB,
     COST_MODEL,
     add_setting_options,
+    load_policy,
     make_drafts,
-    make_setting,
     make_variants,
 )
 from tools.bench.speed import (
@@ -81,17 +81,18 @@ def _bench_one_dtype(
     options: argparse.Namespace, dtype: str, console: Console
 ) -> dict[str, object]:
     """Run all tables except (c) in one dtype."""
-    setting = make_setting(options, dtype)
-    drafts = make_drafts(setting, options.drafter)
+    policy = load_policy(options, dtype)
+    prompts = policy.prompts(options.prompts)
+    drafts = make_drafts(policy, options.drafter)
     variants = make_variants(drafts, options)
-    by_batch = bench_batch_sizes(setting, variants, options, console)
+    by_batch = bench_batch_sizes(policy, prompts, variants, options, console)
     best = best_fixed(by_batch, options.strategies)
     in_tail = {name: variants[name] for name in (best, BEG_MAB, COST_MODEL)}
-    tail = bench_long_tail(setting, in_tail, options, console)
+    tail = bench_long_tail(policy, prompts, in_tail, options, console)
     comparisons = [*by_batch.values(), tail]
     return {
         "dtype": dtype,
-        "num_layers": setting.policy.num_layers,
+        "num_layers": policy.num_layers,
         "rounds": options.rounds,
         "speedup_by_batch": {
             str(size): {name: record.ratio for name, record in each.records.items()}
@@ -103,7 +104,7 @@ def _bench_one_dtype(
             name: mismatch_per_token([c.records[name] for c in comparisons if name in c.records])
             for name in variants
         },
-        "batch_invariant": bench_batch_invariant(setting, options, console),
+        "batch_invariant": bench_batch_invariant(policy, prompts, options, console),
     }
 
 

@@ -27,11 +27,11 @@ from tools.bench.measure import (
 from tools.bench.setting import (
     BEG_MAB,
     COST_MODEL,
-    Setting,
+    load_policy,
     long_prompts,
-    make_setting,
     parse_strategies,
 )
+from tools.load_engine import LoadedPolicy
 
 _LEAST_REQUESTS = 4  # of a run
 _LONG_TAIL_ROUNDS = 3  # at most, after one warm-up round
@@ -39,19 +39,20 @@ _INVARIANT_ROUNDS = 6
 
 
 def bench_batch_sizes(
-    setting: Setting,
+    policy: LoadedPolicy,
+    prompts: Sequence[Prompt],
     variants: Mapping[str, Speculation],
     options: argparse.Namespace,
     console: Console,
 ) -> dict[int, Comparison]:
     """Run every variant at every batch size, with responses of equal length."""
-    prompts = long_prompts(setting, options.num_tokens)
+    prompts = long_prompts(policy, prompts, options.num_tokens)
     if not prompts:
         raise ValueError(f"--num-tokens {options.num_tokens}: no response is that long")
     measured: dict[int, Comparison] = {}
     rows = []
     for size in options.batch_sizes:
-        comparison = measured[size] = Comparison(setting.policy, variants)
+        comparison = measured[size] = Comparison(policy, variants)
         # Large batches generate many tokens with few passes.
         num_tokens = options.num_tokens if size <= 16 else max(options.num_tokens // 2, 1)
         for index in range(options.rounds + 1):
@@ -64,7 +65,7 @@ def bench_batch_sizes(
             for record in comparison.records.values()
         ]
         rows.append([str(size), f"{comparison.plain_tokens_per_s:,.0f}", *cells])
-    title = f"(a) speed-up over plain decoding (tokens out per verify pass), {setting}"
+    title = f"(a) speed-up over plain decoding (tokens out per verify pass), {policy}"
     print_table(console, title, ["batch", f"{PLAIN} tok/s", *variants], rows, num_names=0)
     return measured
 
@@ -81,16 +82,17 @@ def _batches(prompts: Sequence[Prompt], batch_size: int, round_index: int) -> li
 
 
 def bench_long_tail(
-    setting: Setting,
+    policy: LoadedPolicy,
+    prompts: Sequence[Prompt],
     variants: Mapping[str, Speculation],
     options: argparse.Namespace,
     console: Console,
 ) -> Comparison:
     """Run a rollout as in training: each response is as long as the policy makes it."""
-    prompts = setting.prompts[: max(options.num_requests // options.num_samples, 1)]
-    comparison = Comparison(setting.policy, variants)
+    prompts = prompts[: max(options.num_requests // options.num_samples, 1)]
+    comparison = Comparison(policy, variants)
     for index in range(min(options.rounds, _LONG_TAIL_ROUNDS) + 1):
-        params = setting.policy.params(
+        params = policy.params(
             options.max_new_tokens,
             num_samples=options.num_samples,
             temperature=options.temperature,
@@ -100,7 +102,7 @@ def bench_long_tail(
     print_table(
         console,
         f"(b) {options.num_requests} long-tailed requests, plain"
-        f" {comparison.plain_tokens_per_s:,.0f} tok/s, {setting}",
+        f" {comparison.plain_tokens_per_s:,.0f} tok/s, {policy}",
         ("variant", "speed-up", "accept length", "mismatch"),
         (
             [name, told(record.ratio), statistics.fmean(record.accept_lengths),
@@ -142,7 +144,10 @@ def compare_selectors(
 
 
 def bench_batch_invariant(
-    setting: Setting, options: argparse.Namespace, console: Console
+    plain: LoadedPolicy,
+    prompts: Sequence[Prompt],
+    options: argparse.Namespace,
+    console: Console,
 ) -> dict[str, object]:
     """Return, by batch size, plain seconds with rollout.batch_invariant over those without, and
     differing tokens with it.
@@ -150,12 +155,12 @@ def bench_batch_invariant(
     If the machine's kernels do not allow the mode, return the reason.
     """
     try:
-        invariant = make_setting(options, setting.dtype, batch_invariant=True)
+        policy = load_policy(options, plain.dtype, batch_invariant=True)
     except RuntimeError as error:
         console.print(str(error))
         return {"refused": str(error)}
-    policy, drafter = invariant.policy, invariant.policy.load_drafter(options.drafter)
-    setting.policy.engine.set_speculation(None)
+    drafter = policy.load_drafter(options.drafter)
+    plain.engine.set_speculation(None)
     params = SamplingParams(max_new_tokens=max(options.num_tokens // 2, 1), seed=7)
     cost, mismatch, rows = {}, {}, []
 
@@ -164,24 +169,22 @@ def bench_batch_invariant(
         return [rollout.token_ids.tolist() for group in groups for rollout in group.rollouts]
 
     for size in (1, 8, 64):
-        (prompts,) = _batches(setting.prompts, max(size, _LEAST_REQUESTS), 0)
-        prompts = prompts[:size]
+        batch = _batches(prompts, max(size, _LEAST_REQUESTS), 0)[0][:size]
         policy.engine.set_speculation(None)
         runs = {
-            "off": lambda p=prompts: setting.policy.generate(p, params),
-            "on": lambda p=prompts: policy.generate(p, params),
+            "off": lambda p=batch: plain.generate(p, params),
+            "on": lambda p=batch: policy.generate(p, params),
         }
         seconds = interleave(runs, _INVARIANT_ROUNDS, cpu_seconds)
-        plain = tokens(prompts)
-        pairs = []
+        expected, pairs = tokens(batch), []
         for strategy in parse_strategies(options):
             policy.speculate(drafter, strategy)
-            pairs += zip(plain, tokens(prompts), strict=True)
+            pairs += zip(expected, tokens(batch), strict=True)
         num_differing, num_compared = first_differences(pairs)
         cost[str(size)] = ratios(seconds["on"], seconds["off"])
         mismatch[str(size)] = num_differing / num_compared
         rows.append([str(size), told(cost[str(size)]), f"{mismatch[str(size)]:.1e}"])
-    title = f"rollout.batch_invariant, {setting.dtype}"
+    title = f"rollout.batch_invariant, {plain.dtype}"
     columns = ("batch", "plain seconds on / off", "mismatch per token")
     print_table(console, title, columns, rows, num_names=0)
     return {"plain_seconds_on_over_off": cost, "mismatch_per_token": mismatch}

@@ -78,9 +78,9 @@ def test_the_benchmarks_of_a_language_model_measure_any_policy_folder(tmp_path: 
     assert [row["steps"] for row in result["accept_length_by_training_s"]] == [0, 1]
     folder = tmp_path / "ablate" / "7"
     shutil.copytree(model, folder / "policy")
-    shutil.copytree(drafter, folder / "drafter")
-    shutil.copy(tmp_path / "eval.jsonl", folder / "policy")
-    few = ("--seeds", "7", "--folder", str(folder.parent), "--deepen", "0")
+    for split in ("train", "eval"):
+        shutil.copy(tmp_path / f"{split}.jsonl", folder / "policy")
+    few = ("--seeds", "7", "--folder", str(folder.parent), "--deepen", "0", "--drafter-steps", "1")
     shares = [measured("ablate", "--quick", *few)["shares"] for _ in range(2)]
     assert shares[0] == shares[1]  # the trace is kept
     assert all(0 < share < 1.001 for of in shares[0].values() for share in of["7"])
