@@ -122,9 +122,6 @@ def make_spot(
     hook: Callable[[str, str], None] | None = None,
     replica_size: int = 1,
     before: Callable[[int], None] = lambda count: None,
-    phase_timeout_s: float = 180.0,
-    store: dist.Store | None = None,
-    check_ranks: Callable[[], None] = lambda: None,
     measure_candidate: Callable[[StopWatch], None] | None = None,
     min_idle_replicas: int = 1,
     member_timeout_s: float = 60.0,
@@ -133,7 +130,7 @@ def make_spot(
     torch.set_num_threads(1)
     world = world_group()
     trainer = make_drafter_trainer()
-    store = store or open_job_store(world, 60.0).part("spot")
+    store = open_job_store(world, 60.0).part("spot")
     if hook:
         store = HookedStore(store, hook)
         _alive.append(store)
@@ -144,10 +141,9 @@ def make_spot(
             store=store,
             layout=ReplicaLayout(world.size, replica_size),
             rank=world.rank,
-            phase_timeout_s=phase_timeout_s,
+            phase_timeout_s=180.0,
             min_idle_replicas=min_idle_replicas,
             member_timeout_s=member_timeout_s,
-            check_ranks=check_ranks,
         ),
         timeline=Timeline(None, world.rank),
         measure_candidate=measure_candidate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tests.spot_phases import (
 from tlt_megatron.drafter.drafter_trainer import DrafterStats
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch
 from tlt_megatron.models.draft_model import DraftModel
-from tlt_megatron.spot.session import SessionEnd, StateVersion, version_of
+from tlt_megatron.spot.session import SessionEnd, StateVersion, StopWatch, version_of
 from tlt_megatron.spot.spot_trainer import SpotReport
 
 NUM_UPDATES = 4
@@ -126,3 +127,79 @@ def test_newcomer_in_the_middle_of_a_session_ends_with_the_same_bits(tmp_path: P
     assert versions[0] == versions[1] == versions[2]
     assert versions[0].num_updates == len(reports[0].updates)
     assert versions[3].num_updates == 0
+
+
+def test_a_session_goes_on_while_a_newcomer_still_measures(tmp_path: Path) -> None:
+    """Rank 1 trains; rank 2 has finished and measures until rank 1 has made 12 more updates. It was planned in at once, and
+    rank 1 waited for it."""
+    markers = Markers(tmp_path)
+
+    def body() -> SpotReport:
+        rank = dist.get_rank()
+
+        def before(count: int) -> None:
+            size = spot.trainer.group.size
+            if rank == 1 and count == 3:
+                markers.set("trains")
+            if rank == 1 and size == 1 and (tmp_path / "measures").exists():
+                counts.append(count)
+                if len(counts) == 12:
+                    markers.set("measured")
+            if size == 2:
+                markers.set("joined")
+
+        def measure(watch: StopWatch) -> None:
+            if rank == 2:
+                markers.set("measures")
+                markers.await_("measured")
+
+        counts: list[int] = []
+        spot = make_spot(before=before, measure_candidate=measure)
+        dist.barrier()
+        if rank == 2:
+            markers.await_("trains")
+        if rank == 0:
+            markers.await_("joined")
+        report = spot.run_until_preempted(0)
+        spot.sync_newest(world_group())
+        return report
+
+    reports = run_spot_ranks(3, body)
+    sessions = [(s.members, s.end) for s in reports[1].sessions]
+    assert sessions == [((1,), SessionEnd.REPLACED), ((1, 2), SessionEnd.STOPPED)]
+    assert len(reports[1].sessions[0].stats) >= 12
+
+
+def test_a_clock_that_jumps_an_hour_changes_nothing(tmp_path: Path) -> None:
+    """Of one rank, forwards in one phase and backwards in the next: it ended the phase ("not finished 3600 s after ..."),
+    or was counted as hours of idle time."""
+    markers = Markers(tmp_path)
+
+    def body() -> list[SpotReport]:
+        rank, real = dist.get_rank(), time.time
+        jump_s = 0.0
+
+        def before(count: int) -> None:
+            nonlocal jump_s
+            if count >= 3 and spot.trainer.group.size == 2:
+                jump_s = 0.0 if rank else (3600.0 if step == 0 else -3600.0)
+                markers.set(f"jumped {step} {rank}")
+
+        spot = make_spot(before=before, min_idle_replicas=2)
+        time.time = lambda: real() + jump_s
+        reports = []
+        for step in range(2):
+            dist.barrier()
+            if rank == 2:
+                for other in (0, 1):
+                    markers.await_(f"jumped {step} {other}")
+            reports.append(spot.run_until_preempted(step))
+            spot.sync_newest(world_group())
+        return reports
+
+    for reports in run_spot_ranks(3, body):
+        for report in reports:
+            assert 0 <= report.used_s < 1800
+            assert 0 <= report.stall_s < 1800
+            assert report.num_broken == 0
+    assert reports[0].used_s == 0  # of the last rank to finish

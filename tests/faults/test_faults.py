@@ -24,7 +24,9 @@ from tests.faults.processes import Job
 from tests.tiny_task import REPO
 
 NUM_SCHEDULES = 40
-SEED = 1
+# Of the first 1,500, the one whose schedules reach the most: both ranks killed and frozen in training, each signal to stop,
+# stops with carried responses, in a conversation and in a session of spot training.
+SEED = 1259
 
 
 @pytest.fixture(scope="module")
