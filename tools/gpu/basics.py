@@ -13,40 +13,20 @@ from contextlib import suppress
 
 from tools.gpu.machine import Figures, Machine, relative_error, seconds_of
 
-# Import name and distribution of what some stage imports. Only torch is needed by all.
-_PACKAGES = {
-    "torch": "torch",
-    "triton": "triton",
-    "numpy": "numpy",
-    "transformers": "transformers",
-    "tokenizers": "tokenizers",
-    "megatron": "megatron-core",
-    "pytest": "pytest",
-    "pytest_timeout": "pytest-timeout",
-    "yaml": "pyyaml",
-    "safetensors": "safetensors",
-    "psutil": "psutil",
-    "pyarrow": "pyarrow",
-    "rich": "rich",
-    "tensorboard": "tensorboard",
-    "math_verify": "math-verify",
-    "packaging": "packaging",
-    "transformer_engine": "transformer-engine",
-    "sglang": "sglang",
-}
+# What some stage imports. Only torch is needed by all.
+_PACKAGES = """torch triton numpy transformers tokenizers megatron-core pytest pytest-timeout pyyaml safetensors psutil
+    pyarrow rich tensorboard math-verify packaging transformer-engine sglang"""
 _QUERY = "name,memory.total,driver_version,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
 
 
 def machine(machine: Machine) -> Iterator[Figures]:
     """Yield versions, what is missing, and the GPU's properties."""
     versions, missing = {}, []
-    for module, name in _PACKAGES.items():
-        if importlib.util.find_spec(module) is None:
-            missing.append(name)
-            continue
-        versions[name] = "?"
-        with suppress(importlib.metadata.PackageNotFoundError):
+    for name in _PACKAGES.split():
+        try:
             versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
     yield {"missing": " ".join(missing) or "nothing", "python": platform.python_version()}
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tools.gpu.machine import Figures, Machine, seconds_of
-from tools.gpu.random_engine import CapturingDevice, generate, make_engine
+from tools.gpu.random_engine import generate, make_engine
 from tools.gpu.shapes import QWEN_2_5_7B, TINY
 
 _PROFILED = 10  # passes
@@ -29,21 +29,21 @@ def plain(machine: Machine, context: str) -> Iterator[Figures]:
     config, sizes = machine.pick((QWEN_2_5_7B, (1, 8, 64)), (TINY, (1, 3)))
     num_new = machine.pick(64, 16)
     num_prompt = machine.pick(int(context), 128) - num_new
-    with machine.gpu() as inner, torch.no_grad():
-        device, started = CapturingDevice.over(inner), time.perf_counter()
+    with machine.gpu() as device, torch.no_grad():
+        started = time.perf_counter()
         given: dict[str, Any] = {"num_prompt": num_prompt, "num_new": num_new}
         engine = make_engine(config, device, batch_size=max(sizes), **given)
-        plan, free = engine.memory_plan(), device.free_bytes()
+        plan, free, graphs = engine.memory_plan(), device.free_bytes(), engine._graphs
         yield {"load_s": time.perf_counter() - started}
         summary = ""
         for batch_size in sizes:
             generate(engine, batch_size=batch_size, **given)  # captures
-            replay, num_eager = device.replays[-1], engine.stats().eager_passes
+            (*_, captured), num_eager = graphs._captured.values(), engine.stats().eager_passes
             tokens, passes = generate(engine, batch_size=batch_size, **given)
             seconds = statistics.median(record.seconds for record in passes)
             device.release_cached()
             with torch.inference_mode():  # a pretended GPU runs the pass again
-                replay_s = seconds_of(inner, replay)
+                replay_s = seconds_of(device, captured.replay)
             figures = {
                 "pass_ms": 1e3 * seconds,
                 "replay_ms": 1e3 * replay_s,
@@ -60,8 +60,8 @@ def plain(machine: Machine, context: str) -> Iterator[Figures]:
                 summary += f", {figures['nodes']:.0f} nodes, idle {figures['idle_share']:.0%}"
             yield {f"b{batch_size}": figures, "summary": summary}
         yield {
-            "captures": len(device.capture_s),
-            "capture_s": sum(device.capture_s),
+            "captures": len(graphs._captured),
+            "capture_s": graphs.capture_s,
             "planned_shared_gb": 1e-9 * plan.graphs.shared_bytes(),
             "planned_pool_gb": 1e-9 * plan.graphs.bytes_pool(),
             "kv_gb": 1e-9 * plan.kv_bytes,

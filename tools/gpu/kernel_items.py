@@ -62,6 +62,15 @@ def _check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
     return error
 
 
+def _timed(
+    device: Device, run: Callable[[int], object], error: float, num_bytes: int = 0
+) -> Figures:
+    """Return the time of a kernel beside its error. `num_bytes` are those that it reads."""
+    seconds = kernel_seconds(device, run)
+    rate = {"gb_s": 1e-9 * num_bytes / seconds} if num_bytes else {}
+    return {"error": error, "us": 1e6 * seconds, **rate}
+
+
 def noise(machine: Machine) -> Iterator[Figures]:
     """Yield how the noise kernels agree with the torch form, and their times, for 1 to 320 rows of logits."""
     device = machine.kernel_device()
@@ -76,8 +85,7 @@ def noise(machine: Machine) -> Iterator[Figures]:
         found = noise_kernel.noisy_argmax(logits, keys)
         if (differing := int((found != expected).sum())) > 0:
             raise RuntimeError(f"{differing} of {num_rows} tokens differ")
-        seconds = kernel_seconds(device, lambda _: noise_kernel.noisy_argmax(logits, keys))
-        return {"us": 1e6 * seconds, "gb_s": 1e-9 * logits.nbytes / seconds}
+        return _timed(device, lambda _: noise_kernel.noisy_argmax(logits, keys), 0.0, logits.nbytes)
 
     def add(num_rows: int) -> Figures:
         dtype = torch.float32 if machine.is_cpu else torch.bfloat16
@@ -88,10 +96,7 @@ def noise(machine: Machine) -> Iterator[Figures]:
         given = (logits, keys, one, one, ids)
         found = noise_kernel.add_noise(*given)
         error = _check(found, gumbel_of(keys, ids) + logits, torch.float32)
-        return {
-            "error": error,
-            "us": 1e6 * kernel_seconds(device, lambda _: noise_kernel.add_noise(*given)),
-        }
+        return _timed(device, lambda _: noise_kernel.add_noise(*given), error)
 
     counts = machine.pick((1, 8, 64, 320), (1, 3))
     cases = [(f"argmax_{n}", lambda n=n: argmax(n)) for n in counts]
@@ -153,15 +158,12 @@ def _attend_lanes(
     wide = _WIDE[dtype]
     inputs = (query, *lanes[0], bias.repeat_interleave(repeat, dim=2))
     expected, _ = attend_in_chunks(*(tensor.to(wide) for tensor in inputs))
-    keys, values = lanes[0]
-    error = _check(attend_fused(query, keys, values, bias)[0], expected, dtype)
-    seconds = kernel_seconds(
-        device,
-        lambda number: attend_fused(
-            query, lanes[number % len(lanes)][0], lanes[number % len(lanes)][1], bias
-        ),
-    )
-    return {"error": error, "us": 1e6 * seconds, "gb_s": 1e-9 * kv_bytes / seconds}
+
+    def attend(number: int) -> Tensor:
+        keys, values = lanes[number % len(lanes)]
+        return attend_fused(query, keys, values, bias)[0]
+
+    return _timed(device, attend, _check(attend(0), expected, dtype), kv_bytes)
 
 
 def _attend_ordered(
@@ -180,8 +182,7 @@ def _attend_ordered(
     grouped = query.view(batch_size, num_kv, -1, head_dim).to(_WIDE[dtype])
     expected = attend_in_chunks(grouped, keys, values)[0].view(batch_size, -1)
     error = _check(attend_ordered(*given), expected, dtype)
-    seconds = kernel_seconds(device, lambda _: attend_ordered(*given))
-    return {"error": error, "us": 1e6 * seconds, "gb_s": 1e-9 * kv.nbytes / seconds}
+    return _timed(device, lambda _: attend_ordered(*given), error, kv.nbytes)
 
 
 def rows(machine: Machine) -> Iterator[Figures]:
@@ -217,8 +218,8 @@ def rows(machine: Machine) -> Iterator[Figures]:
         found = normalize(x, weight, eps)
         if not torch.equal(normalize(x[:1], weight, eps), found[:1]):
             raise RuntimeError("one row has other bits than 64 rows")
-        seconds = kernel_seconds(device, lambda _: normalize(x, weight, eps))
-        return {"error": _check(found, expected, dtype), "us": 1e6 * seconds}
+        error = _check(found, expected, dtype)
+        return _timed(device, lambda _: normalize(x, weight, eps), error)
 
     cases = [(name, lambda shape=shape: product(shape)) for name, shape in matrices.items()]
     yield from _run_all([*cases, ("norm", norm)])

@@ -8,7 +8,7 @@ half of an embedding. For a share of the tokens that half is another token's, an
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tlt_megatron.config.schema import SpeculationSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
-from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import ModelConfig
@@ -24,7 +23,7 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
-from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
+from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
 from tools.gpu.machine import Figures, Machine
 from tools.gpu.random_engine import generate, make_engine
 from tools.gpu.shapes import QWEN_2_5_7B, TINY
@@ -33,32 +32,6 @@ from tools.gpu.shapes import QWEN_2_5_7B, TINY
 _SHARES = {"2": 0.505, "4.5": 0.85, "6": 0.95}
 _MARGIN = 30.0  # of the right logit over the next. Noise of 152,064 tokens spans about 15.
 _WARM_UP = 2  # passes: the drafter reads the context in the first one
-
-
-class _Chosen(FixedSelector):
-    """The selector that `use` has set last, so that all share one engine and its graphs."""
-
-    def __init__(self) -> None:
-        super().__init__(OFF)
-        self._selector: StrategySelector = FixedSelector(OFF)
-
-    def use(self, selector: StrategySelector) -> None:
-        self._selector = selector
-
-    def choose(self, batch_size: int) -> Decision:
-        """See `StrategySelector`."""
-        return self._selector.choose(batch_size)
-
-    def observe(
-        self,
-        strategy: SpeculationStrategy,
-        batch_size: int,
-        accepted_by_depth: Sequence[int],
-        seconds: float,
-        first_by_depth: Sequence[int] | None = None,
-    ) -> None:
-        """See `StrategySelector`."""
-        self._selector.observe(strategy, batch_size, accepted_by_depth, seconds, first_by_depth)
 
 
 def planted(machine: Machine, batch_size_text: str) -> Iterator[Figures]:
@@ -77,15 +50,14 @@ def planted(machine: Machine, batch_size_text: str) -> Iterator[Figures]:
         engine = make_engine(config, device, batch_size=batch_size, zeros=zeros, **given)
         num_ids = section.num_draft_ids(config.vocab_size)
         draft = DraftInference(_make_drafter(engine, config), torch.bfloat16, num_ids=num_ids)
-        chosen = _Chosen()
-        speculation = Speculation(draft, chosen, strategies)
+        selectors: dict[str, StrategySelector] = {
+            str(s): FixedSelector(s) for s in (OFF, *strategies)
+        }
+        speculation = Speculation(draft, selectors["off"], strategies)
         engine.set_speculation(speculation)
-        selectors: dict[str, StrategySelector] = {"off": FixedSelector(OFF)}
-        selectors |= {str(s): FixedSelector(s) for s in strategies}
         cycle_ids = num_ids or config.vocab_size
         plant(*engine.target_tensors(), 1.0, cycle_ids)
-        for name in selectors:  # captures
-            chosen.use(selectors[name])
+        for speculation.selector in selectors.values():  # captures
             generate(engine, batch_size=batch_size, **given)
         selectors["beg_mab"] = BegMabSelector([*strategies, OFF], max_batch_size=64)
         selectors["cost_model"] = CostModelSelector(strategies)
@@ -96,13 +68,15 @@ def planted(machine: Machine, batch_size_text: str) -> Iterator[Figures]:
             expected: list[list[int]] = []
             plain, summary = 0.0, f"{summary} accept {accept_length}:"
             for name, selector in selectors.items():
-                chosen.use(selector)
+                speculation.selector = selector  # all share one engine and its graphs
                 tokens, passes = generate(engine, batch_size=batch_size, **given)
-                expected, speed = expected or tokens, _tokens_per_s(passes)
+                passes, expected = passes[_WARM_UP:], expected or tokens
+                committed = sum(each.num_committed for each in passes)
+                speed = committed / sum(each.seconds for each in passes)
                 plain = plain or speed
                 figures = {
-                    "ms": 1e3 * statistics.median(p.seconds for p in passes[_WARM_UP:]),
-                    "accept": _accept_length(passes),
+                    "ms": 1e3 * statistics.median(each.seconds for each in passes),
+                    "accept": committed / sum(each.batch_size for each in passes),
                     "tokens_per_s": speed,
                     "over_plain": speed / plain,
                     "eager": engine.stats().eager_passes,
@@ -154,13 +128,3 @@ def plant(embedding_VD: Tensor, head_VD: Tensor, share: float, num_ids: int) -> 
     head_VD.zero_()
     for target_VD, values_CD in ((embedding_VD, codes_CD), (head_VD, rows_CD)):
         target_VD[:num_ids].copy_(values_CD.to(device, target_VD.dtype))
-
-
-def _tokens_per_s(passes: Sequence[PassRecord]) -> float:
-    counted = passes[_WARM_UP:]
-    return sum(p.num_committed for p in counted) / sum(p.seconds for p in counted)
-
-
-def _accept_length(passes: Sequence[PassRecord]) -> float:
-    counted = passes[_WARM_UP:]
-    return sum(p.num_committed for p in counted) / sum(p.batch_size for p in counted)

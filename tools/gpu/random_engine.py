@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import cast
 from unittest.mock import patch
 
@@ -22,52 +20,10 @@ from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import Checksum
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.runtime.device import Device, GraphMemory
+from tlt_megatron.runtime.device import Device
 from tlt_megatron.types import Prompt, SamplingParams
 
 _VERSION = 0  # of the weights
-
-
-class _Capturing:
-    """A GPU's memory of graphs that notes what is captured."""
-
-    def __init__(self, memory: GraphMemory, noted: CapturingDevice) -> None:
-        self._memory, self._noted = memory, noted
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `runtime.device.GraphMemory`."""
-        started = time.perf_counter()
-        replay = self._memory.capture(work)
-        self._noted.capture_s.append(time.perf_counter() - started)
-        self._noted.replays.append(replay)
-        return replay
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturingDevice(Device):
-    """A device that keeps the replays of its captured graphs, newest last."""
-
-    inner: Device
-    replays: list[Callable[[], None]] = field(default_factory=list)
-    capture_s: list[float] = field(default_factory=list)
-
-    @classmethod
-    def over(cls, inner: Device) -> CapturingDevice:
-        """Return a device like `inner`."""
-        return cls(torch_device=inner.torch_device, backend=inner.backend, inner=inner)
-
-    def graph_memory(self) -> _Capturing | None:
-        """See `Device`."""
-        memory = self.inner.graph_memory()
-        return None if memory is None else _Capturing(memory, self)
-
-    def free_bytes(self) -> int:
-        """See `Device`."""
-        return self.inner.free_bytes()
-
-    def synchronize(self) -> None:
-        """See `Device`."""
-        self.inner.synchronize()
 
 
 def make_engine(
