@@ -147,14 +147,15 @@ def train(
     seeds: Sequence[int],
     shares: Sequence[int] = (len(LENGTHS),),
     between: Callable[[McorePolicyModel], None] = lambda policy: None,
+    make: Callable[[int], list[MicroBatch]] = make_batch,
 ) -> dict[str, Any]:
     """One optimizer step per seed; metric sums over data-parallel ranks, stats, and the weights at the end.
 
-    `between` is called before each step."""
+    `between` is called before each step. `make` returns the micro-batches of all ranks for a seed."""
     sums, stats = [], []
     for seed in seeds:
         between(policy)
-        share = share_of(make_batch(seed), groups, shares)
+        share = share_of(make(seed), groups, shares)
         found = policy.forward_backward(share, 0.8, tiny_loss)  # empty without micro-batches
         sums.append({"loss": 0.0, "tokens": 0.0} | found)
         stats.append(policy.optimizer_step())

@@ -36,7 +36,7 @@ def make_rollout(
         "logprobs": zeros,
         "policy_logprobs": zeros,
         "finish_reason": FinishReason.STOP,
-        "policy_version": 0,
+        "versions": ((0, token_ids.numel()),),
     }
     return Rollout(**fields | changes)
 

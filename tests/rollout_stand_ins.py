@@ -37,7 +37,7 @@ def make_rollout(prompt: Prompt, token_ids: Sequence[int] = (5,), sample_index: 
         logprobs=torch.full((len(token_ids),), -0.5),
         policy_logprobs=torch.zeros(len(token_ids)),
         finish_reason=FinishReason.STOP,
-        policy_version=0,
+        versions=((0, len(token_ids)),),
     )
 
 

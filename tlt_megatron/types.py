@@ -135,15 +135,17 @@ class Rollout:
     logprobs: Tensor  # [T] float32
     policy_logprobs: Tensor  # [T] float32
     finish_reason: FinishReason
-    policy_version: int  # that drew the last token
+    # (policy version, tokens that it drew), oldest first; an observation counts for the turn after it
+    versions: tuple[tuple[int, int], ...]
     # tokens out per verify pass, bonus token included; () for plain decoding
     accept_lengths: tuple[int, ...] = ()
     kept: KeptTokens | None = None  # None: top-p and top-k are off
     # [T] bool, False on observation tokens, whose logprobs are 0; None: the policy drew all tokens
     loss_mask: Tensor | None = None
     transcript: Transcript | None = None  # None without an environment
-    # (policy version, tokens that it drew), oldest first; () if policy_version drew all of them
-    versions: tuple[tuple[int, int], ...] = ()
+    # [prompt + T - 1, L, K] int16, the K experts of each token in each of the L layers that have
+    # experts; -1 where they are not known. None: rollout.routing_replay is off
+    routes: Tensor | None = None
     num_observed: int = 0  # observation tokens, where `is_here` is False
 
     @property
@@ -171,9 +173,9 @@ class Rollout:
         return values if self.loss_mask is None else values[self.loss_mask]
 
     @property
-    def parts(self) -> tuple[tuple[int, int], ...]:
-        """Return (policy version, tokens that it drew), oldest first."""
-        return self.versions or ((self.policy_version, self.token_ids.numel()),)
+    def policy_version(self) -> int:
+        """Return the version of the policy that drew the last token."""
+        return self.versions[-1][0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +221,7 @@ class MicroBatch:
     rollout_logprobs: Tensor  # [P] float32, of the sampled distribution
     ref_logprobs: Tensor | None = None  # [P] float32
     kept: KeptTokens | None = None  # log-probs and entropy are of these tokens; None: of all
+    routes: Tensor | None = None  # [P, L, K] int16, as in Rollout; -1 at the end of a sequence
     old_values: Tensor | None = None  # [P] float32, of the critic before its update
     returns: Tensor | None = None  # [P] float32, what the critic learns to predict
     loss_count: int = 0  # this micro-batch's share of the loss divisor (tokens or sequences)

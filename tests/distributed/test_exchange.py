@@ -42,6 +42,7 @@ def full_response(group: int, sample: int) -> Rollout:
         kept=KeptTokens(token_ids=torch.arange(length).int(), counts=torch.ones(length).int()),
         transcript=Transcript(messages=talk, num_turns=1, has_failed=False),
         versions=((3, 1), (4, length - 1)),
+        routes=torch.full((length, 2, 4), 300, dtype=torch.int16) if sample else None,
     )
 
 
@@ -134,7 +135,7 @@ def test_a_rank_of_1024_receives_its_share_and_little_more() -> None:
     lengths = torch.exp(6.8 + 1.1 * torch.randn(num_replicas * per_replica, generator=generator))
     lengths = lengths.clamp(16, 16_384).int().tolist()
     rows = [
-        [i, 0, length, 0, FinishReason.STOP, 812, [], 1.0, {"acc": 1.0}]
+        [i, 0, length, 0, FinishReason.STOP, [[812, length]], 1.0, {"acc": 1.0}]
         for i, length in enumerate(lengths)
     ]
     rollouts = [part_of(row).rollout for row in rows]

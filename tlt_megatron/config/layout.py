@@ -40,6 +40,10 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         raise ValueError(
             f"mcore.moe_aux_loss_coeff={config.mcore.moe_aux_loss_coeff}: must be 0, {config.model.path} has no experts"
         )
+    if policy.experts is None and config.rollout.routing_replay:
+        raise ValueError(
+            f"rollout.routing_replay=True: must be false, {config.model.path} has no experts"
+        )
     for path in config.trained_paths:
         _check_cuts(config, path)
         slack = sglang_slack(config) if path == config.model.path else 0

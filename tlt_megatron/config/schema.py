@@ -88,6 +88,8 @@ class RolloutSection(Section):
     # embedded, on GPUs: KV, weights and graphs stay during updates, so graphs are captured once
     keep_graphs: bool = False
     batch_invariant: bool = False  # embedded: a row's numbers do not depend on other rows
+    # R3: training sends each token to the experts that the rollout sent it to
+    routing_replay: bool = False
     # empty: one turn | path/to/file.py:function | package.module:function, which answers each turn
     # of the policy; max_new_tokens then limits the policy's tokens of the whole conversation.
     # reward.timeout_s and reward.on_error hold for its answers too
@@ -283,6 +285,16 @@ class RunConfig:
             rollout.engine == "embedded" or not rollout.batch_invariant,
             "batch_invariant",
             f"false where rollout.engine={rollout.engine!r}",
+        )
+        rollout.require(
+            rollout.engine != "sglang" or not rollout.routing_replay,
+            "routing_replay",
+            "false where rollout.engine='sglang': its routes are not read",
+        )
+        self.mcore.require(
+            not (rollout.routing_replay and self.mcore.transformer.get("moe_router_fusion")),
+            "transformer",
+            "without moe_router_fusion where rollout.routing_replay=true: the fused router takes no routes",
         )
         self.mcore.require(
             self.mcore.moe_aux_loss_coeff == 0 or self.algorithm.aggregation == "token_mean",

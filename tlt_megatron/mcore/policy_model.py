@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tlt_megatron.mcore.export import iter_hf_weights
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap
+from tlt_megatron.mcore.routing_replay import RoutingReplay
 from tlt_megatron.mcore.schedule import label_logprobs, run_forward, token_values
 from tlt_megatron.mcore.trained_model import TrainedModel
 from tlt_megatron.types import (
@@ -39,12 +40,12 @@ class McorePolicyModel(TrainedModel):
         """See PolicyModel. `reference` needs `keep_reference`."""
         if not reference:
             with self._tapping(tap, micro_batches):
-                return self._infer(micro_batches, temperature)
+                return self._infer(micro_batches, temperature, self._replay)
         assert tap is None  # a drafter learns from the policy alone
         assert self._reference is not None
         self._exchange_weights(self._reference)
         try:
-            return self._infer(micro_batches, temperature)
+            return self._infer(micro_batches, temperature)  # it routes freely
         finally:
             self._exchange_weights(self._reference)
 
@@ -65,10 +66,13 @@ class McorePolicyModel(TrainedModel):
         return iter_hf_weights(self._stage, self._config, self._groups)
 
     def _infer(
-        self, micro_batches: Sequence[MicroBatch], temperature: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        replay: RoutingReplay | None = None,
     ) -> list[TokenLogprobs]:
         predict = label_logprobs(temperature, self._groups)
-        return run_forward(self._model, micro_batches, predict, TokenLogprobs, self._groups)
+        return run_forward(self._model, micro_batches, predict, TokenLogprobs, self._groups, replay)
 
     def _tapping(
         self, tap: HiddenStateTap | None, micro_batches: Sequence[MicroBatch]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tlt_megatron.mcore.logprobs import vocab_parallel_logprobs
+from tlt_megatron.mcore.routing_replay import RoutingReplay
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import KeptTokens, LossResult, MicroBatch, TokenLogprobs, TokenValues
@@ -66,6 +67,7 @@ def run_forward(
     predict: Predict[T],
     record: type[T],
     groups: ProcessGroups,
+    replay: RoutingReplay | None = None,
 ) -> list[T]:
     """Run forward without gradients; return each `record` on the CPU of every peer.
 
@@ -77,7 +79,7 @@ def run_forward(
         return []
     device = next(model.parameters()).device
 
-    step = _forward_step(model, groups, predict, lambda predicted, _: predicted)
+    step = _forward_step(model, groups, predict, lambda predicted, _: predicted, replay)
     was_training = model.training
     model.eval()
     try:
@@ -96,6 +98,7 @@ def run_forward_backward(
     predict: Predict[T],
     loss_fn: Callable[[T, MicroBatch], LossResult],
     groups: ProcessGroups,
+    replay: RoutingReplay | None = None,
 ) -> tuple[dict[str, float], int]:
     """Accumulate this rank's gradients in the buffers of `model`.
 
@@ -123,7 +126,7 @@ def run_forward_backward(
         )
 
     if passes:
-        step = _forward_step(model, groups, predict, reduce)
+        step = _forward_step(model, groups, predict, reduce, replay)
         _run_schedule(model, passes, step, is_forward_only=False)
     return _share_metrics(totals, groups), sum(counts)
 
@@ -191,6 +194,7 @@ def _forward_step(
     groups: ProcessGroups,
     predict: Predict[T],
     finish: Callable[[T, MicroBatch], object],
+    replay: RoutingReplay | None,
 ) -> ForwardStep:
     """Return Megatron's forward_step_func.
 
@@ -203,12 +207,16 @@ def _forward_step(
     config = get_model_config(model)
     # Megatron would copy bfloat16 logits to float32, at twice the memory.
     options = {"fp32_output": False} if config.bf16 else {}
+    if replay is not None:
+        replay.clear()
 
     def step(feed: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., object]]:
         micro_batch = next(feed)
         token_ids_1P, position_ids_1P, packing = _model_inputs(micro_batch, groups.tp.size, device)
         rows = _output_rows(micro_batch, groups.tp.size, groups.tp.rank)
         rows = _to_device(rows, device)
+        if replay is not None:
+            replay.start(micro_batch, device)
         with _output_of(model, rows, groups):
             output = model(
                 token_ids_1P, position_ids_1P, None, packed_seq_params=packing, **options

@@ -15,6 +15,7 @@ from tlt_megatron.config.schema import McoreSection, ModelSection, OptimizerSect
 from tlt_megatron.mcore.megatron_checkpoint import load_checkpoint, save_checkpoint
 from tlt_megatron.mcore.model import build_model
 from tlt_megatron.mcore.optimizer import PolicyOptimizer, wrap_data_parallel
+from tlt_megatron.mcore.routing_replay import RoutingReplay
 from tlt_megatron.mcore.schedule import Predict, T, reduce_gradients, run_forward_backward
 from tlt_megatron.mcore.weight_map import load_hf_weights
 from tlt_megatron.models.config import load_model_config
@@ -67,6 +68,9 @@ class TrainedModel:
         if dtype != torch.float32:
             wrapped = Float16Module(self._stage.config, self._stage)
         load_hf_weights(self._stage, self._config, HfReader(Path(model.path)), groups)
+        self._replay = None
+        if self._config.experts is not None and not self._has_value_head:
+            self._replay = RoutingReplay(self._stage, self._config.experts, groups.tp)
         self._model = wrap_data_parallel(wrapped)
         self._optimizer = PolicyOptimizer(self._model, optimizer, dtype, num_updates)
         # of the loss, for the gradients so far; None: there are none
@@ -117,7 +121,7 @@ class TrainedModel:
         """Accumulate the gradients; return metric sums."""
         assert not self._is_away
         sums, count = run_forward_backward(
-            self._model, micro_batches, predict, loss_fn, self._groups
+            self._model, micro_batches, predict, loss_fn, self._groups, self._replay
         )
         self._count = (self._count or 0) + count
         return sums

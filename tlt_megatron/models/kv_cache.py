@@ -71,7 +71,12 @@ class KvCache:
         self.features_TD = torch.zeros(kept, feature_size, dtype=dtype, device=device)
         # One more slot: the token after the last lane's last position is written, but never read.
         self.token_ids_T = torch.zeros(kept + bool(kept), dtype=torch.int64, device=device)
+        self.routes_TR = torch.zeros(num_slots, 0, dtype=torch.int16, device=device)
         self.reset()
+
+    def keep_routes(self, num_routes: int) -> None:
+        """Let a slot also hold so many experts of its token, in all layers."""
+        self.routes_TR = self.routes_TR.new_zeros(self.routes_TR.shape[0], num_routes)
 
     @property
     def device(self) -> torch.device:
@@ -81,6 +86,10 @@ class KvCache:
     def scratch_slot(self) -> int:
         """Return the slot after all pages that padded queries write to, if there is a scratch page."""
         return self.num_pages * self.page_size
+
+    @property
+    def has_routes(self) -> bool:
+        return self.routes_TR.numel() > 0
 
     @property
     def has_features(self) -> bool:
@@ -228,5 +237,6 @@ class KvCache:
         for layer in self.layers:
             layer.index_copy_(1, target_S, layer.index_select(1, source_S))
         features = (self.features_TD, self.token_ids_T) if self.has_features else ()
-        for tensor in (self.bias_T, *features):
+        routes = (self.routes_TR,) if self.has_routes else ()
+        for tensor in (self.bias_T, *features, *routes):
             tensor.index_copy_(0, target_S, tensor.index_select(0, source_S))

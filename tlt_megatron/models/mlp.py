@@ -54,10 +54,12 @@ class ExpertsMlp:
         self._bias_E = bias_E
         self._parts = parts
         self._shared = shared
+        self.chosen_PK = torch.empty(0, config.num_per_token)  # experts of the newest call's tokens
 
     def __call__(self, x_PD: Tensor, addend_PD: Tensor) -> Tensor:
         scores_PE = self._router(x_PD.to(wide_dtype(x_PD.dtype)))
         weights_PK, chosen_PK = route(scores_PE, self._bias_E, self._config)
+        self.chosen_PK = chosen_PK
         weights_PK = weights_PK.to(x_PD.dtype)
         out_PKD = x_PD.new_empty(*chosen_PK.shape, x_PD.shape[1])
         for expert in chosen_PK.unique().tolist():

@@ -221,6 +221,11 @@ class Transformer:
         hidden_PD = norm(x_PD, self.final_norm)
         return hidden_PD, torch.cat((hidden_PD, *taps), dim=-1) if taps else hidden_PD
 
+    def routes(self) -> Tensor:
+        """Return the experts of each token of the newest pass, [P, L * K] int16: K of each layer with experts."""
+        mlps = (mlp for *_, mlp in self._matrices if isinstance(mlp, ExpertsMlp))
+        return torch.cat([mlp.chosen_PK for mlp in mlps], dim=1).short()
+
     def logits(self, hidden_PD: Tensor) -> Tensor:
         """Return [P, V] logits from the output of `forward`."""
         if not self._matrices:

@@ -138,6 +138,7 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> MicroBatch:
         old_logprobs=None,
         rollout_logprobs=_on_labels(rollouts, [r.logprobs for r in rollouts]),
         kept=_join_kept(rollouts),
+        routes=_join_routes(rollouts),
     )
 
 
@@ -152,6 +153,21 @@ def _join_kept(rollouts: Sequence[Rollout]) -> KeptTokens | None:
         token_ids=torch.cat([each.token_ids for each in sets]),
         counts=_on_labels(rollouts, counts).int(),
     )
+
+
+def _join_routes(rollouts: Sequence[Rollout]) -> Tensor | None:
+    """Return the routes [P, L, K], where the last token of each sequence has none."""
+    sets = [rollout.routes for rollout in rollouts if rollout.routes is not None]
+    if not sets:
+        return None
+    parts = []
+    for rollout in rollouts:
+        routes = sets[0][:0] if rollout.routes is None else rollout.routes
+        parts += [
+            routes,
+            routes.new_full((rollout.num_tokens - len(routes), *routes.shape[1:]), -1),
+        ]
+    return torch.cat(parts)
 
 
 def attach_targets(

@@ -21,7 +21,7 @@ from tlt_megatron.runtime.collectives import agree_any, exchange_bytes, gather_b
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.types import FinishReason, KeptTokens, Rollout, ScoredGroup, Transcript
 
-_TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask")
+_TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask", "routes")
 
 # ---- rows
 
@@ -35,7 +35,6 @@ def row_of(part: ScoredResponse) -> list[Any]:
         num_tokens,
         num_tokens - rollout.num_generated,
         str(rollout.finish_reason),
-        rollout.policy_version,
         rollout.versions,
         part.reward,
         dict(part.details),
@@ -44,7 +43,7 @@ def row_of(part: ScoredResponse) -> list[Any]:
 
 def part_of(row: Sequence[Any]) -> ScoredResponse:
     """Return a response without its tokens, which another rank has."""
-    draw, sample, num_tokens, num_observed, reason, version, versions, reward, details = row
+    draw, sample, num_tokens, num_observed, reason, versions, reward, details = row
     absent_T = torch.empty(num_tokens, device="meta")
     rollout = Rollout(
         prompt_id="",  # it follows from the prompt, and so do its tokens
@@ -55,7 +54,6 @@ def part_of(row: Sequence[Any]) -> ScoredResponse:
         logprobs=absent_T,
         policy_logprobs=absent_T,
         finish_reason=FinishReason(reason),
-        policy_version=version,
         versions=tuple((of, count) for of, count in versions),
         num_observed=num_observed,
     )

@@ -53,7 +53,7 @@ class EngineDifference:
     @classmethod
     def of_newest(cls, training_T: Tensor, rollout: Rollout) -> EngineDifference:
         """Compare a response's tokens of its newest policy, which are its last: earlier ones differ."""
-        first = rollout.token_ids.numel() - rollout.parts[-1][1]
+        first = rollout.token_ids.numel() - rollout.versions[-1][1]
         return cls.of(
             rollout.generated(training_T)[first:],
             rollout.generated(rollout.policy_logprobs)[first:],

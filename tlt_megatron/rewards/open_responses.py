@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tlt_megatron.types import (
     FinishReason,
@@ -139,19 +140,20 @@ def join_parts(before: Rollout, part: Rollout) -> Rollout:
         logprobs=torch.cat((before.logprobs, part.logprobs)),
         policy_logprobs=torch.cat((before.policy_logprobs, part.policy_logprobs)),
         accept_lengths=before.accept_lengths + part.accept_lengths,
-        versions=_merge(before.parts + part.parts),
+        versions=_merge(before.versions + part.versions),
         kept=_join_kept((before, part)),
+        routes=_join_routes(before.routes, part.routes),
     )
 
 
 def _merge(parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return (version, tokens) with neighbours of one version added up; () for a single version."""
+    """Return (version, tokens) with neighbours of one version added up."""
     merged: list[tuple[int, int]] = []
     for version, num_tokens in parts:
         if merged and merged[-1][0] == version:
             num_tokens += merged.pop()[1]
         merged.append((version, num_tokens))
-    return tuple(merged) if len(merged) > 1 else ()
+    return tuple(merged)
 
 
 def _join_kept(parts: Sequence[Rollout]) -> KeptTokens | None:
@@ -168,11 +170,23 @@ def _join_kept(parts: Sequence[Rollout]) -> KeptTokens | None:
     )
 
 
+def _join_routes(before: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """Return the routes of both parts, for each token those of the pass that drew the next one.
+
+    The later part begins with the passes over all tokens before it.
+    """
+    if before is None or part is None:
+        return part
+    return torch.cat((before, part[before.shape[0] :]))
+
+
 def carried_metrics(
     batch: Sequence[ScoredGroup], carried: Sequence[ScoredGroup], *, policy_version: int
 ) -> dict[str, float]:
     """Return the number of open responses, and the age of the batch's tokens in RL steps."""
-    parts = [part for group in batch for rollout in group.group.rollouts for part in rollout.parts]
+    parts = [
+        part for group in batch for rollout in group.group.rollouts for part in rollout.versions
+    ]
     num_tokens = sum(count for _, count in parts)
     is_open = [r.finish_reason is FinishReason.CUT for g in carried for r in g.group.rollouts]
     return {
@@ -209,7 +223,9 @@ def load_carried(folder: Path, prompt_at: Callable[[int], Prompt]) -> tuple[Scor
     groups = []
     for rows, (rewards, details) in zip(saved["rollouts"], saved["scores"], strict=True):
         for row in rows:
-            row.pop("verify_starts", None)  # of older checkpoints
+            row.pop("verify_starts", None)  # of older checkpoints, as is the next
+            version = row.pop("policy_version", None)
+            row["versions"] = row["versions"] or ((version, row["token_ids"].numel()),)
             row["finish_reason"] = FinishReason(row["finish_reason"])
             row["kept"] = row["kept"] and KeptTokens(**row["kept"])
         rollouts = tuple(Rollout(**row) for row in rows)

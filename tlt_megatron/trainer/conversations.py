@@ -88,6 +88,7 @@ def _observed(token_ids: tuple[int, ...], turn: Rollout) -> Rollout:
         policy_logprobs=nothing,
         accept_lengths=(),
         kept=None,
+        versions=((turn.policy_version, len(token_ids)),),
     )
 
 

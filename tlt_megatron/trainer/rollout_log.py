@@ -67,7 +67,7 @@ class RolloutLog:
                         row |= dataclasses.asdict(rollout.transcript)
                     if rollout.loss_mask is not None:
                         row["loss_mask"] = rollout.loss_mask.int().tolist()
-                    if rollout.versions:  # of a response that was carried
+                    if len(rollout.versions) > 1:  # of a response that was carried
                         row["versions"] = rollout.versions
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     if len(first) < _NUM_SAMPLES:

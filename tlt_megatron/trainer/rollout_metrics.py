@@ -21,6 +21,7 @@ def token_sums(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the sums over the responses whose tokens this rank has, for `rollout_metrics`."""
     rollouts = [r for g in groups for r in g.group.rollouts if r.is_here]
     counts = [r.generated(r.kept.counts).double() for r in rollouts if r.kept is not None]
+    routes = [r.routes for r in rollouts if r.routes is not None]
     turns = [r.transcript.num_turns for r in rollouts if r.transcript]
     return {
         "logprob": math.fsum(float(r.generated(r.logprobs).double().sum()) for r in rollouts),
@@ -29,6 +30,8 @@ def token_sums(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "kept": sum(float(each.sum()) for each in counts),
         "kept_sets": sum(int((each > 0).sum()) for each in counts),
         "kept_tokens": sum(each.numel() for each in counts),
+        "routes": sum(len(each) for each in routes),
+        "missing_routes": sum(int((each[:, 0, 0] < 0).sum()) for each in routes),
         "conversations": len(turns),
         "turns": sum(turns),
         "most_turns": max(turns, default=0),
@@ -71,6 +74,8 @@ def rollout_metrics(
     if total["kept_tokens"]:  # top-p or top-k; a set that was too large is not recorded
         metrics["rollout/kept_set_size"] = total["kept"] / max(total["kept_sets"], 1)
         metrics["rollout/kept_set_missing_share"] = 1 - total["kept_sets"] / total["kept_tokens"]
+    if total["routes"]:
+        metrics["rollout/routes_missing_share"] = total["missing_routes"] / total["routes"]
     if total["conversations"]:
         metrics["rollout/num_turns/mean"] = total["turns"] / total["conversations"]
         metrics["rollout/num_turns/max"] = float(max(each["most_turns"] for each in sums))

@@ -30,6 +30,7 @@ def observed(rollout: Rollout) -> Rollout:
             (rollout.policy_logprobs[:-1], nothing, rollout.policy_logprobs[-1:])
         ),
         loss_mask=mask,
+        versions=((rollout.policy_version, mask.numel()),),
     )
 
 

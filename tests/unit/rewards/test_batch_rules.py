@@ -27,7 +27,7 @@ def group(
             logprobs=torch.zeros(length),
             policy_logprobs=torch.zeros(length),
             finish_reason=FinishReason.STOP,
-            policy_version=0,
+            versions=((0, length),),
         )
         for i, length in enumerate(lengths or [1] * len(rewards))
     )

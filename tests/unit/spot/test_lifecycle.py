@@ -138,7 +138,7 @@ def make_answer(seed: int) -> tuple[Rollout, Tensor]:
         logprobs=torch.zeros(tokens.numel()),
         policy_logprobs=torch.zeros(tokens.numel()),
         finish_reason=FinishReason.STOP,
-        policy_version=0,
+        versions=((0, tokens.numel()),),
     )
     return rollout, torch.randn(rollout.num_tokens - 1, HIDDEN_SIZE, generator=generator)
 

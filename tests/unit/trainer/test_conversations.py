@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.routes import open_mixture
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import engine_over
 from tlt_megatron.config.schema import RolloutSection
@@ -274,3 +275,13 @@ def test_planned_memory_has_lanes_for_all_rows_and_room_for_a_later_prompt(
     )
     assert engine.stats().num_decode_passes > 0
     assert engine.stats().num_unspeculated_passes == 0
+
+
+def test_a_conversation_has_the_routes_of_all_its_turns(tmp_path: Path) -> None:
+    path = make_tiny_hf(tmp_path, "qwen3_moe", num_layers=2, vocab_size=48)
+    found = converse(engine_over(path, **SETTINGS, routing_replay=True), draw_prompts(3))
+    assert any(rollout.loss_mask is not None for rollout in found)
+    _, routes_of = open_mixture(path)
+    for rollout in found:
+        assert rollout.routes is not None
+        assert torch.equal(rollout.routes.long().sort().values, routes_of(rollout))

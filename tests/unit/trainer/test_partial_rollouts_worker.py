@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 from tests.rollout_stand_ins import Rewards, make_worker
+from tests.routes import open_mixture
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
@@ -43,11 +44,11 @@ def prompt_at(draw: int) -> Prompt:
     return Prompt(prompt_id=f"p{draw}", draw_index=draw, token_ids=(6 + draw % 40, 9, 11))
 
 
-def run(path: Path, folder: Path) -> tuple[list[Collected], Rewards]:
+def run(path: Path, folder: Path, **settings: bool) -> tuple[list[Collected], Rewards]:
     """Several steps, between which the policy changes and carried responses go through a checkpoint."""
     engine = EmbeddedEngine(
         load_model_config(path),
-        RolloutSection(dtype="float64", max_batch_size=16),
+        RolloutSection(dtype="float64", max_batch_size=16, **settings),
         select_device("cpu"),
     )
     rewards = Rewards(float)  # the reward is the length
@@ -85,7 +86,7 @@ def test_tokens_and_logprobs_are_those_of_the_policies_that_drew_them(
     found = rollouts(steps)
     assert len({(r.draw_index, r.sample_index) for r in found}) == len(found) == 4 * 3 * NUM_STEPS
     assert len(set(rewards.keys)) == len(rewards.keys) >= len(found)
-    assert max(len(r.parts) for r in found) >= 3  # cut twice
+    assert max(len(r.versions) for r in found) >= 3  # cut twice
     for step in steps:
         for group in step.groups:
             assert group.is_complete
@@ -101,7 +102,7 @@ def test_tokens_and_logprobs_are_those_of_the_policies_that_drew_them(
                 all_TV = model(ids.unsqueeze(0)).logits[0, len(rollout.prompt_ids) - 1 : -1]
             logits_of[version, i] = all_TV
     for i, rollout in enumerate(found):
-        versions = [version for version, count in rollout.parts for _ in range(count)]
+        versions = [version for version, count in rollout.versions for _ in range(count)]
         assert versions == sorted(versions)
         assert len(versions) == rollout.token_ids.numel()
         assert rollout.policy_version == versions[-1]
@@ -120,3 +121,22 @@ def test_tokens_and_logprobs_are_those_of_the_policies_that_drew_them(
             torch.testing.assert_close(getattr(rollout, name), expected, rtol=0, atol=1e-5)
         assert rollout.kept is not None
         assert rollout.kept.counts.numel() == len(versions)
+
+
+def test_routes_are_those_of_the_passes_that_drew_the_tokens(tmp_path: Path) -> None:
+    path = make_tiny_hf(tmp_path / "model", "qwen3_moe", num_layers=2, vocab_size=48)
+    steps, _ = run(path, tmp_path, routing_replay=True)
+    model, routes_of = open_mixture(path)
+    weights = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    expected = []
+    for version in range(NUM_STEPS):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name] * (1 + 0.1 * version))
+        expected.append([routes_of(rollout) for rollout in rollouts(steps)])
+    for i, rollout in enumerate(rollouts(steps)):
+        versions = [version for version, count in rollout.versions for _ in range(count)]
+        versions[:0] = versions[:1] * (len(rollout.prompt_ids) - 1)
+        assert rollout.routes is not None
+        for t, version in enumerate(versions):
+            assert torch.equal(rollout.routes[t].long().sort().values, expected[version][i][t])

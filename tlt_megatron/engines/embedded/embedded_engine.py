@@ -5,6 +5,7 @@ It plans its memory from sizes before it allocates anything. One iteration of it
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -23,9 +24,9 @@ from tlt_megatron.engines.base import (
 )
 from tlt_megatron.engines.embedded.generation import Generation, Intake, make_rollout
 from tlt_megatron.engines.embedded.graph_pool import GraphPool, Models
-from tlt_megatron.engines.embedded.memory_plan import MemoryPlan, plan_memory
+from tlt_megatron.engines.embedded.memory_plan import MemoryPlan, num_routes, plan_memory
 from tlt_megatron.engines.embedded.policy_weights import PolicyWeights
-from tlt_megatron.engines.embedded.prefill import features_of
+from tlt_megatron.engines.embedded.prefill import features_of, routes_of
 from tlt_megatron.engines.embedded.scheduler import Scheduler
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import ModelConfig
@@ -266,6 +267,9 @@ class EmbeddedEngine:
             ended = run.sample()
             for end in ended:
                 rollout = make_rollout(end, params, policy_version)
+                if cache.has_routes:
+                    routes = routes_of(end.request, rollout, cache, model.config)
+                    rollout = dataclasses.replace(rollout, routes=routes)
                 rollouts[end.request.order] = rollout
                 if on_features is not None:
                     on_features(rollout, features_of(end.request, rollout, cache))
@@ -316,6 +320,7 @@ class EmbeddedEngine:
                 tap_layers=self._tap_layers if keeps_features else None,
                 has_scratch=self.has_graphs,
             )
+            self._cache.keep_routes(num_routes(self._weights.config, self._section))
         self._cache.reset()
         return self._cache
 

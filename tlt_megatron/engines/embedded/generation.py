@@ -226,7 +226,7 @@ def make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rol
         logprobs=logprobs_T,
         policy_logprobs=policy_logprobs_T,
         finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
-        policy_version=policy_version,
+        versions=((policy_version, token_ids_T.numel()),),
         accept_lengths=tuple(end.request.accept_lengths),
         kept=_join_kept(end.request.kept),
     )

@@ -128,6 +128,8 @@ class KvLayout:
                 token_ids_B, positions_B, self._paged, cache.tap_layers
             )
         cache.keep_features(slots_B, features_BF, token_ids_B)
+        if cache.has_routes:
+            cache.routes_TR.index_copy_(0, slots_B, models.policy.routes())
         return hidden_BD
 
     def view(self, num_rows: int) -> LaneView:

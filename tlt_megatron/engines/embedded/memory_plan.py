@@ -70,6 +70,13 @@ def _num_pages(
     return section.max_batch_size * (lane_pages or pages_each) + beside
 
 
+def num_routes(model: ModelConfig, section: RolloutSection) -> int:
+    """Return how many experts of a token the engine keeps, in all layers."""
+    if model.experts is None or not section.routing_replay:
+        return 0
+    return len(model.experts.layers) * model.experts.num_per_token
+
+
 def _num_weights(model: ModelConfig, *, is_packed: bool) -> int:
     """`is_packed`: matrices are held twice. The engine repeats a head norm for every head."""
     sizes = ModelSizes(model)
@@ -127,6 +134,7 @@ def plan_memory(
     kv = num_slots * (2 * model.num_kv_heads * model.head_dim * num_kv_layers + 1) * item
     if is_learned:
         kv += num_slots * d * (1 + num_taps) * item + (num_slots + 1) * 8
+    kv += num_slots * num_routes(model, section) * torch.int16.itemsize
 
     per_token = (
         (4 + sizes.num_routed) * d + (num_fused + 2 * model.num_heads) * model.head_dim + 3 * f

@@ -1,4 +1,4 @@
-"""Packed prefill passes over prompts or the saved tokens of preempted requests, and the features of responses."""
+"""Packed prefill passes over prompts or the saved tokens of preempted requests, and what they keep of responses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tlt_megatron.engines.embedded.scheduler import PrefillChunk, PromptState, Request
 from tlt_megatron.models.attention.paged import PrefillSegment
+from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.types import Rollout
@@ -45,6 +46,8 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
     )
     slots_P = torch.cat([segment.new_slots_C for segment in segments])
     cache.keep_features(slots_P, features_PF, token_ids_P)
+    if cache.has_routes:
+        cache.routes_TR.index_copy_(0, slots_P, model.routes())
     num_tokens = 0
     for owner, start, end in chunks:
         num_tokens += end - start
@@ -54,5 +57,15 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
 
 def features_of(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:
     """Return a copy of the features [prompt + response - 1, F]. The model never computes the last token."""
-    num_states = len(rollout.prompt_ids) + rollout.token_ids.numel() - 1
-    return cache.features_TD.index_select(0, cache.sequence_slots(request.kv, num_states))
+    return cache.features_TD.index_select(0, _computed_slots(request, rollout, cache))
+
+
+def routes_of(request: Request, rollout: Rollout, cache: KvCache, config: ModelConfig) -> Tensor:
+    """Return a copy of the experts of each token but the last, [prompt + response - 1, L, K] int16."""
+    assert config.experts is not None
+    routes_TR = cache.routes_TR.index_select(0, _computed_slots(request, rollout, cache))
+    return routes_TR.view(len(routes_TR), -1, config.experts.num_per_token)
+
+
+def _computed_slots(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:
+    return cache.sequence_slots(request.kv, rollout.num_tokens - 1)

@@ -248,10 +248,13 @@ class Speculator:
         target_P = view.slots(base_B1 + steps_S)
         if not tree.is_chain:
             cache.move_kv(view.slots(base_B1 + path_BS), target_P)
+        num_queries = tree.row_depths_BR.shape[1]
+        firsts_B = torch.arange(num_rows, device=path_BS.device) * num_queries
+        rows_P = (path_BS + firsts_B.unsqueeze(1)).view(-1)
+        if cache.has_routes:
+            routes_PR = self._model.routes().index_select(0, rows_P)
+            cache.routes_TR.index_copy_(0, target_P, routes_PR)
         if cache.has_features:
-            num_queries = features_PF.shape[0] // num_rows
-            firsts_B = torch.arange(num_rows, device=path_BS.device) * num_queries
-            rows_P = (path_BS + firsts_B.unsqueeze(1)).view(-1)
             cache.features_TD.index_copy_(0, target_P, features_PF.index_select(0, rows_P))
             cache.token_ids_T.index_copy_(0, target_P + 1, verdict.committed_tokens_BS.view(-1))
         is_committed_BS = steps_S < verdict.num_committed_B.unsqueeze(1)

@@ -138,7 +138,7 @@ def make_rollout(
         logprobs=logprobs,
         policy_logprobs=policy_logprobs,
         finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
-        policy_version=policy_version,
+        versions=((policy_version, len(token_ids)),),
         accept_lengths=tuple(min(count, len(token_ids) - start) for start, count in passes),
         kept=kept,
     )
