@@ -3,7 +3,7 @@
     python -m tools.bench speculation --quick
     python -m tools.bench speculation --help
 
-Each benchmark prints tables and writes build/bench/NAME.json. Its file has `run(options, console)`,
+Each benchmark prints tables and writes build/bench/NAME.json. Its file has `run(options)`,
 which returns what goes into the JSON. It may have `add_options(add)` and `QUICK`, the defaults of a
 run that only shows that everything works.
 """
@@ -30,7 +30,6 @@ _BENCHES = {
     "costs": "what sampling noise and a draft step cost beside a decode pass on a CPU",
     "roofline": "tokens per second and graph pool that follow from bytes on a GPU, computed",
 }
-_TABLE_WIDTH = 140  # in a file
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -47,13 +46,11 @@ def main(arguments: Sequence[str]) -> None:
     options = _parse(name, bench, arguments[1:])
 
     import torch
-    from rich.console import Console
 
     from tools.bench.measure import write_json
 
     torch.set_num_threads(1)
-    console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
-    write_json(options.out, bench.run(options, console))
+    write_json(options.out, bench.run(options))
 
 
 def _parse(name: str, bench: ModuleType, arguments: Sequence[str]) -> argparse.Namespace:

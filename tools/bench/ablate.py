@@ -20,8 +20,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from rich.console import Console
-
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.speculation.beg_mab import BegMabSelector
@@ -83,7 +81,7 @@ def add_options(add: Callable[..., object]) -> None:
     add("--halving", type=int, default=60, help="passes in which the batch of a rollout halves")
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def run(options: argparse.Namespace) -> dict[str, object]:
     """Record what is missing, and print the tables of selectors and of parts. Return the values of the JSON."""
     traces = {seed: _trace(options, seed) for seed in options.seeds}
     makers: dict[str, Callable[[], StrategySelector]] = {
@@ -97,7 +95,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     }
     rows = [[name, *map(_medians, zip(*of.values(), strict=True))] for name, of in shares.items()]
     title = f"throughput over the oracle's, median of seeds {options.seeds}"
-    print_table(console, title, ["", *_PHASES], rows)
+    print_table(title, ["", *_PHASES], rows)
     whole = {seed: statistics.fmean(of) for seed, of in shares["cost_model"].items()}
     gains, rows = {}, []
     for part, make in PARTS.items():
@@ -109,7 +107,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
         stays = gains[part]["median"] > 1.0 + _LEAST_GAIN and gains[part]["min"] > 1.0
         rows.append([part, *(f"{x:.3f}" for x in gains[part].values()), "stays" if stays else "-"])
     columns = ("part", "with / without, median", "min", "max", "verdict")
-    print_table(console, "parts, all phases with equal weight", columns, rows)
+    print_table("parts, all phases with equal weight", columns, rows)
     return {"shares": shares, "gains": gains}
 
 

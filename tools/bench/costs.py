@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from tlt_megatron.models.config import ModelConfig, RopeConfig, load_model_config
@@ -64,13 +63,13 @@ def add_options(add: Callable[..., object]) -> None:
 
 
 @torch.no_grad()
-def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure and print both tables. Return the values of the JSON."""
     config = load_model_config(options.model) if options.model else _SMOLLM2
     return {
         "dtype": options.dtype,
-        "noise_fraction": _bench_noise(config, options, console),
-        **_bench_draft_steps(config, options, console),
+        "noise_fraction": _bench_noise(config, options),
+        **_bench_draft_steps(config, options),
     }
 
 
@@ -89,9 +88,7 @@ def _logits_of_a_pass(model: Transformer, batch_size: int) -> Tensor:
     return model.logits(model.forward(torch.arange(batch_size), first_B, _NoContext()))
 
 
-def _bench_noise(
-    config: ModelConfig, options: argparse.Namespace, console: Console
-) -> dict[str, dict[str, Spread]]:
+def _bench_noise(config: ModelConfig, options: argparse.Namespace) -> dict[str, dict[str, Spread]]:
     """Return, by vocabulary / batch size, milliseconds of a pass and of both forms, their ratio and their shares."""
     found = {}
     rows = []
@@ -106,7 +103,7 @@ def _bench_noise(
     title = f"noise of a decode pass, {options.dtype}, {options.rounds} rounds"
     columns = ("vocabulary", "batch", "pass ms", "plain ms", "search ms", "plain / search")
     columns += ("min", "max", "plain share", "search share")
-    print_table(console, title, columns, rows, num_names=0)
+    print_table(title, columns, rows, num_names=0)
     return found
 
 
@@ -140,7 +137,7 @@ def _measure_noise(model: Transformer, batch_size: int, rounds: int) -> dict[str
 
 
 def _bench_draft_steps(
-    config: ModelConfig, options: argparse.Namespace, console: Console
+    config: ModelConfig, options: argparse.Namespace
 ) -> dict[str, dict[str, Spread]]:
     """Return, by batch size / ids, the share of a decode pass, and milliseconds of a refresh by ids."""
     target = _random_model(config, options.dtype)
@@ -164,11 +161,11 @@ def _bench_draft_steps(
             rows.append([batch_size, num_ids or config.vocab_size, *times, *shares])
     title = f"draft step / decode pass, {options.dtype}, {options.rounds} rounds"
     columns = ("batch", "ids", "pass ms", "step ms", "share", "min", "max")
-    print_table(console, title, columns, rows, num_names=0)
+    print_table(title, columns, rows, num_names=0)
     refreshes = {f"{n}": draft.refresh for n, draft in drafts.items()}
     refresh_s = interleave(refreshes, options.rounds, cpu_seconds)
     refresh_ms = {name: spread([1e3 * s for s in values]) for name, values in refresh_s.items()}
-    console.print({name: f"refresh {value['median']:.1f} ms" for name, value in refresh_ms.items()})
+    print({name: f"refresh {value['median']:.1f} ms" for name, value in refresh_ms.items()})
     return {"draft_step_fraction": found, "refresh_ms": refresh_ms}
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from safetensors.torch import save_file
 
 from tlt_megatron.config.schema import DrafterSection
@@ -70,9 +69,9 @@ def add_options(add: Callable[..., object]) -> None:
     add("--folder", default="build", help="on the disk that checkpoints go to")
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure and print two tables. Return the values of the JSON."""
-    return _bench_packing(options, console) | _bench_checkpoints(options, console)
+    return _bench_packing(options) | _bench_checkpoints(options)
 
 
 def pad_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
@@ -101,7 +100,7 @@ def _fill_up(sequence: DraftSequence, num_tokens: int) -> DraftSequence:
     )
 
 
-def _bench_packing(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def _bench_packing(options: argparse.Namespace) -> dict[str, object]:
     policy = LoadedPolicy(options.model, max_new_tokens=_MAX_NEW_TOKENS)
     prompts = policy.prompts(options.prompts, _NUM_REQUESTS // _NUM_SAMPLES)
     params = policy.params(_MAX_NEW_TOKENS, num_samples=_NUM_SAMPLES, seed=_SEED)
@@ -132,7 +131,7 @@ def _bench_packing(options: argparse.Namespace, console: Console) -> dict[str, o
     ]  # fmt: skip
     described = f"median {statistics.median(lengths):.0f}, longest {lengths[-1]}"
     title = f"{len(lengths)} sequences, rows {described}; {size} per padded batch"
-    print_table(console, title, ("batches", "rows computed", "tokens/s", "packed over it"), rows)
+    print_table(title, ("batches", "rows computed", "tokens/s", "packed over it"), rows)
     return {"packing_ratio": against["padded"], "packing_ratio_sorted": against["padded, sorted"]}
 
 
@@ -168,7 +167,7 @@ def measure_blocking(trainer: DrafterTrainer, folder: Path, rounds: int) -> dict
     return seconds
 
 
-def _bench_checkpoints(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def _bench_checkpoints(options: argparse.Namespace) -> dict[str, object]:
     generator = torch.Generator().manual_seed(0)
     shape = (_REAL_TARGET.vocab_size, _REAL_TARGET.hidden_size)
     embedding = torch.randn(shape, generator=generator).bfloat16()
@@ -180,7 +179,7 @@ def _bench_checkpoints(options: argparse.Namespace, console: Console) -> dict[st
     ratio = ratios(seconds[FULL], seconds[ASYNCHRONOUS])
     title = "milliseconds that the trainer waits for a checkpoint"
     row = [*(1e3 * statistics.median(values) for values in seconds.values()), told(ratio)]
-    print_table(console, title, (FULL, ASYNCHRONOUS, "less by"), [row], num_names=0)
+    print_table(title, (FULL, ASYNCHRONOUS, "less by"), [row], num_names=0)
     return {
         "checkpoint_blocking_ratio": ratio,
         "checkpoint_seconds": {name: spread(values) for name, values in seconds.items()},

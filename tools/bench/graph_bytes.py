@@ -10,8 +10,6 @@ captures. The model is Qwen2.5-7B, with the default strategies and with those of
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from tlt_megatron.config.schema import SpeculationSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphKey, GraphPlan, Role
@@ -55,7 +53,7 @@ def _bytes_alone(plan: GraphPlan, strategy: SpeculationStrategy) -> int:
     return plan.graph_bytes(keys) + static + max(plan.cost(k).activation_bytes for k in keys)
 
 
-def bench_graph_bytes(console: Console) -> dict[str, dict[str, object]]:
+def bench_graph_bytes() -> dict[str, dict[str, object]]:
     """Return, by set of strategies, bytes by way to capture and their ratio."""
     rows = []
     result: dict[str, dict[str, object]] = {}
@@ -80,5 +78,5 @@ def bench_graph_bytes(console: Console) -> dict[str, dict[str, object]]:
         f"graphs of Qwen2.5-7B in bfloat16, batches of 1-{_MAX_BATCH_SIZE}, counted from the plan"
     )
     columns = ("strategies", "captures", "naive MB", "single MB", "pool MB", "naive / pool")
-    print_table(console, title, columns, rows)
+    print_table(title, columns, rows)
     return result

@@ -28,8 +28,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tools.bench.interleaved import mismatch_per_token
@@ -47,12 +45,10 @@ QUICK = {
     "num_tokens": 8,
 }
 _DTYPES = ("bfloat16", "float32")
-Part = Callable[[argparse.Namespace, RunConfig, Console], dict[str, object]]
+Part = Callable[[argparse.Namespace, RunConfig], dict[str, object]]
 
 
-def bench_decode(
-    options: argparse.Namespace, config: RunConfig, console: Console
-) -> dict[str, object]:
+def bench_decode(options: argparse.Namespace, config: RunConfig) -> dict[str, object]:
     """Return speed over plain decoding, mismatch per token and the price of batch invariance; by
     dtype.
     """
@@ -67,10 +63,10 @@ def bench_decode(
         policy = load_policy(settings, dtype)
         prompts = policy.prompts(_held_out(config))
         variants = make_variants(make_drafts(policy, options.drafter), settings)
-        comparison = bench_long_tail(policy, prompts, variants, settings, console)
+        comparison = bench_long_tail(policy, prompts, variants, settings)
         speedup[dtype] = {name: record.ratio for name, record in comparison.records.items()}
         mismatch[dtype] = mismatch_per_token(comparison.records.values())
-        invariant[dtype] = bench_batch_invariant(policy, prompts, settings, console)
+        invariant[dtype] = bench_batch_invariant(policy, prompts, settings)
     return {
         "decode_speedup": speedup,
         "mismatch_per_token": mismatch,
@@ -78,29 +74,25 @@ def bench_decode(
     }
 
 
-def bench_step(
-    options: argparse.Namespace, _config: RunConfig, console: Console
-) -> dict[str, object]:
+def bench_step(options: argparse.Namespace, _config: RunConfig) -> dict[str, object]:
     """Return the tables of tools/bench/step.py for this model."""
     with tempfile.TemporaryDirectory(prefix="bench-llm-") as root:
         own = (f"model.path={options.policy}", "data.eval=", "rollout.dtype=float32")
-        return bench_speed(_launcher(options, console, root, *own), options)
+        return bench_speed(_launcher(options, root, *own), options)
 
 
-def bench_learn(
-    options: argparse.Namespace, _config: RunConfig, console: Console
-) -> dict[str, object]:
+def bench_learn(options: argparse.Namespace, _config: RunConfig) -> dict[str, object]:
     """Return held-out accuracy before and after `--learn-steps` of the example, and the reward by
     step.
     """
     with tempfile.TemporaryDirectory(prefix="bench-llm-") as root:
-        folder = _launcher(options, console, root).run("learn", options.learn_steps)
+        folder = _launcher(options, root).run("learn", options.learn_steps)
         rows = read_metrics(folder / "metrics.jsonl")
     measured = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
     rewards = [row["critic/rewards/mean"] for row in rows if "critic/rewards/mean" in row]
-    print_by_step(console, "learning", {"reward": rewards})
+    print_by_step("learning", {"reward": rewards})
     accuracy = {"before": measured[0], "after": measured[-1]}
-    console.print(f"held-out accuracy: {accuracy['before']:.3f} to {accuracy['after']:.3f}")
+    print(f"held-out accuracy: {accuracy['before']:.3f} to {accuracy['after']:.3f}")
     return {"accuracy": accuracy, "reward_by_step": rewards}
 
 
@@ -108,16 +100,13 @@ def _held_out(config: RunConfig) -> str:
     return [*config.data.eval_files.values(), ""][0]
 
 
-def _launcher(
-    options: argparse.Namespace, console: Console, root: str, *overrides: str
-) -> Launcher:
+def _launcher(options: argparse.Namespace, root: str, *overrides: str) -> Launcher:
     quiet = ("logging.rollouts=true", "logging.progress=none", "logging.trackers=[]")
     return Launcher(
         root=Path(root),
         config=options.config,
         ranks=options.ranks,
         overrides=[*quiet, "checkpoint.keep=1", *overrides, *options.overrides],
-        console=console,
     )
 
 
@@ -144,21 +133,21 @@ def add_options(add: Callable[..., object]) -> None:
     add("overrides", nargs="*", metavar="section.key=value")
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def run(options: argparse.Namespace) -> dict[str, object]:
     """Run the parts and print their tables. Return the values of the JSON."""
     config = load_config(options.config, options.overrides)
-    result = _warm_up_table(Path(options.drafter) / "warm_up.json", console)
+    result = _warm_up_table(Path(options.drafter) / "warm_up.json")
     for name in options.parts:
-        result |= PARTS[name](options, config, console)
+        result |= PARTS[name](options, config)
     return result
 
 
-def _warm_up_table(path: Path, console: Console) -> dict[str, object]:
+def _warm_up_table(path: Path) -> dict[str, object]:
     """Return the accept lengths that the drafter's warm-up measured; nothing without its file."""
     if not path.is_file():
         return {}
     measured = json.loads(path.read_text(encoding="utf-8"))
     rows = [[each["training_s"], each["steps"], each["accept_length"]] for each in measured]
     columns = ("training s", "steps", "accept length")
-    print_table(console, "the drafter's warm-up", columns, rows, num_names=0)
+    print_table("the drafter's warm-up", columns, rows, num_names=0)
     return {"accept_length_by_training_s": measured}

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+_TABLE_WIDTH = 140  # in a file
 Clock = Callable[[Callable[[], object]], float]
 Spread = dict[str, float]  # median, min, max
 
@@ -101,7 +102,6 @@ def first_differences(
 
 
 def print_table(
-    console: Console,
     title: str,
     columns: Sequence[str],
     rows: Iterable[Sequence[str | float | None]],
@@ -117,7 +117,7 @@ def print_table(
         table.add_column(column, justify="left" if number < num_names else "right")
     for row in rows:
         table.add_row(*map(_cell, row))
-    console.print(table)
+    Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(table)
 
 
 def _cell(value: str | float | None) -> str:

@@ -17,8 +17,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
-
 from tools.bench.measure import print_table
 from tools.bench.step import Launcher, turned
 from tools.compare_runs import STEP_SECONDS
@@ -66,7 +64,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], target: float) -> dict[str, flo
     }
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def run(options: argparse.Namespace) -> dict[str, object]:
     """Run all variants in rounds and print the table. Return the values of the JSON."""
     found: dict[str, list[dict[str, float | None]]] = {name: [] for name in _VARIANTS}
     with tempfile.TemporaryDirectory(prefix="bench-partial-") as folder:
@@ -76,7 +74,6 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
             config=options.config,
             ranks=options.ranks,
             overrides=[f"eval.interval={options.eval_interval}", *quiet, *options.overrides],
-            console=console,
         )
         for seed in range(options.seeds):
             for name in turned(list(_VARIANTS), seed):
@@ -88,7 +85,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
         for name, runs in found.items()
     ]
     title = f"by seed; target: held-out accuracy {options.target:g}"
-    print_table(console, title, ("variant", *found["tlt"][0]), rows)
+    print_table(title, ("variant", *found["tlt"][0]), rows)
     return {"runs": found, "target": options.target}
 
 

@@ -22,7 +22,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from rich.console import Console
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -61,7 +60,7 @@ def add_options(add: Callable[..., object]) -> None:
     add("--seed", type=int, default=0)
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure and print a table. Return the values of the JSON."""
     policy = LoadedPolicy(
         options.model,
@@ -87,7 +86,6 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
         f"{num_tokens} tokens, median length {statistics.median(lengths):g}, longest {lengths[-1]}"
     )
     print_table(
-        console,
         f"{len(lengths)} requests, {shape}, {options.dtype}",
         ("tokens/s", "median", "min", "max"),
         [

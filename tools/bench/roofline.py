@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from rich.console import Console
-
 from tlt_megatron.drafter.drafter_memory import drafter_parameters
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.sizes import ModelSizes
@@ -107,16 +105,16 @@ class Decoding:
         return self.batch * accept_length / (drafting + self.pass_s(gpu, rows))
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, object]:  # noqa: ARG001
+def run(options: argparse.Namespace) -> dict[str, object]:  # noqa: ARG001
     """Compute and print the tables. Return the values of the JSON."""
     return {
-        "computed": _speeds(console),
-        "speedups": _speedups(console),
-        "graph_pool_bytes": bench_graph_bytes(console),
+        "computed": _speeds(),
+        "speedups": _speedups(),
+        "graph_pool_bytes": bench_graph_bytes(),
     }
 
 
-def _speeds(console: Console) -> Mapping[str, object]:
+def _speeds() -> Mapping[str, object]:
     rows = []
     result: dict[str, object] = {}
     for (name, settings), context, batch in product(_ENGINES.items(), _CONTEXTS, _BATCHES):
@@ -133,11 +131,11 @@ def _speeds(console: Console) -> Mapping[str, object]:
         result[f"{name}, {context}, {batch}"] = speeds
     lengths = [f"chain, accepts {length:g}" for length in _ACCEPT_LENGTHS]
     title = f"tokens/s, {' / '.join(GPUS)}: computed, not yet run on hardware"
-    print_table(console, title, ("model", "context", "batch", "plain", *lengths), rows)
+    print_table(title, ("model", "context", "batch", "plain", *lengths), rows)
     return result
 
 
-def _speedups(console: Console) -> list[list[float]]:
+def _speedups() -> list[list[float]]:
     """Compare with what the paper measured.
 
     Its context is not known; it hardly matters at batch 1.
@@ -149,5 +147,5 @@ def _speedups(console: Console) -> list[list[float]]:
         rows.append([depth, accept_length, measured, speed / decoding.plain(gpu)])
     title = "speedup of speculation, 32B on 4 H100, batch 1, 16 tokens to verify"
     columns = ("draft depth", "accept length", "TLT, measured", "computed")
-    print_table(console, title, columns, rows)
+    print_table(title, columns, rows)
     return rows

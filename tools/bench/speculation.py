@@ -20,7 +20,6 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from rich.console import Console
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tools.bench.interleaved import mismatch_per_token
@@ -67,28 +66,26 @@ def add_options(add: Callable[..., object]) -> None:
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "both"))
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure and print the tables. Return the values of the JSON."""
     dtypes = ("bfloat16", "float32") if options.dtype == "both" else (options.dtype,)
     result: dict[str, object] = {}
     for dtype in dtypes:
-        measured = _bench_one_dtype(options, dtype, console)
+        measured = _bench_one_dtype(options, dtype)
         result |= {dtype: measured} if result else measured
-    return result | _bench_accept_lengths(options, console)
+    return result | _bench_accept_lengths(options)
 
 
-def _bench_one_dtype(
-    options: argparse.Namespace, dtype: str, console: Console
-) -> dict[str, object]:
+def _bench_one_dtype(options: argparse.Namespace, dtype: str) -> dict[str, object]:
     """Run all tables except (c) in one dtype."""
     policy = load_policy(options, dtype)
     prompts = policy.prompts(options.prompts)
     drafts = make_drafts(policy, options.drafter)
     variants = make_variants(drafts, options)
-    by_batch = bench_batch_sizes(policy, prompts, variants, options, console)
+    by_batch = bench_batch_sizes(policy, prompts, variants, options)
     best = best_fixed(by_batch, options.strategies)
     in_tail = {name: variants[name] for name in (best, BEG_MAB, COST_MODEL)}
-    tail = bench_long_tail(policy, prompts, in_tail, options, console)
+    tail = bench_long_tail(policy, prompts, in_tail, options)
     comparisons = [*by_batch.values(), tail]
     return {
         "dtype": dtype,
@@ -98,17 +95,17 @@ def _bench_one_dtype(
             str(size): {name: record.ratio for name, record in each.records.items()}
             for size, each in by_batch.items()
         },
-        "over_best_single": compare_selectors(by_batch, best, console),
+        "over_best_single": compare_selectors(by_batch, best),
         "long_tail_speedup": {name: record.ratio for name, record in tail.records.items()},
         "mismatch_per_token": {
             name: mismatch_per_token([c.records[name] for c in comparisons if name in c.records])
             for name in variants
         },
-        "batch_invariant": bench_batch_invariant(policy, prompts, options, console),
+        "batch_invariant": bench_batch_invariant(policy, prompts, options),
     }
 
 
-def _bench_accept_lengths(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def _bench_accept_lengths(options: argparse.Namespace) -> dict[str, object]:
     """Return temperature -> kind -> tokens out per verify pass, and the entropy at temperature 1 in nats per token.
 
     Entropy is minus the mean log-probability of what the policy draws.
@@ -129,5 +126,5 @@ def _bench_accept_lengths(options: argparse.Namespace, console: Console) -> dict
     entropy = -float(logprobs.mean())
     title = f"(c) tokens out per verify pass of 16 drafted tokens, {entropy:.2f} nats of entropy"
     rows = ([name, *row.values()] for name, row in lengths.items())
-    print_table(console, title, ("temperature", *_KINDS), rows, num_names=0)
+    print_table(title, ("temperature", *_KINDS), rows, num_names=0)
     return {"accept_length": lengths, "entropy": entropy}

@@ -11,8 +11,6 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
-
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.types import Prompt, SamplingParams
 from tools.bench.interleaved import PLAIN, Comparison, mismatch_per_token
@@ -43,7 +41,6 @@ def bench_batch_sizes(
     prompts: Sequence[Prompt],
     variants: Mapping[str, Speculation],
     options: argparse.Namespace,
-    console: Console,
 ) -> dict[int, Comparison]:
     """Run every variant at every batch size, with responses of equal length."""
     prompts = long_prompts(policy, prompts, options.num_tokens)
@@ -66,7 +63,7 @@ def bench_batch_sizes(
         ]
         rows.append([str(size), f"{comparison.plain_tokens_per_s:,.0f}", *cells])
     title = f"(a) speed-up over plain decoding (tokens out per verify pass), {policy}"
-    print_table(console, title, ["batch", f"{PLAIN} tok/s", *variants], rows, num_names=0)
+    print_table(title, ["batch", f"{PLAIN} tok/s", *variants], rows, num_names=0)
     return measured
 
 
@@ -86,7 +83,6 @@ def bench_long_tail(
     prompts: Sequence[Prompt],
     variants: Mapping[str, Speculation],
     options: argparse.Namespace,
-    console: Console,
 ) -> Comparison:
     """Run a rollout as in training: each response is as long as the policy makes it."""
     prompts = prompts[: max(options.num_requests // options.num_samples, 1)]
@@ -100,7 +96,6 @@ def bench_long_tail(
         )
         comparison.run_round([prompts], params)
     print_table(
-        console,
         f"(b) {options.num_requests} long-tailed requests, plain"
         f" {comparison.plain_tokens_per_s:,.0f} tok/s, {policy}",
         ("variant", "speed-up", "accept length", "mismatch"),
@@ -121,9 +116,7 @@ def best_fixed(measured: Mapping[int, Comparison], fixed: Sequence[str]) -> str:
     return max(fixed, key=lambda name: statistics.harmonic_mean(rates[name]))
 
 
-def compare_selectors(
-    measured: Mapping[int, Comparison], best: str, console: Console
-) -> dict[str, float]:
+def compare_selectors(measured: Mapping[int, Comparison], best: str) -> dict[str, float]:
     """Return the speed of each selector over that of the strategy `best`, with equal weight for
     each batch size.
 
@@ -139,15 +132,12 @@ def compare_selectors(
             for r in (each.records for each in measured.values())
         ]
         found[name] = statistics.harmonic_mean(shares)
-        console.print(f"(d) {name}: {found[name]:.3f} of {best}, the best over all batch sizes")
+        print(f"(d) {name}: {found[name]:.3f} of {best}, the best over all batch sizes")
     return found
 
 
 def bench_batch_invariant(
-    plain: LoadedPolicy,
-    prompts: Sequence[Prompt],
-    options: argparse.Namespace,
-    console: Console,
+    plain: LoadedPolicy, prompts: Sequence[Prompt], options: argparse.Namespace
 ) -> dict[str, object]:
     """Return, by batch size, plain seconds with rollout.batch_invariant over those without, and
     differing tokens with it.
@@ -157,7 +147,7 @@ def bench_batch_invariant(
     try:
         policy = load_policy(options, plain.dtype, batch_invariant=True)
     except RuntimeError as error:
-        console.print(str(error))
+        print(str(error))
         return {"refused": str(error)}
     drafter = policy.load_drafter(options.drafter)
     plain.engine.set_speculation(None)
@@ -186,5 +176,5 @@ def bench_batch_invariant(
         rows.append([str(size), told(cost[str(size)]), f"{mismatch[str(size)]:.1e}"])
     title = f"rollout.batch_invariant, {plain.dtype}"
     columns = ("batch", "plain seconds on / off", "mismatch per token")
-    print_table(console, title, columns, rows, num_names=0)
+    print_table(title, columns, rows, num_names=0)
     return {"plain_seconds_on_over_off": cost, "mismatch_per_token": mismatch}

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from tools.bench.measure import made, print_table, spread, told
 from tools.compare_runs import STEP_SECONDS, Run, read_run
@@ -68,7 +67,6 @@ class Launcher:
     config: str
     ranks: int
     overrides: Sequence[str]
-    console: Console
 
     def run(self, name: str, num_steps: int, *overrides: str) -> Path:
         """Run `name` up to step `num_steps`, from its checkpoint if it has one. Return its folder.
@@ -91,7 +89,7 @@ class Launcher:
             quoted = "\n".join(said.read_text(encoding="utf-8").splitlines()[-30:])
             raise RuntimeError(f"run {name} ended with {done.returncode}:\n{quoted}")
         seconds, load = time.perf_counter() - started, os.getloadavg()[0]
-        self.console.print(f"{name}: at step {num_steps}, {seconds:.0f} s, load {load:.1f}")
+        print(f"{name}: at step {num_steps}, {seconds:.0f} s, load {load:.1f}", flush=True)
         return folder
 
 
@@ -124,11 +122,11 @@ def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
         "num_steps": num_steps,
         "num_timed_steps": len(timed),
     }
-    print_speed(launcher.console, result)
+    print_speed(result)
     return result
 
 
-def print_speed(console: Console, result: Mapping[str, Any]) -> None:
+def print_speed(result: Mapping[str, Any]) -> None:
     """Print seconds and speed-ups by variant, the use of idle time, and accept lengths by step."""
     columns = ("variant", "rollout s", "update s", "step s", "step speed-up", "all steps")
     columns += ("rollout speed-up", "all rollouts", "equal tokens")
@@ -139,8 +137,8 @@ def print_speed(console: Console, result: Mapping[str, Any]) -> None:
         speeds = (told(step), step["total"], told(rollout), rollout["total"])
         rows.append([name, *seconds, *speeds, result["steps_with_equal_tokens"][name]])
     title = f"speed-ups over off, median (min-max), {result['num_timed_steps']} timed steps"
-    print_table(console, title, columns, rows)
-    console.print(
+    print_table(title, columns, rows)
+    print(
         f"equal tokens: out of {result['num_steps'] - 1} steps;"
         f" without speculation rollouts take {result['rollout_share']:.0%} of a step"
     )
@@ -150,18 +148,16 @@ def print_speed(console: Console, result: Mapping[str, Any]) -> None:
         for name, each in result["idle"].items()
     ]  # fmt: skip
     columns = ("variant", "idle rank-s", "used", "stall", "stop takes ms", "updates/step")
-    print_table(console, "spot training, from the second step on", columns, rows)
-    print_by_step(console, "accept length", result["accept_length_by_step"])
+    print_table("spot training, from the second step on", columns, rows)
+    print_by_step("accept length", result["accept_length_by_step"])
 
 
-def print_by_step(
-    console: Console, title: str, columns: Mapping[str, Sequence[float | None]]
-) -> None:
+def print_by_step(title: str, columns: Mapping[str, Sequence[float | None]]) -> None:
     """Print values by RL step; "-" for a step without one, such as an accept length if nothing was
     drafted.
     """
     rows = ([str(step), *row] for step, row in enumerate(zip(*columns.values(), strict=True), 1))
-    print_table(console, title, ("step", *columns), rows)
+    print_table(title, ("step", *columns), rows)
 
 
 # ---- measures of runs
@@ -233,7 +229,7 @@ def add_options(add: Callable[..., object]) -> None:
     add("overrides", nargs="*", metavar="section.key=value")
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def run(options: argparse.Namespace) -> dict[str, object]:
     """Make what is missing, run the rounds and print the tables. Return the values of the JSON."""
     if options.steps < 2:
         raise SystemExit(f"--steps {options.steps}: must be >= 2")
@@ -243,7 +239,6 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
             config=options.config,
             ranks=options.ranks,
             overrides=[*_prepare(options, Path(root)), *options.overrides],
-            console=console,
         )
         return {"ranks": options.ranks, **bench_speed(launcher, options)}
 

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from tlt_megatron.config.schema import RolloutSection, RunConfig
 from tools.bench.measure import print_table
 from tools.planner.recorded_machine import PHASES, Machine
@@ -62,14 +60,13 @@ def print_plan(
     }
     worse = sorted((each.name for each in fixed), key=lambda name: found[name].step_s)[1:]
     found = {name: each for name, each in found.items() if name not in worse}
-    console = Console()
-    _print_variants(console, found, f"seconds of a step, mean of {len(steps)}, {replicas} replicas")
-    _print_strategies(console, found["TLT"])
+    _print_variants(found, f"seconds of a step, mean of {len(steps)}, {replicas} replicas")
+    _print_strategies(found["TLT"])
     if finished:
         name = "TLT" if config.spot.enabled else "frozen"
         if not config.speculation.enabled:
             name = "plain"
-        _print_errors(console, found[name], finished)
+        _print_errors(found[name], finished)
 
 
 def _resampled(config: RunConfig, recordings: Sequence[Recording]) -> list[Batch]:
@@ -111,7 +108,7 @@ def _lognormal(config: RunConfig, text: str) -> list[Batch]:
     ]
 
 
-def _print_variants(console: Console, found: dict[str, Prediction], title: str) -> None:
+def _print_variants(found: dict[str, Prediction], title: str) -> None:
     plain_s = found["plain"].step_s
     shown = [phase for phase in PHASES if any(each.phases[phase] for each in found.values())]
     rows = [
@@ -121,10 +118,10 @@ def _print_variants(console: Console, found: dict[str, Prediction], title: str) 
     rows.append(["step", *(each.step_s for each in found.values())])
     rows.append(["times as fast as plain", *(plain_s / each.step_s for each in found.values())])
     rows.append(["idle rank-seconds", *(each.idle_s / each.num_steps for each in found.values())])
-    print_table(console, title, ["", *found], rows)
+    print_table(title, ["", *found], rows)
 
 
-def _print_strategies(console: Console, found: Prediction) -> None:
+def _print_strategies(found: Prediction) -> None:
     by_octave: dict[int, Counter[str]] = {}
     for (strategy, batch_size), count in found.passes.items():
         by_octave.setdefault(int(math.log2(batch_size)), Counter())[strategy] += count
@@ -132,16 +129,14 @@ def _print_strategies(console: Console, found: Prediction) -> None:
     for octave, counts in sorted(by_octave.items()):
         shares = (f"{name} {n / counts.total():.0%}" for name, n in counts.most_common(3))
         rows.append([f"{2**octave}-{2 ** (octave + 1) - 1}", ", ".join(shares)])
-    print_table(
-        console, "strategies of TLT by running requests", ["requests", "passes"], rows, num_names=2
-    )
+    print_table("strategies of TLT by running requests", ["requests", "passes"], rows, num_names=2)
 
 
-def _print_errors(console: Console, found: Prediction, finished: Recording) -> None:
+def _print_errors(found: Prediction, finished: Recording) -> None:
     rows = []
     for phase in ("gen", *(p for p in PHASES if p != "rest" and found.phases[p]), "step"):
         predicted = found.step_s if phase == "step" else found.phases[phase] / found.num_steps
         measured = finished.seconds(phase)
         rows.append([phase, predicted, measured, predicted / measured if measured else None])
     title = f"{finished.path}: predicted and measured seconds of a step"
-    print_table(console, title, ["", "predicted", "measured", "ratio"], rows)
+    print_table(title, ["", "predicted", "measured", "ratio"], rows)

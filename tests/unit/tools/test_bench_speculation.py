@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import cast
 
 import pytest
-from rich.console import Console
 
 from tools.bench.interleaved import PLAIN, Comparison, Record, with_plain
 from tools.bench.measure import first_differences
@@ -48,5 +47,5 @@ def test_the_best_strategy_is_that_of_all_batch_sizes() -> None:
             name: Record(ratios=[9.0, ratio]) for name, ratio in (by_name | {BEG_MAB: 1.0}).items()
         }
     assert best_fixed(measured, ["a", "b"]) == "b"
-    found = compare_selectors(measured, "b", Console(quiet=True))
+    found = compare_selectors(measured, "b")
     assert found[COST_MODEL] == pytest.approx(2 / (1 / 1.5 + 1))
