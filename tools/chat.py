@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from tools.serve import model_and_drafter
+from tools.saved_run import model_and_drafter
 
 Answer = Callable[[list[dict[str, str]]], tuple[str, str]]  # messages -> text, what it took
 

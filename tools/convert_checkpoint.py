@@ -42,8 +42,7 @@ from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.durable import new_folder
 from tlt_megatron.runtime.process_groups import Group, init_world
 from tlt_megatron.runtime.progress import Progress
-from tlt_megatron.trainer.manifest import is_checkpoint_root
-from tlt_megatron.trainer.run_checkpoint import find_intact
+from tools.saved_run import find_saved, run_of
 
 _COMMON_FILE = "common.pt"  # Megatron's plain values
 _TIMEOUT_S = 600.0
@@ -68,7 +67,7 @@ def main() -> None:
         else:
             name = options.model
             model = fetch_model("--model", name, TOKENIZER) if name else find_model(source)
-            megatron_to_hf(find_policy(source, world), target, model, world, dtype=options.dtype)
+            megatron_to_hf(find_policy(source), target, model, world, dtype=options.dtype)
     finally:
         dist.destroy_process_group()
     print(f"{source} -> {target}")
@@ -81,32 +80,18 @@ def is_hf_folder(path: Path) -> bool:
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
-def find_policy(path: Path, world: Group) -> Path:
-    """Return the torch_dist folder in `path`.
-
-    `path` is a run, a folder of checkpoints (the newest intact one is used), one checkpoint, or the
-    folder itself.
-    """
-    for root in (path, path / "checkpoints"):
-        intact = find_intact(root, world) if is_checkpoint_root(root) else None
-        if intact is not None:
-            path = intact
-            break
-    for folder in (path, path / "policy"):
-        if (folder / _COMMON_FILE).is_file():
-            return folder
-    raise ValueError(
-        f"--from {path}: must be a Hugging Face model, a run with a checkpoint, or a torch_dist checkpoint"
-    )
+def find_policy(path: Path) -> Path:
+    """Return the torch_dist folder in `path`, as `find_saved`."""
+    wanted = "a Hugging Face model, a run with a checkpoint, or a torch_dist checkpoint"
+    return find_saved(path, "policy", (_COMMON_FILE,), wanted)
 
 
 def find_model(path: Path) -> Path:
     """Return the model that the run in or around `path` was started with."""
-    for folder in (path, *path.resolve().parents):
-        if (folder / "config.yaml").is_file():
-            config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-            return Path(config["model"]["path"])
-    raise ValueError(f"--model: needed, as {path} is in no run folder (with config.yaml)")
+    run = run_of(path)
+    if run is None:
+        raise ValueError(f"--model: needed, as {path} is in no run folder (with config.yaml)")
+    return Path(yaml.safe_load((run / "config.yaml").read_text("utf-8"))["model"]["path"])
 
 
 def hf_to_megatron(source: Path, target: Path, world: Group, *, dtype: str = "float32") -> None:
@@ -172,13 +157,11 @@ def _build(model: Path, dtype: str, world: Group) -> McorePolicyModel:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--from", dest="source", required=True, metavar="FOLDER")
-    parser.add_argument("--to", required=True, metavar="FOLDER")
-    parser.add_argument("--model", metavar="FOLDER", help="config and tokenizer, see above")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="default: float32 for torch_dist, that of its training for Hugging Face",
-    )
-    parser.add_argument("--push-to-hub", metavar="ID", help="upload the Hugging Face folder")
+    add = parser.add_argument
+    add("--from", dest="source", required=True, metavar="FOLDER")
+    add("--to", required=True, metavar="FOLDER")
+    add("--model", metavar="FOLDER", help="config and tokenizer, see above")
+    by_default = "default: float32 for torch_dist, that of its training for Hugging Face"
+    add("--dtype", choices=("float32", "bfloat16"), help=by_default)
+    add("--push-to-hub", metavar="ID", help="upload the Hugging Face folder")
     return parser.parse_args()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tlt_megatron.cli import train_command
 from tlt_megatron.config.load import load_config
+from tools.saved_run import model_and_drafter
 
 _SETTING = re.compile(r"[a-z_]+(\.\w+)+=")
 
@@ -33,14 +34,10 @@ def main() -> None:
 def evaluation_command(arguments: list[str]) -> list[str]:
     """Return the command line of the run."""
     options, rest = _parse(arguments)
-    source, config = options.source, options.config
-    if (source / "config.yaml").is_file():
-        config = config or source / "config.yaml"
-        source = source / "hf"
-        if not source.is_dir():
-            raise ValueError(
-                f"{source}: missing; tlt convert --from {source.parent} --to FOLDER makes a model of its checkpoint"
-            )
+    source, _ = model_and_drafter(options.source)
+    config = options.config
+    if source != options.source:  # of a run
+        config = config or Path(options.source) / "config.yaml"
     out = options.out or Path(f"runs/evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
     # a setting may follow the files
     given = [word for word in options.data if _SETTING.match(word)]
@@ -67,13 +64,12 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description=(__doc__ or "").partition("\n")[0],
         epilog="Further words are settings (section.key=value) and options of torchrun (as --name=value).",
     )
-    parser.add_argument("source", type=Path, metavar="MODEL_OR_RUN")
-    parser.add_argument(
-        "--data", required=True, nargs="+", metavar="FILE", help=".jsonl or .parquet, as data.eval"
-    )
-    parser.add_argument("--samples", type=int, default=8, help="responses per prompt; default 8")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy; default 1")
-    parser.add_argument("--config", type=Path, help="default: the run's, or the default settings")
-    parser.add_argument("--out", type=Path, help="new run folder; default runs/evaluation-<time>")
-    parser.add_argument("--nproc-per-node", metavar="N", help="ranks; default tensor x pipeline")
+    add = parser.add_argument
+    add("source", metavar="MODEL_OR_RUN")
+    add("--data", required=True, nargs="+", metavar="FILE", help=".jsonl or .parquet, as data.eval")
+    add("--samples", type=int, default=8, help="responses per prompt; default 8")
+    add("--temperature", type=float, default=1.0, help="0: greedy; default 1")
+    add("--config", type=Path, help="default: the run's, or the default settings")
+    add("--out", type=Path, help="new run folder; default runs/evaluation-<time>")
+    add("--nproc-per-node", metavar="N", help="ranks; default tensor x pipeline")
     return parser.parse_known_args(arguments)

@@ -49,10 +49,9 @@ from tlt_megatron.drafter.eagle_folder import (
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import new_folder, save_tensors
-from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.speculation.token_counts import TokenCounts
-from tlt_megatron.trainer.manifest import engine_files, is_checkpoint, is_checkpoint_root
-from tlt_megatron.trainer.run_checkpoint import find_intact
+from tlt_megatron.trainer.manifest import engine_files
+from tools.saved_run import find_saved, run_of
 
 FORMATS = ("sglang", "vllm")
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -128,22 +127,9 @@ def server_command(format: str, policy: str, drafter: Path | None) -> list[str]:
 
 
 def find_drafter(path: Path) -> Path:
-    """Return the drafter's folder in `path`: itself, of the checkpoint that a resume takes, or of the
-    run.
-
-    ValueError for a checkpoint with a broken file.
-    """
-    for root in (path, path / "checkpoints"):
-        if is_checkpoint_root(root):
-            path = find_intact(root, SINGLE) or path
-    if is_checkpoint(path.absolute().parent):
-        find_intact(path.absolute().parent, SINGLE)
-    for folder in (path, path / "drafter"):
-        if (folder / "config.json").is_file() and (folder / WEIGHTS_FILE).is_file():
-            return folder
-    raise ValueError(
-        f"--from {path}: must be a drafter's folder (config.json, {WEIGHTS_FILE}), or a run or checkpoint with one"
-    )
+    """Return the drafter's folder in `path`, as `find_saved`."""
+    wanted = f"a drafter's folder (config.json, {WEIGHTS_FILE}), or a run or checkpoint with one"
+    return find_saved(path, "drafter", ("config.json", WEIGHTS_FILE), wanted)
 
 
 def find_target(drafter: Path) -> Path | None:
@@ -151,9 +137,7 @@ def find_target(drafter: Path) -> Path | None:
 
     None: no run, or it has none.
     """
-    run = next(
-        (path for path in drafter.resolve().parents if (path / "config.yaml").is_file()), None
-    )
+    run = run_of(drafter)
     return run / "hf" if run is not None and (run / "hf").is_dir() else None
 
 
@@ -320,15 +304,12 @@ def fold_bias(tensors: dict[str, Tensor], target: Target | None) -> dict[str, Te
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--from", dest="source", required=True, metavar="FOLDER")
-    parser.add_argument("--to", required=True, metavar="FOLDER", help="must not exist")
-    parser.add_argument("--format", required=True, choices=FORMATS)
-    parser.add_argument("--target", metavar="FOLDER", help="the policy, as a Hugging Face folder")
-    parser.add_argument(
-        "--draft-vocab-size", type=int, default=0, help="token ids that EAGLE-3 proposes; 0: all"
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored"
-    )
-    parser.add_argument("--push-to-hub", metavar="ID", help="upload the folder")
+    add = parser.add_argument
+    add("--from", dest="source", required=True, metavar="FOLDER")
+    add("--to", required=True, metavar="FOLDER", help="must not exist")
+    add("--format", required=True, choices=FORMATS)
+    add("--target", metavar="FOLDER", help="the policy, as a Hugging Face folder")
+    add("--draft-vocab-size", type=int, default=0, help="token ids that EAGLE-3 proposes; 0: all")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
+    add("--push-to-hub", metavar="ID", help="upload the folder")
     return parser.parse_args()

@@ -203,16 +203,13 @@ def _overrides(settings: dict[str, Any]) -> list[str]:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--model", required=True, help="folder of a Hugging Face model, or its id on the Hub"
-    )
-    parser.add_argument("--data", type=Path, required=True, help=".jsonl or .parquet of prompts")
-    parser.add_argument("--eval", type=Path, nargs="+", help="the same, held out")
-    parser.add_argument("--gpus", type=int, required=True, help="of the run; 0: 2 CPU ranks")
-    parser.add_argument("--gpu-memory", type=int, default=80, metavar="GIB", help="default 80")
-    parser.add_argument("--input-key", default="prompt", help="of a row's prompt")
-    parser.add_argument(
-        "--label-key", default="", help="default label or reward_model.ground_truth"
-    )
-    parser.add_argument("--out", type=Path, default=Path(), help="folder; default: this one")
+    add = parser.add_argument
+    add("--model", required=True, help="folder of a Hugging Face model, or its id on the Hub")
+    add("--data", type=Path, required=True, help=".jsonl or .parquet of prompts")
+    add("--eval", type=Path, nargs="+", help="the same, held out")
+    add("--gpus", type=int, required=True, help="of the run; 0: 2 CPU ranks")
+    add("--gpu-memory", type=int, default=80, metavar="GIB", help="default 80")
+    add("--input-key", default="prompt", help="of a row's prompt")
+    add("--label-key", default="", help="default label or reward_model.ground_truth")
+    add("--out", type=Path, default=Path(), help="folder; default: this one")
     return parser.parse_args(arguments)

@@ -28,17 +28,16 @@ from tools.planner.plan import print_plan
 def main(arguments: list[str] | None = None) -> None:
     """Print the table. ValueError for settings or a layout that a run would refuse."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, required=True, help="GPUs (or CPU ranks) of the run")
-    parser.add_argument(
-        "--simulate", action="append", default=[], metavar="RUN", help="run folder; may be repeated"
-    )
-    parser.add_argument("--lengths", default="", metavar="MEDIAN,P99", help="assumed, in tokens")
-    parser.add_argument("--against", default="", metavar="RUN", help="finished run to compare with")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--ranks", type=int, required=True, help="GPUs (or CPU ranks) of the run")
+    add("--simulate", action="append", default=[], metavar="RUN", help="folder; may be repeated")
+    add("--lengths", default="", metavar="MEDIAN,P99", help="assumed, in tokens")
+    add("--against", default="", metavar="RUN", help="finished run to compare with")
+    add(
         "words",
         nargs="+",
         metavar="CONFIG.yaml | key=value",
-        help="model.path needs config.json alone",
+        help="model.path: config.json will do",
     )
     given = parser.parse_intermixed_args(arguments)
     if given.ranks < 1:

@@ -60,13 +60,10 @@ def _render(run_dirs: Sequence[Path], steps: tuple[int, int] | None) -> str:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs")
-    parser.add_argument(
-        "--out", type=Path, help="HTML file; default in the folder of the first run"
-    )
-    parser.add_argument(
-        "--steps", type=_steps, metavar="A-B", help="of one run's timeline; default the last two"
-    )
+    add = parser.add_argument
+    add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs")
+    add("--out", type=Path, help="HTML file; default in the folder of the first run")
+    add("--steps", type=_steps, metavar="A-B", help="of one run's timeline; default the last two")
     return parser.parse_args(arguments)
 
 

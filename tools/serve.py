@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tools.export_drafter import export_drafter, find_drafter, load_target, server_command
+from tools.saved_run import model_and_drafter
 
 
 def main() -> None:
@@ -39,19 +40,6 @@ def main() -> None:
     uvicorn.run(make_app(engine, options.model), host=options.host, port=options.port)
 
 
-def model_and_drafter(source: str) -> tuple[str, str | None]:
-    """Return the policy of a finished run, and its drafter if it has one. Any other name is that of a model."""
-    run = Path(source)
-    if not (run / "config.yaml").is_file():
-        return source, None
-    if not (run / "hf").is_dir():
-        raise ValueError(
-            f"{source}: has no hf/; tlt convert --from {source} --to FOLDER makes a model of its checkpoint"
-        )
-    drafter = run / "hf_drafter"
-    return str(run / "hf"), str(drafter) if drafter.is_dir() else None
-
-
 def _other_server(options: argparse.Namespace, model: str, drafter: str | None) -> list[str]:
     """Return the command of SGLang or vLLM. Its format of the drafter is written once."""
     exported = None
@@ -66,14 +54,11 @@ def _other_server(options: argparse.Namespace, model: str, drafter: str | None) 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "model", metavar="RUN_OR_MODEL", help="a run, a folder, or an id on the Hub"
-    )
-    parser.add_argument("--drafter", metavar="FOLDER", help="default: the run's")
-    parser.add_argument("--engine", default="embedded", choices=("embedded", "sglang", "vllm"))
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument(
-        "--max-tokens", type=int, default=2048, help="prompt and response, embedded"
-    )
+    add = parser.add_argument
+    add("model", metavar="RUN_OR_MODEL", help="a run, a folder, or an id on the Hub")
+    add("--drafter", metavar="FOLDER", help="default: the run's")
+    add("--engine", default="embedded", choices=("embedded", "sglang", "vllm"))
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    add("--max-tokens", type=int, default=2048, help="prompt and response, embedded")
     return parser.parse_args()

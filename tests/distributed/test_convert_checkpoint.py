@@ -14,7 +14,7 @@ from tests.mcore_policy import Layout, build_policy, train
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.models.hf_io import HfReader
-from tlt_megatron.runtime.process_groups import SINGLE, Group
+from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.trainer.manifest import Manifest, hash_file, list_files, write_manifest
 from tools.convert_checkpoint import (
     find_model,
@@ -65,9 +65,9 @@ def test_a_trained_checkpoint_of_four_ranks_becomes_its_model(tmp_path: Path) ->
     seal(run_dir / "checkpoints" / "iter_0000001")
     (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
     (run_dir / "config.yaml").write_text(f"model:\n  path: {source}\n")
-    policy = find_policy(run_dir, SINGLE)
+    policy = find_policy(run_dir)
     for path in (run_dir / "checkpoints", policy.parent, policy):
-        assert find_policy(path, SINGLE) == policy
+        assert find_policy(path) == policy
     assert find_model(policy) == source
     run_ranks(1, lambda: megatron_to_hf(policy, tmp_path / "back", source, world()))
     back = load_file(tmp_path / "back" / "model.safetensors")
@@ -102,7 +102,7 @@ def test_a_conversion_that_is_cut_short_leaves_no_model(tmp_path: Path) -> None:
 
 def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--from .* must be a Hugging Face model"):
-        find_policy(tmp_path, SINGLE)
+        find_policy(tmp_path)
     with pytest.raises(ValueError, match="--model: needed"):
         find_model(tmp_path)
     with pytest.raises(ValueError, match=r"--to .* must not exist"):
