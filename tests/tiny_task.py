@@ -25,6 +25,11 @@ from tools.compare_runs import compare, read_run
 REPO = Path(__file__).resolve().parent.parent
 ALPHABET = "0123456789+-*/=<>.,;:#abcdefghijklmnopqrst"  # 42 characters; with <pad> and <eos> 44, + 4 unused = 48
 
+# Speculation by the learned drafter and by retrieval, and spot training.
+TLT = (
+    *("speculation.enabled=true", "speculation.strategies=['3_1_3', '3_2_6', 'ngram_4']"),
+    *("spot.enabled=true", "drafter.batch_tokens=64"),
+)
 REWARD = '''"""Share of the digits of a response that are below five, in steps of 1/4: neither always 0 nor always 1."""
 
 

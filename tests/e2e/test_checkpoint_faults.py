@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.tiny_models import make_tiny_hf
-from tests.tiny_task import REPO, check_same_run, metric_rows, run, run_ending
+from tests.tiny_task import REPO, metric_rows, run, run_ending
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors
 from tlt_megatron.trainer.manifest import (
@@ -97,17 +97,6 @@ def test_files_have_the_rights_that_the_umask_asks_for(straight: Path) -> None:
 
 
 # ---- damage
-
-
-def test_a_damaged_checkpoint_gives_a_warning_and_the_straight_run(
-    copy: Path, straight: Path, config: Path
-) -> None:
-    flip_bit(copy / "checkpoints" / NEWEST / "policy" / "__1_0.distcp")
-    said = run_ending(0, 2, config, copy, *RESUME)
-    assert "iter_0000002 is the newest intact checkpoint" in said
-    assert "__1_0.distcp is damaged" in said
-    assert steps_of(copy) == [1, 2, 3]
-    check_same_run(copy, straight)
 
 
 def test_no_intact_checkpoint_is_one_clear_error(copy: Path, config: Path) -> None:

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_task import (
-    answers,
+    TLT,
     check_same_run,
-    check_same_weights,
     make_tiny_task,
     metric_rows,
     patient_engine,
@@ -31,12 +30,6 @@ EXPERTS = (
     "rollout.max_batch_size=4",
     "rollout.max_new_tokens=40",
 )
-SPOT = (
-    "speculation.enabled=true",
-    "speculation.strategies=['3_1_3', '3_2_6', 'ngram_4']",
-    "spot.enabled=true",
-    "drafter.batch_tokens=64",
-)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +41,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def straight(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("straight")
     engine = patient_engine(tmp_path_factory.mktemp("engine"), "embedded")
-    kept = ("checkpoint.interval=1", "checkpoint.keep=0")
-    run(2, mixture, run_dir, *EXPERTS, *SPOT, *kept, engine)
+    run(2, mixture, run_dir, *EXPERTS, *TLT, engine)
     return run_dir
 
 
@@ -64,15 +56,6 @@ def test_speculation_and_spot_training_change_no_token_and_no_weight(
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows)
 
 
-def test_a_resumed_run_equals_the_straight_one(
-    mixture: Path, straight: Path, tmp_path: Path
-) -> None:
-    second = straight / "checkpoints" / "iter_0000002"
-    run(2, mixture, tmp_path, *EXPERTS, *SPOT, f"checkpoint.resume={second}")
-    assert answers(tmp_path) == answers(straight)[2 * len(answers(straight)) // 3 :]
-    check_same_weights(tmp_path, straight)
-
-
 def test_replayed_routes_bring_training_nearer_to_the_rollouts(
     mixture: Path, straight: Path, tmp_path: Path
 ) -> None:
@@ -81,7 +64,7 @@ def test_replayed_routes_bring_training_nearer_to_the_rollouts(
     difference = []
     for replays in ("false", "true"):
         run_dir = tmp_path / replays
-        run(2, mixture, run_dir, *EXPERTS, *SPOT, *halved, f"rollout.routing_replay={replays}")
+        run(2, mixture, run_dir, *EXPERTS, *TLT, *halved, f"rollout.routing_replay={replays}")
         rows = metric_rows(run_dir)
         difference.append(rows[0]["train/train_rollout_logprob_abs_diff"])
     assert [row["rollout/routes_missing_share"] for row in rows] == [0.0, 0.0]
@@ -113,7 +96,7 @@ def test_glm_in_bfloat16_keeps_the_bias_of_its_router_and_drops_the_layer_for_a_
     further = {"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}
     save_file(further, tmp_path / "model" / "model-2.safetensors")
     halved = ("model.dtype=bfloat16", "rollout.dtype=bfloat16", "run.num_steps=1")
-    run(2, config, tmp_path / "run", *EXPERTS, *SPOT, *halved)
+    run(2, config, tmp_path / "run", *EXPERTS, *TLT, *halved)
     before, after = (dict(HfReader(tmp_path / f).items()) for f in ("model", "run/hf"))
     assert after.keys() == before.keys() - further.keys()
     biases = [name for name in after if name.endswith("correction_bias")]

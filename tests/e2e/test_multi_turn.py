@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from tests.tiny_task import (
     REPO,
+    TLT,
     check_same_run,
     check_same_tokens,
     make_tiny_task,
@@ -21,7 +21,6 @@ from tests.tiny_task import (
     run,
     run_forked,
 )
-from tests.torchrun_job import HOLDING, Job, saved_step
 
 pytestmark = pytest.mark.e2e
 
@@ -34,23 +33,15 @@ STOPS = (
     43,
 )  # <eos> 0 = > # t: the random policy ends a turn early with one of them
 
-ENVIRONMENT = f'''"""Its answers to second turns wait in the second step of the run `stopped` while `hold` exists."""
-{HOLDING}
-
+ENVIRONMENT = """
 def answer(messages, data_source, ground_truth, extra_info):
-    if len(messages) == 4 and (FOLDER / "stopped" / "rollouts" / "step_0000001.rank_00000.jsonl").exists():
-        hold()
     assert ground_truth == "5"
     turn = messages[-1]["content"]
-    return [{{"role": "tool", "content": "12+" * (len(turn) % 3)}}], len(turn) % 5 == 4
-'''
+    return [{"role": "tool", "content": "12+" * (len(turn) % 3)}], len(turn) % 5 == 4
+"""
 SETTINGS = (
-    *("reward.timeout_s=600", "rollout.max_turns=3", "rollout.num_prompts=8"),
+    *("rollout.max_turns=3", "rollout.num_prompts=8"),
     *("rollout.max_observation_tokens=12", "data.eval=", "logging.trackers=[]"),
-)
-TLT = (
-    *("speculation.enabled=true", "speculation.strategies=['3_1_3', 'ngram_4']"),
-    *("spot.enabled=true", "drafter.batch_tokens=64"),
 )
 
 
@@ -64,23 +55,13 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config
 
 
-def test_pipeline_with_tlt_and_a_stop_draws_the_tokens_of_plain_runs(
-    task: Path, start_job: Callable[..., Job]
-) -> None:
-    """SIGTERM while a conversation waits for an answer, then a resume: as a straight run, and as one on a single rank."""
+def test_pipeline_with_tlt_draws_the_tokens_of_plain_runs(task: Path, tmp_path: Path) -> None:
     environment = f"rollout.environment={task.parent}/environment.py:answer"
-    single, plain, stopped = (task.parent / name for name in ("single", "plain", "stopped"))
+    single, plain, tlt = (tmp_path / name for name in ("single", "plain", "tlt"))
     run(1, task, single, *SETTINGS, environment)
     run(2, task, plain, *SETTINGS, environment, "parallel.pipeline=2")
-    arguments = (*SETTINGS, environment, "parallel.pipeline=2", *TLT, "--resume", "auto")
-    job = start_job(task, stopped, *arguments)
-    job.wait_until_held()
-    job.process.terminate()
-    job.end(0)
-    assert saved_step(stopped) == 1
-    run(2, task, stopped, *arguments)
-
-    check_same_run(stopped, plain)
+    run(2, task, tlt, *SETTINGS, environment, "parallel.pipeline=2", *TLT)
+    check_same_run(tlt, plain)
     check_same_tokens(plain, single)
     found = rollouts(plain)
     assert {row["num_turns"] for row in found} == {1, 2, 3}

@@ -1,16 +1,15 @@
-"""Partial rollouts in whole runs: carried responses are the same with speculation and spot training, and survive a stop."""
+"""Partial rollouts in whole runs: carried responses are the same with speculation, spot training and tensor parallelism."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_task import (
-    REWARD,
+    TLT,
     check_same_run,
     check_same_tokens,
     make_tiny_task,
@@ -19,28 +18,14 @@ from tests.tiny_task import (
     run,
     run_ending,
 )
-from tests.torchrun_job import HOLDING, Job, saved_step
 
 pytestmark = pytest.mark.e2e
 
 SETTINGS = (
     *("run.num_steps=5", "data.eval=", "logging.trackers=[]", "algorithm.tis_cap=2"),
     *("rollout.num_prompts=3", "rollout.num_samples=2", "rollout.over_sampling_prompts=6"),
-    *("rollout.partial_rollout_tokens=6", "reward.timeout_s=600"),
+    "rollout.partial_rollout_tokens=6",
 )
-TLT = (
-    *("speculation.enabled=true", "speculation.strategies=['3_1_3', '3_2_6', 'ngram_4']"),
-    *("spot.enabled=true", "drafter.batch_tokens=64"),
-)
-# From the third step of the run `stopped` on, responses of more than one round wait while `hold` exists.
-HELD_REWARD = f"""{REWARD}
-{HOLDING}
-
-def held_score(data_source, solution_str, ground_truth, extra_info=None):
-    if len(solution_str) > 6 and (FOLDER / "stopped" / "rollouts" / "step_0000002.rank_00000.jsonl").exists():
-        hold()
-    return compute_score(data_source, solution_str, ground_truth)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +35,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = config.parent / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": list(range(1, 7))}))
     (path.parent / "generation_config.json").unlink(missing_ok=True)
-    (config.parent / "reward.py").write_text(HELD_REWARD)
-    config.write_text(config.read_text().replace(":compute_score", ":held_score"))
     return config
 
 
@@ -76,22 +59,11 @@ def test_responses_are_carried_over_several_updates(straight: Path) -> None:
     assert max(row.get("train/train_rollout_logprob_abs_diff_max", 0.0) for row in rows) < 1e-4
 
 
-def test_a_stopped_and_resumed_run_with_tlt_equals_the_plain_one(
-    config: Path, straight: Path, start_job: Callable[..., Job]
+def test_speculation_and_spot_training_change_nothing(
+    config: Path, straight: Path, tmp_path: Path
 ) -> None:
-    """Speculation, spot training, SIGTERM while a carried response waits for its score, and a resume."""
-    run_dir = config.parent / "stopped"
-    arguments = (*SETTINGS, "parallel.tensor=2", *TLT, "--resume", "auto")
-    job = start_job(config, run_dir, *arguments)
-    job.wait_until_held()
-    job.process.terminate()
-    job.end(0)
-    step = saved_step(run_dir)  # the draws decide in which step a carried response ends
-    assert step == len(metric_rows(run_dir))
-    assert 2 <= step < 5
-    assert (run_dir / "checkpoints" / f"iter_{step:07d}" / "carried_responses.pt").exists()
-    run(2, config, run_dir, *arguments)
-    check_same_run(run_dir, straight)
+    run(2, config, tmp_path, *SETTINGS, "parallel.tensor=2", *TLT)
+    check_same_run(tmp_path, straight)
 
 
 def test_tensor_parallel_ranks_draw_the_tokens_of_a_single_rank(

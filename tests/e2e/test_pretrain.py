@@ -1,4 +1,4 @@
-"""The program as users start it: torchrun where processes are killed, forked ranks elsewhere."""
+"""The program as users start it: what a run leaves, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,10 +15,7 @@ import torch
 
 from tests.tiny_task import (
     REPO,
-    REWARD,
     answers,
-    check_same_run,
-    make_tiny_task,
     metric_rows,
     rollouts,
     run,
@@ -28,20 +23,9 @@ from tests.tiny_task import (
     run_forked,
     weights,
 )
-from tests.torchrun_job import HOLDING, Job, saved_step
 from tlt_megatron.models.hf_io import HfReader
 
 pytestmark = pytest.mark.e2e
-
-# Nothing is scored after the first checkpoint while `hold` exists, so there is no second one.
-HELD = f"""{REWARD}
-{HOLDING}
-
-def held_score(data_source, solution_str, ground_truth, extra_info=None):
-    if (FOLDER / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").exists():
-        hold()
-    return compute_score(data_source, solution_str, ground_truth)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -107,26 +91,6 @@ def test_training_changed_the_weights_and_transformers_loads_them(
         if name in after:
             assert torch.equal(tensor, after[name])
     assert AutoTokenizer.from_pretrained(straight / "hf").eos_token == "<eos>"
-
-
-def test_killed_and_resumed_equals_straight_run_bitwise(
-    straight: Path, tmp_path: Path, start_job: Callable[..., Job]
-) -> None:
-    """SIGKILL of everything as soon as the first checkpoint stands; then --resume auto."""
-    config = make_tiny_task(tmp_path)
-    (tmp_path / "reward.py").write_text(HELD)
-    held = (f"reward.function={tmp_path}/reward.py:held_score", "reward.timeout_s=600")
-    again = ("checkpoint.interval=1", "checkpoint.keep=0", *held)
-    job = start_job(config, tmp_path / "run", *again)
-    job.wait_until_held()
-    os.killpg(job.process.pid, signal.SIGKILL)
-    job.process.wait()
-    (tmp_path / "hold").unlink()
-    assert saved_step(tmp_path / "run") == 1
-    run(2, config, tmp_path / "run", "--resume", "auto", *again)
-    check_same_run(tmp_path / "run", straight)
-    steps = [row["step"] for row in metric_rows(tmp_path / "run") if "actor/pg_loss" in row]
-    assert steps == [1, 2, 3]
 
 
 def test_one_rank_rolls_out_what_two_ranks_do(straight: Path, config: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import free_port
-from tests.tiny_task import REPO, check_same_run, make_tiny_task, run
+from tests.tiny_task import REPO, REWARD, TLT, check_same_run, make_tiny_task, run
 from tests.torchrun_job import HOLDING, Job, saved_step
 
 pytestmark = pytest.mark.e2e
@@ -45,31 +45,30 @@ exit $code
 SCONTROL = """#!/usr/bin/env bash
 if [[ $1 == show ]]; then echo node1; echo node2; else echo "$*" >> "$NOTES/scontrol.txt"; fi
 """
-REWARD = f'''"""The tiny task's reward. While `hold` exists, a call after the first step of a start waits."""
+HELD = f"""{REWARD}
 {HOLDING}
 
 ROLLOUTS = FOLDER / "run" / "rollouts"
 NUM_STEPS = len(list(ROLLOUTS.glob("*")))
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+def held_score(data_source, solution_str, ground_truth, extra_info=None):
     if len(list(ROLLOUTS.glob("*"))) > NUM_STEPS:
         hold()
-    digits = [c for c in solution_str if c.isdigit()]
-    return round(4 * sum(c < ground_truth for c in digits) / max(1, len(digits))) / 4
-'''
+    return compute_score(data_source, solution_str, ground_truth)
+"""
 SETTINGS = (
     *("run.num_steps=3", "rollout.num_prompts=2", "rollout.num_samples=4"),
     *("data.eval=", "logging.trackers=[]", "rollout.max_new_tokens=12"),
-    *("speculation.enabled=true", "speculation.strategies=['3_1_3']"),
-    *("spot.enabled=true", "drafter.batch_tokens=64"),
+    *TLT,
 )
 
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
     config = make_tiny_task(tmp_path)
-    (tmp_path / "reward.py").write_text(REWARD)
+    config.write_text(config.read_text().replace(":compute_score", ":held_score"))
+    (tmp_path / "reward.py").write_text(HELD)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.documented_metrics import METRICS
 from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import (
+    TLT,
     answers,
     check_same_run,
     check_same_weights,
@@ -34,11 +35,8 @@ pytestmark = pytest.mark.e2e
 UNEVEN = ("rollout.num_prompts=3", "rollout.max_batch_size=4", "rollout.max_new_tokens=40")
 SPOT = (
     *UNEVEN,
-    "speculation.enabled=true",
-    "speculation.strategies=['3_1_3', '3_2_6', 'ngram_4']",
-    "spot.enabled=true",
+    *TLT,
     "drafter.algorithm=hass",
-    "drafter.batch_tokens=64",
     "data.eval=",
     "logging.trackers=[]",
 )

@@ -222,11 +222,12 @@ class Case:
         """A wrong exit code or message, or a late end."""
         self.verdict.unclear.append(f"{what}; the terminal ends: {job.terminal[-2500:]}")
 
-    def expect_saved(self, at_least: int) -> None:
-        """No work is lost but for the step in which the run stopped."""
+    def expect_saved(self, at_least: int) -> int:
+        """No work is lost but for the step in which the run stopped; returns the step that is saved."""
         saved = read_pointer(self.run_dir / "checkpoints") or 0
         if saved < at_least:
             self.verdict.lost.append(f"saved step {saved}, {at_least} were done")
+        return saved
 
     def expect_straight(self, **options: bool) -> None:
         """The run folder is what a run without a fault leaves."""

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from tests.faults.case import LONG, RUN_LIMIT_S, SLACK_S, Case
+from tests.faults.lab import NUM_STEPS
 from tests.faults.processes import kill_all
 
 PHASES = ("setup", "rollout", "spot", "update", "checkpoint", "evaluation", "finish")
@@ -44,8 +45,11 @@ def stop_request(case: Case) -> None:
         case.resume(at_least=moment.saved)
         return
     case.end(job, 0, ranks=[0])
-    case.expect_saved(moment.done)
-    case.resume(at_least=moment.done)
+    done = moment.done + (moment.phase == "update")  # an update that has begun is completed
+    if case.expect_saved(done) < NUM_STEPS:
+        case.expect_line(job, f"{number.name}: the run stops")
+        case.expect_line(job, r"saved step \d of \d; resume with: --resume auto run\.dir=")
+    case.resume(at_least=done)
 
 
 def impatient_stop(case: Case) -> None:

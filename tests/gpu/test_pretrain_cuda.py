@@ -13,16 +13,10 @@ import pytest
 
 from tests.gpu.cuda_ranks import needs_gpus
 from tests.tiny_models import make_tiny_hf
-from tests.tiny_task import answers, launch, make_tiny_task, metric_rows
+from tests.tiny_task import TLT, answers, launch, make_tiny_task, metric_rows
 
 pytestmark = [*needs_gpus(), pytest.mark.e2e]
-SPECULATION = (
-    "speculation.enabled=true",
-    "speculation.strategies=['3_1_3', '3_2_6', 'ngram_4']",
-    "spot.enabled=true",
-    "drafter.algorithm=hass",
-    "drafter.batch_tokens=64",
-)
+SPECULATION = (*TLT, "drafter.algorithm=hass")
 
 
 def train(config: Path, run_dir: Path, *arguments: str) -> list[dict]:

@@ -1,5 +1,5 @@
 """What signals do to a rank, and which rank shows why a run ends.
-tests/distributed/test_lost_ranks.py has whole worlds.
+tests/faults stops whole runs.
 """
 
 from __future__ import annotations
