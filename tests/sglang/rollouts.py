@@ -85,13 +85,20 @@ def make_prompts(count: int = 6, seed: int = 0) -> list[Prompt]:
     ]
 
 
-def rollout_section() -> RolloutSection:
+def rollout_section(*, routing_replay: bool = False) -> RolloutSection:
     """Room for 8 responses at once, so that requests wait and batches change."""
-    return RolloutSection(max_batch_size=8, max_new_tokens=40, num_samples=3)
+    return RolloutSection(
+        max_batch_size=8, max_new_tokens=40, num_samples=3, routing_replay=routing_replay
+    )
 
 
 def start_sglang(
-    policy: Path, *, drafter: Path | None = None, strategies: Sequence[str] = (), **settings: object
+    policy: Path,
+    *,
+    drafter: Path | None = None,
+    strategies: Sequence[str] = (),
+    routing_replay: bool = False,
+    **settings: object,
 ) -> SglangEngine:
     """An engine that holds the weights at `policy` as VERSION. `settings`: selector, ranking, engine_args, rank,
     request_timeout_s."""
@@ -112,7 +119,7 @@ def start_sglang(
         )
     engine = SglangEngine(
         str(policy),
-        rollout_section(),
+        rollout_section(routing_replay=routing_replay),
         section,
         select_device("cpu"),
         rank=rank,
@@ -130,11 +137,12 @@ def start_embedded(
     strategy: str = "",
     tap_layers: Sequence[int] = (),
     ids: Sequence[int] = (),
+    routing_replay: bool = False,
 ) -> EmbeddedEngine:
     """The embedded twin in float32, speculating if a drafter is given. `ids`: the only ones that it drafts."""
     engine = EmbeddedEngine(
         load_model_config(policy),
-        rollout_section(),
+        rollout_section(routing_replay=routing_replay),
         select_device("cpu"),
         max_prompt_tokens=MAX_PROMPT_TOKENS,
         tap_layers=tuple(tap_layers),

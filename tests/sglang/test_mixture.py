@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.sglang.rollouts import (
     CUT,
@@ -38,7 +39,7 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def engine(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEngine]:
     """With the weights of the folder, whose checksum SGLang has compared."""
     drafter = train_drafter(mixture, tmp_path_factory.mktemp("drafter"))
-    engine = start_sglang(mixture, drafter=drafter, strategies=["4_1_4"])
+    engine = start_sglang(mixture, drafter=drafter, strategies=["4_1_4"], routing_replay=True)
     engine.wake()
     load(engine, tensors_of(mixture))
     yield engine
@@ -46,12 +47,18 @@ def engine(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, CUT], ids=["greedy", "sampled", "cut"])
-def test_tokens_and_logprobs_are_those_of_the_embedded_engine(
+def test_tokens_logprobs_and_routes_are_those_of_the_embedded_engine(
     engine: SglangEngine, mixture: Path, params
 ) -> None:
-    found = answers(engine, params)
-    check_same(found, answers(start_embedded(mixture), params))
+    found, expected = (
+        answers(each, params) for each in (engine, start_embedded(mixture, routing_replay=True))
+    )
+    check_same(found, expected)
     assert mean_accept_length(found) > 1.1
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.routes is not None
+        assert theirs.routes is not None
+        assert torch.equal(mine.routes.sort().values, theirs.routes.sort().values)
 
 
 def test_new_weights_reach_every_expert(

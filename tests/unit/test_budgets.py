@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # (API, Hub, mixtures, exchange, planner, server) the wish was 18,800 for the package, 5,200 for tools
 # and 25,000 for tests.
 CODE_LINES = {
-    "tlt_megatron": 20_980,
+    "tlt_megatron": 21_020,
     "tlt_megatron/api": 310,
     "tlt_megatron/config": 1_950,
     "tlt_megatron/data": 500,
     "tlt_megatron/drafter": 775,
-    "tlt_megatron/engines": 3_860,
+    "tlt_megatron/engines": 3_905,
     "tlt_megatron/mcore": 2_085,
     "tlt_megatron/models": 2_275,
     "tlt_megatron/policy": 1_090,
@@ -34,7 +34,7 @@ CODE_LINES = {
     "tlt_megatron/spot": 1_020,
     "tlt_megatron/trainer": 2_905,
     "tools": 6_860,
-    "tests": 27_780,
+    "tests": 27_815,
 }
 NUM_SETTINGS = 114
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things

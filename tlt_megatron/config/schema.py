@@ -286,11 +286,6 @@ class RunConfig:
             "batch_invariant",
             f"false where rollout.engine={rollout.engine!r}",
         )
-        rollout.require(
-            rollout.engine != "sglang" or not rollout.routing_replay,
-            "routing_replay",
-            "false where rollout.engine='sglang': its routes are not read",
-        )
         self.mcore.require(
             not (rollout.routing_replay and self.mcore.transformer.get("moe_router_fusion")),
             "transformer",

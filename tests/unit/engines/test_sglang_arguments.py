@@ -127,6 +127,29 @@ def test_what_sglang_cannot_hold_is_refused(
         plan_speculation(speculate(drafter, *strategies, selector=selector))
 
 
+@pytest.mark.parametrize(
+    "strategies, rows, message",
+    [
+        (["4_2_8"], 2048, "strategies=4_2_8: sglang returns the routes of learned chains alone"),
+        (["ngram_4"], 2048, "strategies=ngram_4: sglang returns the routes of learned chains"),
+        (["4_1_4"], 32, "prefill_chunk_tokens=32: must be >= 40 with rollout.routing_replay"),
+        (["4_1_4"], 40, ""),
+        ([], 1, ""),
+    ],
+)
+def test_routes_that_sglang_would_lose_are_refused(
+    drafter: str, strategies: list[str], rows: int, message: str
+) -> None:
+    section = speculate(drafter, *strategies, selector="fixed") if strategies else None
+    rollout = {"routing_replay": True, "prefill_chunk_tokens": rows}
+    if message:
+        with pytest.raises(ValueError, match=message):
+            arguments(section, rollout=rollout)
+    else:
+        assert arguments(section, rollout=rollout)["enable_return_routed_experts"] is True
+    assert "enable_return_routed_experts" not in arguments(section)
+
+
 def test_ranks_look_for_ports_in_ranges_of_their_own_and_skip_taken_ones() -> None:
     first = free_port(40)
     with socket.socket() as taken:

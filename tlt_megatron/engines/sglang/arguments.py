@@ -123,6 +123,9 @@ def engine_arguments(
     defaults: dict[str, object] = {"log_level": "error", "disable_shared_experts_fusion": True}
     if speculation is not None:
         ours |= speculation.options
+    if rollout.routing_replay:
+        ours["enable_return_routed_experts"] = True
+        _check_routes(rollout, speculation)
     if device_type == "cpu":
         defaults |= _cpu_defaults(speculation)
     else:
@@ -139,6 +142,27 @@ def engine_arguments(
             " be set here"
         )
     return defaults | ours | section.engine_args
+
+
+def _check_routes(rollout: RolloutSection, speculation: SpeculationPlan | None) -> None:
+    """Raise ValueError where SGLang would lose the routes of verified tokens.
+
+    It keeps routes by KV slot. A tree's accepted tokens move to other slots, without their routes. Its buffer for those of a
+    pass has `prefill_chunk_tokens` rows and does not count drafted tokens.
+    """
+    if speculation is None:
+        return
+    if not speculation.is_adaptive:
+        raise ValueError(
+            f"rollout.routing_replay=True with speculation.strategies={speculation.strategies[0]}: sglang returns the routes of"
+            " learned chains alone (topk 1, such as '4_1_4')"
+        )
+    num_rows = rollout.max_batch_size * max(each.num_rows for each in speculation.strategies)
+    if num_rows > rollout.prefill_chunk_tokens:
+        raise ValueError(
+            f"rollout.prefill_chunk_tokens={rollout.prefill_chunk_tokens}: must be >= {num_rows} with rollout.routing_replay, the"
+            " tokens of a verify pass over rollout.max_batch_size requests"
+        )
 
 
 def _cpu_defaults(speculation: SpeculationPlan | None) -> dict[str, object]:

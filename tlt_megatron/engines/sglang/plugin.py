@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable, Iterator
 
 import psutil
+import torch
+from torch import Tensor
 
 from tlt_megatron.engines.sglang.adaptive_policy import AdaptiveHooks
 from tlt_megatron.engines.sglang.answers import Answers
@@ -63,6 +65,12 @@ def _end_with_owner() -> None:
         raise SystemExit(f"rank process {owner}, which started this engine process, has ended")
 
 
+def _register(original: Callable[..., None], buffer: Tensor, *rest: object) -> None:
+    """Around `_cuda_host_register`: SGLang registers the buffer of routes on a CPU too, where CUDA is missing."""
+    if torch.cuda.is_available():
+        original(buffer, *rest)
+
+
 def _hooks(
     noise: NoiseSampling, adaptive: AdaptiveHooks, answers: Answers, ranking: DraftRanking
 ) -> Iterator[tuple[str, str, Callable[..., object]]]:
@@ -88,4 +96,5 @@ def _hooks(
 
     yield "around", _RUNNER + "check_weights", answers.answer
     yield "after", _RESULTS + "_resolve_spec_v2_tokens", answers.note_verify_pass
+    yield "around", "sglang.srt.mem_cache.pool_host.common._cuda_host_register", _register
     yield "after", _STREAMER + "is_request_level_customized_info_key", answers.is_whole_response

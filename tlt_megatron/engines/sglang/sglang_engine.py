@@ -25,6 +25,7 @@ from tlt_megatron.engines.sglang.connection import DRAFT, TARGET, Connection
 from tlt_megatron.engines.sglang.replica import in_step
 from tlt_megatron.engines.sglang.sglang_responses import answer_all, generate_one
 from tlt_megatron.engines.sglang.weights import WeightSender
+from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import SINGLE, Group
@@ -65,6 +66,7 @@ class SglangEngine:
         self._is_asleep = False
         self._plan = None if speculation is None else plan_speculation(speculation)
         self._stats = EngineStats()
+        self._routed = load_model_config(model_path) if rollout.routing_replay else None
         self._most_positions = max_prompt_tokens + rollout.max_new_tokens
         self._folder = tempfile.TemporaryDirectory(prefix="tlt_sglang_")
         self._sglang: Connection | None = None
@@ -264,7 +266,14 @@ class SglangEngine:
             asked.extend(prompts)
             return [
                 partial(
-                    generate_one, sglang.engine, prompt, index, params, policy_version, on_finish
+                    generate_one,
+                    sglang.engine,
+                    prompt,
+                    index,
+                    params,
+                    policy_version,
+                    on_finish,
+                    self._routed,
                 )
                 for prompt in prompts
                 for index in prompt.sample_indices(params)

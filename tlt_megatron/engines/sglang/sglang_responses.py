@@ -7,6 +7,8 @@ because a log-probability of another token would silently corrupt training.
 from __future__ import annotations
 
 import asyncio
+import base64
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +19,7 @@ from torch import Tensor
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.engines.sglang.answers import VERIFY_PASSES
 from tlt_megatron.engines.sglang.sglang_noise import is_plain
+from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.speculation.sampling import request_seed, seed_at_origin
 from tlt_megatron.types import FinishReason, KeptTokens, Prompt, Rollout, SamplingParams
 
@@ -74,8 +77,11 @@ async def generate_one(
     params: SamplingParams,
     policy_version: int,
     on_finish: Callable[[Rollout], None] | None,
+    routed: ModelConfig | None = None,
 ) -> tuple[Rollout, Mapping[str, Any]]:
-    """Generate one response. Return the rollout and SGLang's `meta_info`."""
+    """Generate one response. Return the rollout and SGLang's `meta_info`.
+
+    `routed` is the mixture whose routes the rollout has."""
     seed = request_seed(params.seed, prompt.draw_index, sample_index, prompt.first_position)
     output = await engine.async_generate(
         input_ids=list(prompt.token_ids),
@@ -90,8 +96,12 @@ async def generate_one(
         },
         return_logprob=True,
         top_logprobs_num=0 if is_plain(params) or params.temperature == 0.0 else 1,
+        return_routed_experts=routed is not None,
     )
     rollout = make_rollout(prompt, sample_index, params, policy_version, output)
+    if routed is not None:
+        routes = _routes(output["meta_info"]["routed_experts"], routed)
+        rollout = dataclasses.replace(rollout, routes=routes)
     if on_finish is not None:
         on_finish(rollout)
     return rollout, output["meta_info"]
@@ -142,6 +152,14 @@ def make_rollout(
         accept_lengths=tuple(min(count, len(token_ids) - start) for start, count in passes),
         kept=kept,
     )
+
+
+def _routes(text: str, model: ModelConfig) -> Tensor:
+    """Return the experts of all tokens but the last, [N, L, K] int16. SGLang gives all layers a place."""
+    assert model.experts is not None
+    numbers = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int32)
+    whole = numbers.view(-1, model.num_layers, model.experts.num_per_token)
+    return whole[:, list(model.experts.layers)].short()
 
 
 def _kept_tokens(
