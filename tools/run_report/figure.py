@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from tools.run_report.palette import AXIS, GRID, INK
+import yaml
 
 Json = dict[str, Any]
 
 _NUM_MARKED = 30
-_FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
-AXIS_STYLE = {
-    "showline": True,
-    "linecolor": AXIS,
-    "gridcolor": GRID,
-    "zeroline": False,
-    "ticks": "outside",
-    "tickcolor": AXIS,
-    "automargin": True,
-}
+
+
+@cache
+def declared() -> Json:
+    """Return the tables of figures.yaml."""
+    return yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,27 +37,24 @@ class Panel:
     absent: str = ""  # why there is no data
 
 
+def make_axis(label: str, *settings: Json) -> Json:
+    """Return an axis; a later one of `settings` goes over an earlier one."""
+    merged: Json = dict(declared()["axis"])
+    for each in settings:
+        merged |= each
+    return merged | {"title": merged.get("title", {}) | {"text": label}}
+
+
 def make_layout(
     x_label: str, y_label: str, *, x: Json | None = None, y: Json | None = None, **settings: object
 ) -> Json:
     """Return Plotly's layout with these `settings`; `x` and `y` are settings of an axis."""
-    return {
-        "font": {"family": _FAMILY, "size": 13, "color": INK},
-        "margin": {"l": 10, "r": 10, "t": 8, "b": 10},
-        "height": 330,
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "hoverlabel": {"font": {"family": _FAMILY}},
-        "hovermode": "x unified",
-        "barmode": "stack",
-        "bargap": 0.15,
-        "showlegend": False,  # the page has a legend that wraps, below the plot
-        "xaxis": AXIS_STYLE | {"title": {"text": x_label, "standoff": 8}} | (x or {}),
-        "yaxis": AXIS_STYLE
-        | {"title": {"text": y_label, "standoff": 10}, "rangemode": "tozero"}
-        | (y or {}),
-        **settings,
+    shared = declared()["layout"]
+    axes = {
+        "xaxis": make_axis(x_label, shared["xaxis"], x or {}),
+        "yaxis": make_axis(y_label, shared["yaxis"], y or {}),
     }
+    return shared | axes | settings
 
 
 def make_curve(

@@ -9,7 +9,7 @@ YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 PALE, GREY, OTHER, VIOLET, BROWN = "#CFE8F8", "#C8CCD0", "#8A8F98", "#6A51A3", "#7B4B2A"
 MINT, SALMON = "#8FD3B6", "#F2998E"
 CURVES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, OTHER)
-AXIS, GRID, INK = "#8A8F98", "#E6E8EB", "#1B1F24"
+GRID, INK = "#E6E8EB", "#1B1F24"  # as in figures.yaml
 # What replaces a colour of the light page on a dark one.
 ON_DARK = {
     BLACK: "#E6E9ED",

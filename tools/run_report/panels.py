@@ -1,5 +1,5 @@
-"""The panels of the report below its timeline: metrics over RL steps, from one table, and the
-strategies that were chosen.
+"""The panels of the report below its timeline: metrics over RL steps, as figures.yaml lists them, and
+the strategies that were chosen.
 
 If a run did not do something, its panel has a sentence and no data.
 """
@@ -13,13 +13,13 @@ from itertools import cycle
 
 from tools.run_report import palette
 from tools.run_report.data import RunData
-from tools.run_report.figure import Panel, make_bars, make_curve, make_layout
+from tools.run_report.figure import Panel, declared, make_bars, make_curve, make_layout
 from tools.run_report.rank_panel import build_rank_panel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverSteps:
-    """A panel of metrics over RL steps."""
+    """A panel of metrics over RL steps: a row of figures.yaml."""
 
     key: str
     title: str
@@ -29,74 +29,7 @@ class OverSteps:
     note: str = ""
     is_stacked: bool = False
     is_log: bool = False
-
-
-_OVER_STEPS = (
-    OverSteps(
-        key="step_time",
-        title="Step time by phase",
-        y_label="seconds",
-        metrics={"*": "timing_s/*"},
-        note="Each phase on its slowest rank; waiting for the slowest rollout is a part of that rollout (gen).",
-        is_stacked=True,
-    ),
-    OverSteps(
-        key="bubble",
-        title="Idle time of ranks, and what it was used for",
-        y_label="rank-seconds per step",
-        metrics={
-            "idle": "bubble/idle_s",
-            "used for drafter training": "bubble/used_s",
-            "stall": "bubble/stall_s",
-        },
-        note="Rank-seconds between a rank's last response and the last of all ranks; stall: held up by drafter work.",
-    ),
-    OverSteps(
-        key="acceptance",
-        title="Accepted tokens by depth",
-        y_label="share of verify passes",
-        metrics={"≥ *": "rollout/spec_accepted_at/*"},
-        note="Share of verify passes that accepted at least so many drafted tokens.",
-    ),
-    OverSteps(
-        key="accept_length",
-        title="Accept length",
-        y_label="tokens per verify pass",
-        metrics={
-            "in rollouts": "rollout/spec_accept_length",
-            "drafter in training": "drafter/accept_length",
-            "drafter on held-out data": "drafter/holdout_accept_length/published",
-        },
-        note="Tokens out for each request and verify pass, the bonus token included.",
-    ),
-    OverSteps(
-        key="rewards",
-        title="Rewards",
-        y_label="reward",
-        metrics={
-            "mean reward in training": "critic/rewards/mean",
-            "held-out accuracy": "eval/accuracy",
-        },
-    ),
-    OverSteps(
-        key="lengths",
-        title="Response length",
-        y_label="tokens (log scale)",
-        metrics={
-            "longest": "response_length/max",
-            "mean": "response_length/mean",
-            "median": "response_length/median",
-        },
-        is_log=True,
-    ),
-)
-_NOT_STACKED = ("timing_s/step", "timing_s/wait")  # ranks wait beside another rank's rollout
-_COMPARED = {  # title and name of the y axis, by metric
-    "critic/rewards/mean": ("Mean reward in training", "reward"),
-    "eval/accuracy": ("Held-out accuracy", "accuracy"),
-    "timing_s/step": ("Step time", "seconds"),
-    "rollout/spec_accept_length": ("Accept length", "tokens per verify pass"),
-}
+    left_out: Sequence[str] = ()  # metrics that * also stands for
 
 
 def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel]:
@@ -104,7 +37,8 @@ def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel]:
 
     `steps` is the window of the timeline; None: the last two.
     """
-    step_time, *others = (_over_steps(run, panel) for panel in _OVER_STEPS)
+    rows = declared()["over_steps"]
+    step_time, *others = (_over_steps(run, OverSteps(**row)) for row in rows)
     return [build_rank_panel(run, steps), step_time, _strategies(run), *others]
 
 
@@ -122,7 +56,7 @@ def build_comparison(runs: Sequence[RunData]) -> list[Panel]:
             layout=make_layout("RL step", y_label),
             absent=f"No run wrote {metric}.",
         )
-        for metric, (title, y_label) in _COMPARED.items()
+        for metric, (title, y_label) in declared()["compared"].items()
     ]
 
 
@@ -142,7 +76,7 @@ def _over_steps(run: RunData, panel: OverSteps) -> Panel:
         data=[
             make(label, color, run.series(metric))
             for (label, metric), color in zip(written.items(), cycle(palette.CURVES), strict=False)
-            if metric not in _NOT_STACKED
+            if metric not in panel.left_out
         ],
         layout=make_layout("RL step", panel.y_label, y=log_axis if panel.is_log else {}),
         absent=_absent(run, next(iter(panel.metrics.values()))),

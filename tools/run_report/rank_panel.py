@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tools.run_report import palette
 from tools.run_report.data import RunData
-from tools.run_report.figure import AXIS_STYLE, Json, Panel, make_curve, make_layout
+from tools.run_report.figure import Json, Panel, declared, make_axis, make_curve, make_layout
 from tools.run_report.trace import Span, Window
 from tools.run_report.visible_spans import (
     NUM_ROWS,
@@ -18,24 +18,6 @@ from tools.run_report.visible_spans import (
     spans_in,
 )
 
-_PHASES = {  # in the order of the legend
-    "DECODE": palette.SKY,
-    "VERIFY": palette.BLUE,
-    "ROLLOUT": palette.PALE,
-    "WAIT": palette.GREY,
-    "IDLE": palette.GREY,
-    "DRAFT-TRAIN": palette.ORANGE,
-    "PREEMPT": palette.VERMILLION,
-    "REWARD": palette.PURPLE,
-    "VALUES": palette.OTHER,
-    "LOGPROB": palette.YELLOW,
-    "CRITIC": palette.MINT,
-    "UPDATE": palette.GREEN,
-    "SYNC": palette.BLACK,
-    "EVAL": palette.VIOLET,
-    "CHECKPOINT": palette.BROWN,
-    "PUBLISH": palette.SALMON,
-}
 _CHOICE = " From the top: the slowest three, two median and the fastest three rollouts."
 _ROW_HEIGHT, _TAIL_HEIGHT, _MARGINS = 46, 200, 130  # pixels
 
@@ -76,7 +58,6 @@ def _layout(window: Window, rows: Sequence[str]) -> Json:
     """Return the rows of the timeline above the tail, and a line where a step starts."""
     height = _ROW_HEIGHT * len(rows) + _TAIL_HEIGHT
     border = _TAIL_HEIGHT / height
-    tail = {"domain": [0, 0.85 * border], "title": {"text": "running requests"}}
     line = {"type": "line", "y0": 0, "y1": 1, "yref": "paper"}
     line["line"] = {"color": palette.BLACK, "width": 1, "dash": "dot"}
     return make_layout(
@@ -84,7 +65,7 @@ def _layout(window: Window, rows: Sequence[str]) -> Json:
         "",
         x={"range": [0, window.width_s], "anchor": "y2"},
         y={"categoryarray": rows[::-1], "showgrid": False, "domain": [border, 1]},
-        yaxis2=AXIS_STYLE | tail,
+        yaxis2=make_axis("running requests", {"domain": [0, 0.85 * border]}),
         barmode="overlay",
         bargap=0.25,
         hovermode="closest",
@@ -97,7 +78,8 @@ def _layout(window: Window, rows: Sequence[str]) -> Json:
 
 def _bars_by_phase(bars: Sequence[Span]) -> list[Json]:
     """Return the bars of each phase; unknown phases come last."""
-    found: dict[str, list[Span]] = {phase: [] for phase in _PHASES}
+    colors = {phase: getattr(palette, name) for phase, name in declared()["phases"].items()}
+    found: dict[str, list[Span]] = {phase: [] for phase in colors}
     for bar in bars:
         found.setdefault(bar.phase, []).append(bar)
     return [
@@ -111,7 +93,7 @@ def _bars_by_phase(bars: Sequence[Span]) -> list[Json]:
             "text": [bar.label for bar in of_phase],
             "customdata": [_detail(bar) for bar in of_phase],
             "hovertemplate": "%{customdata}<br>%{base:.4f} s, for %{x:.4f} s<extra>%{y}</extra>",
-            "marker": {"color": _PHASES.get(phase, palette.OTHER), "line": {"width": 0}},
+            "marker": {"color": colors.get(phase, palette.OTHER), "line": {"width": 0}},
             "textposition": "inside",
             "insidetextanchor": "middle",
             "textangle": 0,
