@@ -14,26 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tools.gpu.machine import Figures, Machine
+from tools.gpu.shapes import MODEL_CONFIGS
 
 _REPO = Path(__file__).resolve().parents[2]
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-# Qwen2.5-0.5B's config.json.
-_HALF_B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
 _TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}  # fmt: skip
 _SHOWN = ("timing_s/", "perf/", "actor/grad_norm", "rollout/accept_length", "memory/peak_gb/")
 _REWARD = """
@@ -56,7 +40,8 @@ def rl_step(machine: Machine, policy: str) -> Iterator[Figures]:
     model = small
     if policy == "half_b":
         model = folder / "model"
-        _write_random(model, {**_HALF_B, **machine.pick({}, _TINY)}, small)
+        config = json.loads((MODEL_CONFIGS / "qwen2.5-0.5b" / "config.json").read_text())
+        _write_random(model, config | machine.pick({}, _TINY), small)
     elif not machine.is_tiny:
         model = folder / "model"
         _python("-m", "tools.expand_layers", f"--model={small}", "--extra=8", f"--out={model}")

@@ -1,27 +1,14 @@
-"""The shape of Qwen2.5-7B, from its config.json, and a tiny one that takes the same paths."""
+"""Shapes of models, from their config.json on the Hub, and a tiny one that takes the same paths."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
-from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.models.config import load_model_config
 
-QWEN_2_5_7B = ModelConfig(
-    model_type="qwen2",
-    vocab_size=152064,
-    hidden_size=3584,
-    ffn_size=18944,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e6),
-    max_position_embeddings=32768,
-    tie_word_embeddings=False,
-    has_qkv_bias=True,
-    has_qk_norm=False,
-)
+MODEL_CONFIGS = Path(__file__).with_name("model_configs")
+QWEN_2_5_7B = load_model_config(MODEL_CONFIGS / "qwen2.5-7b")
 TINY = dataclasses.replace(
     QWEN_2_5_7B,
     vocab_size=96,

@@ -62,8 +62,8 @@ def test_the_benchmarks_of_a_language_model_measure_any_policy_folder(tmp_path: 
 
     sizes = ("--vocab-sizes", "48", "--num-ids", "0", "--batch-sizes", "1", "--rounds", "1")
     found = measured("costs", "--model", model, *sizes)
-    assert found["draft_step_fraction"]["1/0"]["median"] > 0
-    assert found["noise_fraction"]["48/1"]["search_share"]["median"] > 0
+    assert found["draft_step"]["48/1"]["0"]["share"]["median"] > 0
+    assert found["noise"]["48/1"]["search"]["share"]["median"] > 0
     requests = "--num-requests 4 --num-samples 2 --max-new-tokens 8 --rounds 1 --hf-batch-sizes 4"
     prompts = ("--prompts", str(tmp_path / "eval.jsonl"), "--ignore-stops", *requests.split())
     assert measured("rollout", "--model", model, *prompts)["ratio"]["median"] > 0
