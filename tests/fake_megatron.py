@@ -123,7 +123,7 @@ def measure_policy(
         def update() -> None:
             predict = schedule.label_logprobs(1.0, groups)
             schedule.run_forward_backward(wrapped, batch, predict, mcore_policy.tiny_loss, groups)
-            schedule.reduce_gradients(wrapped, 1)
+            schedule.reduce_gradients(wrapped, 1, groups)
 
         before = live.now
         update()

@@ -42,12 +42,15 @@ class Layout:
 
     world: int
     tensor: int = 1
+    context: int = 1
     pipeline: int = 1
     expert: int = 1
 
     @property
     def parallel(self) -> ParallelSection:
-        return ParallelSection(tensor=self.tensor, pipeline=self.pipeline, expert=self.expert)
+        return ParallelSection(
+            tensor=self.tensor, context=self.context, pipeline=self.pipeline, expert=self.expert
+        )
 
 
 def build_policy(

@@ -53,7 +53,7 @@ def evaluation_command(arguments: list[str]) -> list[str]:
         *(word for word in rest if not word.startswith("-") and "=" in word),
     ]
     parallel = load_config(config, settings).parallel
-    ranks = options.nproc_per_node or str(parallel.tensor * parallel.pipeline)
+    ranks = options.nproc_per_node or str(parallel.tensor * parallel.context * parallel.pipeline)
     launcher = [word for word in rest if word not in settings]
     command = ["--nproc-per-node", ranks, *launcher, *settings]
     return train_command([str(config), *command] if config else command)

@@ -74,6 +74,9 @@ def one_rank(mixture: Path) -> dict[str, Any]:
         (Layout(world=4, tensor=2, expert=2), (1, 4), 12),
         (Layout(world=4, tensor=2, expert=4), (1, 4), 6),
         (Layout(world=4, pipeline=2, expert=2), (4, 1), None),
+        (Layout(world=2, context=2, expert=2), ALL, 12),
+        (Layout(world=4, context=2, expert=4), (1, 4), 6),
+        (Layout(world=4, context=2, tensor=2, expert=2), ALL, 12),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
 )
@@ -132,9 +135,9 @@ def test_logprobs_equal_transformers(mixture: Path, one_rank: dict[str, Any]) ->
 
 
 def _grad_norm(path: Path, layout: Layout, coefficient: float) -> float:
-    """Of four micro-batches with even numbers of tokens: sequence parallelism pads none."""
+    """Of four micro-batches whose sequences are of multiples of four tokens, which no layout pads."""
     policy, groups = build_policy(path, layout, moe_aux_loss_coeff=coefficient)
-    batches = [make_micro_batch((n, 10), seed=n) for n in (20, 12, 32, 8)]
+    batches = [make_micro_batch((n, 12), seed=n) for n in (20, 12, 32, 8)]
     share = batches[groups.dp.rank :: groups.dp.size]
     policy.forward_backward(share, 1.0, tiny_loss)
     return policy.optimizer_step().grad_norm
@@ -143,7 +146,12 @@ def _grad_norm(path: Path, layout: Layout, coefficient: float) -> float:
 def test_the_load_balancing_loss_is_that_of_one_rank_at_every_layout(mixture: Path) -> None:
     off, expected = (run_ranks(1, _grad_norm, mixture, Layout(world=1), c)[0] for c in (0.0, 0.5))
     assert abs(expected - off) > 0.1 * off
-    for layout in (EP2, Layout(world=2, tensor=2, expert=2), Layout(world=4, tensor=2, expert=4)):
+    for layout in (
+        EP2,
+        Layout(world=2, tensor=2, expert=2),
+        Layout(world=4, tensor=2, expert=4),
+        Layout(world=2, context=2, expert=2),
+    ):
         for found in run_ranks(layout.world, _grad_norm, mixture, layout, 0.5):
             assert found == pytest.approx(expected, rel=TOLERANCE)
 

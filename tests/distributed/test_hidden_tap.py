@@ -29,8 +29,11 @@ LAYOUTS = [
     Layout(world=2, pipeline=2),
     Layout(world=4, tensor=2, pipeline=2),
     Layout(world=2),
+    Layout(world=2, context=2),
+    Layout(world=4, context=2, tensor=2),
+    Layout(world=4, context=2, pipeline=2),
 ]
-NAMES = ("tp1", "tp2", "pp2", "tp2_pp2", "dp2")
+NAMES = ("tp1", "tp2", "pp2", "tp2_pp2", "dp2", "cp2", "cp2_tp2", "cp2_pp2")
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,7 @@ def test_routers_choose_the_replayed_experts(replayed_on_one_rank: dict[str, Any
         (EP2, (3, 2), "full"),
         (Layout(world=2, tensor=2, expert=2), ALL, "none"),
         (Layout(world=4, pipeline=2, expert=2), (4, 1), "full"),
+        (Layout(world=4, context=2, tensor=2, expert=2), ALL, "full"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
 )

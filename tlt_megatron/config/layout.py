@@ -19,12 +19,15 @@ def check_layout(config: RunConfig, world_size: int) -> None:
 
     Reads only config.json.
     """
-    tp, pp = config.parallel.tensor, config.parallel.pipeline
-    if world_size % (tp * pp):
+    parallel = config.parallel
+    tp, cp, pp = parallel.tensor, parallel.context, parallel.pipeline
+    if world_size % (tp * cp * pp):
+        by_context = f" x parallel.context={cp}" if cp > 1 else ""
         raise ValueError(
-            f"parallel.tensor={tp} x parallel.pipeline={pp} = {tp * pp} does not divide the {world_size} ranks"
+            f"parallel.tensor={tp}{by_context} x parallel.pipeline={pp} = {tp * cp * pp} does not divide"
+            f" the {world_size} ranks"
         )
-    expert = config.parallel.expert
+    expert = parallel.expert
     if world_size // pp % expert:
         raise ValueError(
             f"parallel.expert={expert} does not divide the {world_size // pp} ranks of a pipeline stage"

@@ -37,11 +37,12 @@ class ModelSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSection(Section):
-    """How the policy is split. The data-parallel size is world / (tensor * pipeline)."""
+    """How the policy is split. The data-parallel size is world / (tensor * context * pipeline)."""
 
     tensor: PositiveInt = 1  # tensor-parallel ranks; above 1 also with sequence parallelism
+    context: PositiveInt = 1  # context-parallel ranks: each has a share of every sequence's tokens
     pipeline: PositiveInt = 1  # pipeline stages
-    # ranks that share the experts of a layer, of tensor x data; an expert is never cut
+    # ranks that share the experts of a layer, of tensor x context x data; an expert is never cut
     expert: PositiveInt = 1
 
 

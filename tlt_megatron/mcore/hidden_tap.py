@@ -1,8 +1,8 @@
 """Records hidden states from a forward pass of the policy, for drafter training.
 
-Sequence lengths alone decide which sequences are tapped and which rank gets each, so all tensor-
-and pipeline-parallel peers agree without a message. Every peer gets its own part, so each can train
-on other data. After the pass, stages send each other the states, one sequence at a time.
+Sequence lengths alone decide which sequences are tapped and which rank gets each, so all tensor-,
+context- and pipeline-parallel peers agree without a message. Every peer gets its own share, so each
+can train on other data. After the pass, stages send each other the states, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tlt_megatron.mcore.token_places import TokenPlaces, place_tokens
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.device import HostCopies
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
@@ -48,7 +49,7 @@ class TapPlace:
     micro_batch: int
     start: int  # of its tokens in the micro-batch; `end` is exclusive
     end: int
-    tp_rank: int
+    part: int  # see ProcessGroups
     pp_rank: int
 
     @property
@@ -58,32 +59,32 @@ class TapPlace:
 
 
 def plan_tap(
-    lengths: Sequence[Sequence[int]], *, tp_size: int, pp_size: int, max_tokens: int
+    lengths: Sequence[Sequence[int]], *, num_parts: int, pp_size: int, max_tokens: int
 ) -> list[TapPlace]:
     """Return the sequences to tap, longest first.
 
     `lengths` holds the sequence lengths of each micro-batch. `max_tokens` is the most that all
-    stages of one tensor-parallel rank may hold together. The longest go first: a drafter already
-    gets short responses from the rollout itself.
+    stages of one of the `num_parts` may hold together. The longest go first: a drafter already gets
+    short responses from the rollout itself.
     """
     found = []
     for micro_batch, parts in enumerate(lengths):
         for length, end in zip(parts, itertools.accumulate(parts), strict=True):
             if length >= _MIN_TOKENS:
                 found.append((-length, micro_batch, end - length))
-    peers = [(t, p) for t in range(tp_size) for p in range(pp_size)]
+    peers = [(part, stage) for part in range(num_parts) for stage in range(pp_size)]
     loads = dict.fromkeys(peers, 0)
-    of_column = [0] * tp_size  # of all stages of a tensor-parallel rank
+    of_stages = [0] * num_parts  # of all stages of a part
     places = []
     for minus_length, micro_batch, start in sorted(found):
         num_states = -minus_length - 1
-        t, p = min(peers, key=lambda peer: (of_column[peer[0]], loads[peer], peer))
-        if of_column[t] + num_states <= max_tokens:
-            loads[t, p] += num_states
-            of_column[t] += num_states
+        part, stage = min(peers, key=lambda peer: (of_stages[peer[0]], loads[peer], peer))
+        if of_stages[part] + num_states <= max_tokens:
+            loads[part, stage] += num_states
+            of_stages[part] += num_states
             end = start - minus_length
             places.append(
-                TapPlace(micro_batch=micro_batch, start=start, end=end, tp_rank=t, pp_rank=p)
+                TapPlace(micro_batch=micro_batch, start=start, end=end, part=part, pp_rank=stage)
             )
     return places
 
@@ -123,7 +124,7 @@ class HiddenStateTap:
             return []
         places = plan_tap(
             [[length] for length in lengths],
-            tp_size=groups.tp.size,
+            num_parts=groups.num_parts,
             pp_size=groups.pp.size,
             max_tokens=self._max_tokens,
         )
@@ -140,14 +141,14 @@ class HiddenStateTap:
     ) -> Iterator[None]:
         """Record while the body runs `micro_batches` forward, once and in order.
 
-        At the end, call `on_sequence` for this rank's part. Every tensor- and pipeline-parallel
-        peer must enter. They must all leave normally, or all with an exception. ValueError for a
-        layer that the model does not have.
+        At the end, call `on_sequence` for this rank's share. Every tensor-, context- and
+        pipeline-parallel peer must enter. They must all leave normally, or all with an exception.
+        ValueError for a layer that the model does not have.
         """
         holders = _find_holders(stage, self._sources, groups.pp)
         places = plan_tap(
             [batch.cu_seqlens.diff().tolist() for batch in micro_batches],
-            tp_size=groups.tp.size,
+            num_parts=groups.num_parts,
             pp_size=groups.pp.size,
             max_tokens=self._max_tokens,
         )
@@ -155,7 +156,8 @@ class HiddenStateTap:
         copies = HostCopies()
         points = _tap_points(stage)
         by_micro_batch = [
-            [p for p in places if p.micro_batch == i] for i in range(len(micro_batches))
+            ([p for p in places if p.micro_batch == i], place_tokens(batch.cu_seqlens, groups))
+            for i, batch in enumerate(micro_batches)
         ]
         handles = [
             points[source].register_forward_hook(
@@ -163,7 +165,7 @@ class HiddenStateTap:
                     by_micro_batch,
                     held,
                     dtype=self._dtype,
-                    tp=groups.tp,
+                    groups=groups,
                     copies=copies if groups.pp.size == 1 else None,
                 )
             )
@@ -180,7 +182,7 @@ class HiddenStateTap:
         )
         copies.wait()
         for place in places:
-            if place.tp_rank == groups.tp.rank:
+            if place.part == groups.part:
                 states = held.pop(place, [])
                 if groups.pp.size > 1:
                     states = _exchange(place, states, list(holders.values()), state, groups.pp)
@@ -191,11 +193,11 @@ class HiddenStateTap:
 
 
 def _hook(
-    by_micro_batch: Sequence[Sequence[TapPlace]],
+    by_micro_batch: Sequence[tuple[Sequence[TapPlace], TokenPlaces]],
     held: dict[TapPlace, list[Tensor]],
     *,
     dtype: torch.dtype,
-    tp: Group,
+    groups: ProcessGroups,
     copies: HostCopies | None,
 ) -> Callable[..., None]:
     """Return a forward hook that appends the states [T-1, D] of this rank's sequences to `held`.
@@ -209,16 +211,19 @@ def _hook(
     def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
         if _is_in_backward():
             return  # a recomputed layer: its states are recorded already
-        places = next(order, ())  # none for an empty micro-batch (schedule.py)
+        places, tokens = next(order, ((), None))  # none for an empty micro-batch (schedule.py)
         if not places:
             return
+        assert tokens is not None
         hidden_T1D = output[0] if isinstance(output, tuple) else output
         hidden_TD = hidden_T1D.detach()[:, 0]
-        if tp.size > 1:  # every peer takes part, also if another one gets the sequences
-            hidden_TD = gather_from_sequence_parallel_region(hidden_TD)
+        for group in (groups.tp, groups.cp):
+            if group.size > 1:  # every peer takes part, also if another one gets the sequences
+                hidden_TD = gather_from_sequence_parallel_region(hidden_TD, group=group.of_torch)
         for place in places:
-            if place.tp_rank == tp.rank:
-                states_TD = hidden_TD[place.start : place.end - 1].to(dtype, copy=True)
+            if place.part == groups.part:
+                rows_T = tokens.of_tokens[place.start : place.end - 1].to(hidden_TD.device)
+                states_TD = hidden_TD[rows_T].to(dtype)
                 held[place].append(states_TD if copies is None else copies.add(states_TD))
 
     return hook

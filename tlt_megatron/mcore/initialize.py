@@ -1,4 +1,4 @@
-"""Splits the world into Megatron's tensor-, pipeline-, data- and expert-parallel groups and returns them as values.
+"""Splits the world into Megatron's tensor-, context-, pipeline-, data- and expert-parallel groups and returns them as values.
 
 Megatron also keeps its groups as module state, which nothing outside `mcore` reads.
 """
@@ -30,6 +30,7 @@ def initialize_model_parallel(parallel: ParallelSection, world: Group, seed: int
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
         # Annotated as int; becomes a timedelta.
@@ -39,6 +40,7 @@ def initialize_model_parallel(parallel: ParallelSection, world: Group, seed: int
     return ProcessGroups(
         world=world,
         tp=group_of(parallel_state.get_tensor_model_parallel_group()),
+        cp=group_of(parallel_state.get_context_parallel_group()),
         pp=group_of(parallel_state.get_pipeline_model_parallel_group()),
         dp=group_of(parallel_state.get_data_parallel_group()),
         ep=group_of(parallel_state.get_expert_model_parallel_group()),

@@ -45,6 +45,11 @@ class Sharding:
     is_cuda: bool
 
     @property
+    def num_copies(self) -> int:
+        """Return the number of ranks with the same parameters, which share the optimizer's state."""
+        return self.num_data_parallel * self.parallel.context
+
+    @property
     def item_bytes(self) -> int:
         return _ITEM_BYTES[self.model.dtype]
 
@@ -58,8 +63,8 @@ class Sharding:
         Experts have copies on fewer ranks than the rest, and share their state with those alone.
         """
         dense, experts = self._cut_parameters(sizes)
-        num_ranks = self.parallel.tensor * self.num_data_parallel  # of a stage
-        return dense // self.num_data_parallel + experts * self.parallel.expert // num_ranks
+        num_ranks = self.parallel.tensor * self.num_copies  # of a stage
+        return dense // self.num_copies + experts * self.parallel.expert // num_ranks
 
     def _cut_parameters(self, sizes: ModelSizes) -> tuple[int, int]:
         """Return (other parameters, experts) of a rank of the fullest stage.
@@ -96,8 +101,10 @@ class Sharding:
             cut = _UNFUSED_F * sizes.active_ffn + _UNFUSED_Q * sizes.query
         cut += _ROUTED_D * sizes.num_routed * sizes.hidden
         tensor = self.parallel.tensor
-        element_bytes = num_tokens * self.item_bytes
+        element_bytes = -(-num_tokens // self.parallel.context) * self.item_bytes
         layer = int(element_bytes * (uncut + cut) / tensor)
+        if self.parallel.context > 1 and not self.is_cuda:  # keys and values of the whole sequences
+            layer += num_tokens * self.item_bytes * sizes.kv // tensor
         kept, again = layer, 0
         if self.mcore.recompute == "full":
             kept, again = int(element_bytes * sizes.hidden / tensor), 2 * layer
@@ -130,7 +137,7 @@ def policy_claims(
     sequence in tokens.
     """
     mcore, parallel, is_cuda = sharding.mcore, sharding.parallel, sharding.is_cuda
-    item, num_shares = sharding.item_bytes, sharding.num_data_parallel
+    item, num_shares = sharding.item_bytes, sharding.num_copies
     own, own_state = sharding.parameters(sizes), sharding.optimizer_parameters(sizes)
     critic_own = 0 if critic is None else sharding.parameters(critic)
     critic_state = 0 if critic is None else sharding.optimizer_parameters(critic)

@@ -133,6 +133,7 @@ def transformer_config(
     fields = {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": parallel.tensor > 1,
@@ -162,8 +163,9 @@ def transformer_config(
         fields["moe_grouped_gemm"] = device.is_cuda
         if section.moe_aux_loss_coeff:
             # Megatron 0.16.1 multiplies the loss by the tokens of this rank, a share of the
-            # micro-batch under sequence parallelism.
-            fields["moe_aux_loss_coeff"] = section.moe_aux_loss_coeff * parallel.tensor
+            # micro-batch under sequence and context parallelism.
+            num_shares = parallel.tensor * parallel.context
+            fields["moe_aux_loss_coeff"] = section.moe_aux_loss_coeff * num_shares
             fields["moe_router_load_balancing_type"] = "aux_loss"
     fields = _architecture_fields(config) | fields | _RECOMPUTE[section.recompute]
     transformer = TransformerConfig(**fields | section.transformer)

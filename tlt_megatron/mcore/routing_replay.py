@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tlt_megatron.mcore.token_places import TokenPlaces
 from tlt_megatron.models.config import ExpertsConfig
-from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -26,10 +27,10 @@ TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
 class RoutingReplay:
     """Replays the routes of micro-batches in this rank's pipeline stage of one model."""
 
-    def __init__(self, stage: GPTModel, experts: ExpertsConfig, tp: Group) -> None:
+    def __init__(self, stage: GPTModel, experts: ExpertsConfig, groups: ProcessGroups) -> None:
         from megatron.core.transformer.moe.router import TopKRouter
 
-        self._tp = tp
+        self._groups = groups
         self._shape = len(experts.layers), experts.num_per_token
         self._routers: dict[int, _RouterReplay] = {}  # by index in `experts.layers`
         for router in stage.modules():
@@ -44,14 +45,13 @@ class RoutingReplay:
         for router in self._routers.values():
             router.clear()
 
-    def start(self, micro_batch: MicroBatch, device: torch.device) -> None:
+    def start(self, micro_batch: MicroBatch, places: TokenPlaces, device: torch.device) -> None:
         """Set the routes of the pass that comes next. Tokens without a route are routed freely."""
         routes = micro_batch.routes
         if routes is None:  # also set, as recomputation takes those of all passes in turn
             routes = torch.full((micro_batch.num_tokens, *self._shape), -1, dtype=torch.int16)
-        padding = -micro_batch.num_tokens % self._tp.size
-        routes = nn.functional.pad(routes, (0, 0, 0, 0, 0, padding), value=-1)
-        own = routes.chunk(self._tp.size)[self._tp.rank].to(device)  # of sequence parallelism
+        parts = places.fill(routes, padding=-1).chunk(self._groups.num_parts)
+        own = parts[self._groups.part].to(device)
         for index, router in self._routers.items():
             router.start(own[:, index].long())
 

@@ -1,9 +1,9 @@
-"""Runs packed micro-batches through Megatron's pipeline schedules, at any tensor x pipeline layout.
+"""Runs packed micro-batches through Megatron's pipeline schedules, at any tensor x context x pipeline layout.
 
 A micro-batch is one packed sequence of P tokens (thd, batch axis 1). P varies, so the model must be
-built with variable_seq_lengths. For sequence parallelism, P is padded here to a multiple of tp
-with one more packed sequence. The output layer gets only the R rows that predict a response token.
-V is a shard if tp > 1.
+built with variable_seq_lengths. token_places.py pads it and cuts it over context-parallel ranks.
+The output layer gets only the R rows that predict a response token, R / cp on each of these ranks.
+What is predicted of them is gathered, so every rank computes the same loss. V is a shard if tp > 1.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from tlt_megatron.mcore.logprobs import vocab_parallel_logprobs
 from tlt_megatron.mcore.routing_replay import RoutingReplay
+from tlt_megatron.mcore.token_places import TokenPlaces, place_tokens
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
-from tlt_megatron.runtime.process_groups import ProcessGroups
+from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.types import KeptTokens, LossResult, MicroBatch, TokenLogprobs, TokenValues
 
 if TYPE_CHECKING:
@@ -35,20 +36,20 @@ T = TypeVar("T", TokenLogprobs, TokenValues)
 class OutputRows:
     """The rows of a micro-batch that the output layer computes."""
 
-    rows: Tensor  # [R] ascending indices into the P tokens and the padding
-    own_rows: Tensor  # [R] of them that this rank holds, as indices into its part of the sequence
-    is_needed: Tensor  # [R] bool; the others only make the parts of a sequence equally long
-    labels: Tensor  # [R] int64
-    kept: KeptTokens | None  # of the R rows
+    rows: Tensor  # [R] ascending places of all ranks
+    own_rows: Tensor  # of them that this rank holds, as indices into its part of the places
+    is_needed: Tensor  # [R] bool; the others only give every part equally many rows
+    labels: Tensor  # [R / cp] int64, of the rows of tensor-parallel peers
+    kept: KeptTokens | None  # of these R / cp rows
 
 
 Tensors = TypeVar("Tensors", MicroBatch, OutputRows)
-# Makes the record [R] of the rows from their output [R, ...] of the last stage.
+# Makes the record [R / cp] of the rows from their output [R / cp, ...] of the last stage.
 Predict = Callable[[OutputRows, Tensor], T]
 
 
 def label_logprobs(temperature: float, groups: ProcessGroups) -> Predict[TokenLogprobs]:
-    """Return the Predict of a policy, whose output is logits [R, V] (shard of V)."""
+    """Return the Predict of a policy, whose output is logits [R / cp, V] (shard of V)."""
 
     def predict(rows: OutputRows, logits_RV: Tensor) -> TokenLogprobs:
         return vocab_parallel_logprobs(logits_RV, rows.labels, temperature, groups.tp, rows.kept)
@@ -57,7 +58,7 @@ def label_logprobs(temperature: float, groups: ProcessGroups) -> Predict[TokenLo
 
 
 def token_values(_rows: OutputRows, values_R1: Tensor) -> TokenValues:
-    """The Predict of a critic, whose output is values [R, 1]."""
+    """The Predict of a critic, whose output is values [R / cp, 1]."""
     return TokenValues(values=values_R1[:, 0].float())
 
 
@@ -71,7 +72,7 @@ def run_forward(
 ) -> list[T]:
     """Run forward without gradients; return each `record` on the CPU of every peer.
 
-    All tensor- and pipeline-parallel peers must call this with the same micro-batches.
+    All tensor-, context- and pipeline-parallel peers must call this with the same micro-batches.
     Data-parallel ranks need not call it together, unless they share experts.
     """
     passes = _equal_passes(micro_batches, groups)
@@ -103,8 +104,8 @@ def run_forward_backward(
     """Accumulate this rank's gradients in the buffers of `model`.
 
     `model` is Megatron's DistributedDataParallel. Returns the metric sums, on every pipeline stage,
-    and the sum of the counts, on the last. Tensor- and pipeline-parallel peers must call this
-    together, with the same micro-batches. So must ranks that share experts, with any.
+    and the sum of the counts, on the last. Tensor-, context- and pipeline-parallel peers must call
+    this together, with the same micro-batches. So must ranks that share experts, with any.
     """
     passes = _equal_passes(micro_batches, groups)
     device = next(model.parameters()).device
@@ -157,13 +158,15 @@ def _equal_passes(
     return [*micro_batches, *[empty] * num_missing]
 
 
-def reduce_gradients(model: nn.Module, count: int) -> None:
+def reduce_gradients(model: nn.Module, count: int, groups: ProcessGroups) -> None:
     """Sum the accumulated gradients of all ranks and divide them by the sum of all counts.
 
     `count` is this data-parallel rank's, on the last pipeline stage. A collective of all ranks.
     """
     from megatron.core.distributed import finalize_model_grads
 
+    if not groups.cp.is_first:
+        count = 0  # Megatron sums over context-parallel ranks too, and these have the same
     device = next(model.parameters()).device
     finalize_model_grads([model], torch.tensor(count, dtype=torch.int32, device=device))
 
@@ -212,11 +215,11 @@ def _forward_step(
 
     def step(feed: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., object]]:
         micro_batch = next(feed)
-        token_ids_1P, position_ids_1P, packing = _model_inputs(micro_batch, groups.tp.size, device)
-        rows = _output_rows(micro_batch, groups.tp.size, groups.tp.rank)
-        rows = _to_device(rows, device)
+        places = place_tokens(micro_batch.cu_seqlens, groups)
+        token_ids_1P, position_ids_1P, packing = _model_inputs(micro_batch, places, groups, device)
+        rows = _to_device(_output_rows(micro_batch, places, groups), device)
         if replay is not None:
-            replay.start(micro_batch, device)
+            replay.start(micro_batch, places, device)
         with _output_of(model, rows, groups):
             output = model(
                 token_ids_1P, position_ids_1P, None, packed_seq_params=packing, **options
@@ -225,39 +228,43 @@ def _forward_step(
 
         def finish_output(output_1RX: Tensor, **_: bool) -> object:
             predicted = predict(rows, output_1RX[0])
-            return finish(_spread(predicted, rows, micro_batch.num_tokens), on_device)
+            return finish(_spread(predicted, rows, places, groups.cp), on_device)
 
         return output, finish_output
 
     return step
 
 
-def _output_rows(micro_batch: MicroBatch, num_chunks: int, chunk: int) -> OutputRows:
+def _output_rows(micro_batch: MicroBatch, places: TokenPlaces, groups: ProcessGroups) -> OutputRows:
     """Return the rows of `loss_mask`, at least one: there is always a graph for the backward pass.
 
-    The chunks of a sequence-parallel micro-batch give equally many, so some give others too.
+    The parts of the ranks give equally many, so some give others too.
     """
-    padding = (0, -micro_batch.num_tokens % num_chunks)
-    is_needed_P = nn.functional.pad(micro_batch.loss_mask, padding) > 0
-    is_needed_CP = is_needed_P.view(num_chunks, -1)
-    num_rows = max(1, int(is_needed_CP.sum(dim=1).max()))
-    order_CP = is_needed_CP.int().argsort(dim=1, descending=True, stable=True)
-    own_rows_CR = order_CP[:, :num_rows].sort(dim=1).values
-    first_C = torch.arange(num_chunks) * is_needed_CP.size(1)
+    is_needed_M = places.fill(micro_batch.loss_mask) > 0
+    is_needed_CM = is_needed_M.view(groups.num_parts, -1)  # of each part
+    num_rows = max(1, int(is_needed_CM.sum(dim=1).max()))
+    order_CM = is_needed_CM.int().argsort(dim=1, descending=True, stable=True)
+    own_rows_CR = order_CM[:, :num_rows].sort(dim=1).values
+    first_C = torch.arange(groups.num_parts) * is_needed_CM.size(1)
     rows_R = (own_rows_CR + first_C[:, None]).flatten()
-    kept = micro_batch.kept
-    if kept is not None:
-        counts_P = nn.functional.pad(kept.counts, padding)
-        is_row_P = torch.zeros_like(is_needed_P).index_fill(0, rows_R, True)
-        ids = kept.token_ids[is_row_P.repeat_interleave(counts_P)]
-        kept = KeptTokens(token_ids=ids, counts=counts_P[rows_R])
+    peers_R = rows_R.chunk(groups.cp.size)[groups.cp.rank]
     return OutputRows(
         rows=rows_R,
-        own_rows=own_rows_CR[chunk],
-        is_needed=is_needed_P[rows_R],
-        labels=nn.functional.pad(micro_batch.labels, padding)[rows_R],
-        kept=kept,
+        own_rows=own_rows_CR[groups.part],
+        is_needed=is_needed_M[rows_R],
+        labels=places.fill(micro_batch.labels)[peers_R],
+        kept=_kept_of(micro_batch.kept, places, peers_R),
     )
+
+
+def _kept_of(kept: KeptTokens | None, places: TokenPlaces, rows_R: Tensor) -> KeptTokens | None:
+    if kept is None:
+        return None
+    counts_R = places.fill(kept.counts)[rows_R]
+    starts_R = places.fill(kept.counts.cumsum(0) - kept.counts)[rows_R]
+    shift_R = starts_R - (counts_R.cumsum(0) - counts_R)
+    indices = torch.arange(int(counts_R.sum())) + shift_R.repeat_interleave(counts_R)
+    return KeptTokens(token_ids=kept.token_ids[indices], counts=counts_R)
 
 
 @contextmanager
@@ -279,44 +286,43 @@ def _output_of(model: nn.Module, rows: OutputRows, groups: ProcessGroups) -> Ite
         handle.remove()
 
 
-def _spread(record: T, rows: OutputRows, num_tokens: int) -> T:
-    """Return the record [P] of a record [R]: 0 at rows that are not needed."""
+def _spread(record: T, rows: OutputRows, places: TokenPlaces, cp: Group) -> T:
+    """Return the record [P] of all ranks' records [R / cp]: 0 at rows that are not needed.
+
+    In the backward pass a rank takes the gradient of its own rows: the others have the same loss.
+    """
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     def spread(values_R: Tensor) -> Tensor:
-        # the padding of the sequence is shorter than R
-        values_P = values_R.new_zeros(num_tokens + rows.rows.numel())
-        return values_P.index_copy(0, rows.rows, values_R.where(rows.is_needed, 0))[:num_tokens]
+        if cp.size > 1:
+            values_R = gather_from_tensor_model_parallel_region(values_R, group=cp.of_torch)
+        values_M = values_R.new_zeros(int(places.bounds[-1]))
+        values_M = values_M.index_copy(0, rows.rows, values_R.where(rows.is_needed, 0))
+        return values_M[places.of_tokens.to(values_M.device)]
 
     fields = dataclasses.fields(record)
     return type(record)(**{f.name: spread(getattr(record, f.name)) for f in fields})
 
 
 def _model_inputs(
-    micro_batch: MicroBatch, multiple: int, device: torch.device
+    micro_batch: MicroBatch, places: TokenPlaces, groups: ProcessGroups, device: torch.device
 ) -> tuple[Tensor, Tensor, PackedSeqParams]:
-    """Return token ids, position ids [1, P] and sequence bounds, P padded to a multiple."""
+    """Return token ids, position ids [1, P] of this context-parallel rank, and the sequences' bounds."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    token_ids_P, position_ids_P = micro_batch.token_ids, micro_batch.position_ids
-    cu_seqlens = micro_batch.cu_seqlens
-    num_padding = -micro_batch.num_tokens % multiple
-    if num_padding:
-        # The padding is a separate sequence: real tokens cannot see it, and every kernel finds all tokens covered.
-        token_ids_P = torch.cat([token_ids_P, token_ids_P.new_zeros(num_padding)])
-        position_ids_P = torch.cat(
-            [position_ids_P, torch.arange(num_padding, device=position_ids_P.device)]
-        )
-        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + num_padding])
-    longest = int(cu_seqlens.diff().max())
-    cu_seqlens = cu_seqlens.to(device, torch.int32)
+    def own(values_P: Tensor) -> Tensor:
+        return places.fill(values_P).chunk(groups.cp.size)[groups.cp.rank][None].to(device)
+
+    longest = int(places.bounds.diff().max())
+    bounds = places.bounds.to(device)
     packing = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    return token_ids_P[None].to(device), position_ids_P[None].to(device), packing
+    return own(micro_batch.token_ids), own(micro_batch.position_ids), packing
 
 
 def _to_device(record: Tensors, device: torch.device) -> Tensors:

@@ -70,7 +70,7 @@ class TrainedModel:
         load_hf_weights(self._stage, self._config, HfReader(Path(model.path)), groups)
         self._replay = None
         if self._config.experts is not None and not self._has_value_head:
-            self._replay = RoutingReplay(self._stage, self._config.experts, groups.tp)
+            self._replay = RoutingReplay(self._stage, self._config.experts, groups)
         self._model = wrap_data_parallel(wrapped)
         self._optimizer = PolicyOptimizer(self._model, optimizer, dtype, num_updates)
         # of the loss, for the gradients so far; None: there are none
@@ -88,7 +88,7 @@ class TrainedModel:
     def optimizer_step(self, skipped_count: int = 0) -> OptimizerStats:
         """See TrainedModel. If the gradient is not finite, only zero the gradients."""
         assert self._count is not None  # of a forward_backward before it
-        reduce_gradients(self._model, self._count + skipped_count)
+        reduce_gradients(self._model, self._count + skipped_count, self._groups)
         self._count = None
         return self._optimizer.step()
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class TrainedModel(Protocol):
     """What is trained, on this rank. Every method is a collective of the model's ranks.
 
-    Tensor- and pipeline-parallel peers pass the same micro-batches. Each data-parallel peer passes
-    its own share.
+    Tensor-, context- and pipeline-parallel peers pass the same micro-batches. Each data-parallel
+    peer passes its own share.
     """
 
     def optimizer_step(self, skipped_count: int = 0) -> OptimizerStats:

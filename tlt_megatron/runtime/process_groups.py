@@ -73,13 +73,24 @@ SINGLE = Group(handle=None, rank=0, size=1, global_ranks=(0,))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroups:
-    """The axes of the training layout. Rank order is Megatron's: tp fastest, then dp, then pp."""
+    """The axes of the training layout. Rank order is Megatron's: tp fastest, then cp, dp, pp."""
 
     world: Group
     tp: Group = SINGLE
+    cp: Group = SINGLE
     pp: Group = SINGLE
     dp: Group = SINGLE
-    ep: Group = SINGLE  # of tensor x data: its ranks share the experts of every layer
+    ep: Group = SINGLE  # of tensor x context x data: its ranks share the experts of every layer
+
+    @property
+    def num_parts(self) -> int:
+        """Return the number of ranks that share the tokens of a micro-batch."""
+        return self.cp.size * self.tp.size
+
+    @property
+    def part(self) -> int:
+        """Return which of these parts this rank has."""
+        return self.cp.rank * self.tp.size + self.tp.rank
 
 
 def group_of(handle: object) -> Group:

@@ -212,7 +212,7 @@ def _open_report(
     run_dir, rank = site.run_dir, site.world.rank
     passes = SpeculationLog(run_dir / "speculation", rank=rank)
     rollouts = None
-    if site.config.logging.rollouts and groups.tp.is_first and groups.pp.is_first:
+    if site.config.logging.rollouts and groups.part == 0 and groups.pp.is_first:
         rollouts = RolloutLog(run_dir / "rollouts", tokenizer, rank=rank)
     if not site.world.is_first:
         return RunReport(phases, site.world, passes=passes, rollouts=rollouts)

@@ -59,7 +59,7 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
     else:
         claims += _engine_claims(config, model, sizes, device)
     if config.spot.enabled:
-        # The responses of a data-parallel rank are distributed over its tensor-parallel ranks.
+        # The responses of a data-parallel rank are distributed over those that share its passes.
         sharers = world_size // config.parallel.pipeline
         if config.rollout.engine != "embedded":  # in another process: the tables are here as well
             tables = 2 * sizes.table * _item_bytes(config)
@@ -90,11 +90,12 @@ def describe_checkpoint(config: RunConfig, world_size: int) -> str:
 
 
 def _sharding(config: RunConfig, world_size: int, *, is_cuda: bool) -> Sharding:
+    parallel = config.parallel
     return Sharding(
         model=config.model,
-        parallel=config.parallel,
+        parallel=parallel,
         mcore=config.mcore,
-        num_data_parallel=world_size // (config.parallel.tensor * config.parallel.pipeline),
+        num_data_parallel=world_size // (parallel.tensor * parallel.context * parallel.pipeline),
         is_cuda=is_cuda,
     )
 

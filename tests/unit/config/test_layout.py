@@ -47,6 +47,7 @@ def check(tmp_path: Path, overrides: str = "", world_size: int = 1, **sizes: Any
         ("", 1),
         ("parallel.tensor=2", 2),
         ("parallel.tensor=4 parallel.pipeline=2", 16),
+        ("parallel.tensor=2 parallel.context=3 parallel.pipeline=2", 12),
         ("rollout.kv_cache_tokens=512", 1),
         ("rollout.kv_cache_tokens=500 rollout.max_new_tokens=390 data.max_prompt_tokens=98 rollout.engine=sglang", 1),
         ("rollout.max_observation_tokens=10", 1),
@@ -127,6 +128,7 @@ def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
     "overrides, world_size, message",
     [
         ("parallel.tensor=2 parallel.pipeline=2", 6, r"parallel\.tensor=2 x parallel\.pipeline=2 = 4 does not divide the 6 ranks"),
+        ("parallel.tensor=2 parallel.context=2", 6, r"parallel\.tensor=2 x parallel\.context=2 x parallel\.pipeline=1 = 4 does not divide the 6 ranks"),
         ("rollout.engine=sglang sglang.engine_args.tp_size=4", 6, r"sglang\.engine_args\.tp_size=4 does not divide the 6 ranks"),
         ("rollout.engine=sglang sglang.engine_args.tp_size='4'", 4, r"sglang\.engine_args\.tp_size='4': must be an integer >= 1"),
         ("parallel.tensor=3", 3, r"parallel\.tensor=3 does not divide num_attention_heads=8"),

@@ -189,7 +189,7 @@ CASES = [
             ("hidden_dropout", 0.1, "of two policies"),
             ("bf16", "true", r"set model\.dtype"),
             ("tensor_model_parallel_size", 2, r"set parallel\.tensor"),
-            ("context_parallel_size", 2, "not supported"),
+            ("context_parallel_size", 2, "set parallel.context"),
             ("perform_initialization", "false", "gradient norms are wrong"),
             ("recompute_granularity", "full", r"set mcore\.recompute"),
             ("recompute_num_layer", 2, r"did you mean recompute_num_layers\?"),

@@ -15,17 +15,17 @@ def lengths_of(places: list[TapPlace]) -> list[int]:
 
 
 def test_places_are_where_the_sequences_stand() -> None:
-    places = plan_tap([[5, 2, 9], [], [4]], tp_size=1, pp_size=1, max_tokens=100)
+    places = plan_tap([[5, 2, 9], [], [4]], num_parts=1, pp_size=1, max_tokens=100)
     # Two tokens teach nothing.
     assert [(p.micro_batch, p.start, p.end) for p in places] == [(0, 7, 16), (0, 0, 5), (2, 0, 4)]
-    assert plan_tap([], tp_size=2, pp_size=2, max_tokens=100) == []
+    assert plan_tap([], num_parts=2, pp_size=2, max_tokens=100) == []
 
 
 def test_budget_goes_to_the_longest_first() -> None:
     lengths = [[30, 8], [20, 50, 11]]
-    places = plan_tap(lengths, tp_size=1, pp_size=1, max_tokens=49 + 19 + 7)
+    places = plan_tap(lengths, num_parts=1, pp_size=1, max_tokens=49 + 19 + 7)
     assert lengths_of(places) == [50, 20, 8]  # 30 no more, and nor 11 after 20
-    assert plan_tap(lengths, tp_size=1, pp_size=1, max_tokens=3) == []
+    assert plan_tap(lengths, num_parts=1, pp_size=1, max_tokens=3) == []
 
 
 @pytest.mark.parametrize(
@@ -43,19 +43,19 @@ def test_the_long_tail_is_the_longest_up_to_half_of_all_tokens(
     assert tap.choose(lengths, ProcessGroups(world=SINGLE)) == []
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("num_parts", "pp_size"), [(1, 1), (2, 1), (1, 3), (2, 2)])
 def test_peers_get_equal_parts_and_no_column_of_stages_holds_too_much(
-    tp_size: int, pp_size: int
+    num_parts: int, pp_size: int
 ) -> None:
     chance = random.Random(2)
     lengths = [[chance.randint(3, 60) for _ in range(9)] for _ in range(5)]
     budget = 400
-    places = plan_tap(lengths, tp_size=tp_size, pp_size=pp_size, max_tokens=budget)
-    loads = {(t, p): 0 for t in range(tp_size) for p in range(pp_size)}
+    places = plan_tap(lengths, num_parts=num_parts, pp_size=pp_size, max_tokens=budget)
+    loads = {(t, p): 0 for t in range(num_parts) for p in range(pp_size)}
     for place in places:
-        loads[place.tp_rank, place.pp_rank] += place.num_states
+        loads[place.part, place.pp_rank] += place.num_states
     assert max(loads.values()) - min(loads.values()) <= 60
-    for t in range(tp_size):
+    for t in range(num_parts):
         column = sum(loads[t, p] for p in range(pp_size))
         assert budget - 60 < column <= budget
     assert len({(p.micro_batch, p.start) for p in places}) == len(places) < 45
