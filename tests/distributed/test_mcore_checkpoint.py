@@ -63,8 +63,9 @@ def _load(
         (DP2, (3, 2), {}),
         (Layout(world=4, tensor=2, pipeline=2), ALL, {}),
         (DP2, (3, 2), {"dtype": "bfloat16"}),
+        (Layout(world=2, context=2), ALL, {}),
     ],
-    ids=["dp2", "tp2pp2", "bfloat16"],
+    ids=["dp2", "tp2pp2", "bfloat16", "cp2"],
 )
 def test_save_then_load_equals_never_saved_bit_for_bit(
     tmp_path: Path,
@@ -84,13 +85,23 @@ def test_save_then_load_equals_never_saved_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(TP2, PP2), (Layout(world=4, pipeline=2), TP2), (TP2, DP2)], ids=str
+    ("saved", "loaded"),
+    [
+        (TP2, PP2),
+        (Layout(world=4, pipeline=2), TP2),
+        (TP2, DP2),
+        (Layout(world=4, tensor=2, context=2), Layout(world=1)),
+    ],
+    ids=str,
 )
 def test_a_checkpoint_loads_at_another_layout(
     tmp_path: Path, uneven_path: Path, saved: Layout, loaded: Layout
 ) -> None:
     path = tmp_path / "checkpoint"
-    shares = [(3, 2) if lay.world > lay.tensor * lay.pipeline else ALL for lay in (saved, loaded)]
+    shares = [
+        (3, 2) if lay.world > lay.tensor * lay.context * lay.pipeline else ALL
+        for lay in (saved, loaded)
+    ]
     straight = run_ranks(saved.world, _save, uneven_path, saved, shares[0], path, {})
     resumed = run_ranks(loaded.world, _load, uneven_path, loaded, shares[1], path, {})
     expected, expected_logprobs = straight[0]

@@ -16,6 +16,7 @@ from tests.tiny_task import (
     TLT,
     answers,
     check_same_run,
+    check_same_tokens,
     check_same_weights,
     metric_rows,
     patient_engine,
@@ -120,6 +121,27 @@ def test_a_resumed_run_goes_on_with_drafter_data_and_policy(
     rows = metric_rows(tmp_path / "resumed")
     made = sum(row["spot/updates"] for row in rows)
     assert rows[-1]["drafter/num_updates"] == int(saved["num_updates"]) + made
+
+
+def test_context_parallel_ranks_draw_the_same_tokens_and_resume_with_them_and_without(
+    config: Path, straight: Path, tmp_path: Path
+) -> None:
+    settings = ["run.num_steps=4", *SPOT, "checkpoint.interval=2", "parallel.context=2"]
+    run(2, config, tmp_path / "whole", *settings)
+    check_same_tokens(tmp_path / "whole", straight)
+    resume = f"checkpoint.resume={tmp_path}/whole/checkpoints/iter_0000002"
+    run(2, config, tmp_path / "resumed", *settings, resume)
+    check_same_weights(tmp_path / "resumed", tmp_path / "whole")
+    run(2, config, tmp_path / "other", *settings, resume, "parallel.context=1")
+    for name in ("resumed", "other"):
+        assert answers(tmp_path / name) == answers(straight)[len(answers(straight)) // 2 :]
+    for row in metric_rows(tmp_path / "whole"):
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-4
+    losses = [
+        [row["actor/pg_loss"] for row in metric_rows(each)]
+        for each in (tmp_path / "whole", straight)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6)
 
 
 def test_a_drafter_of_another_policy_is_refused(config: Path, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ LAYOUTS = {  # another one than two data-parallel ranks, as overrides and number
     "one rank": (("parallel.tensor=1",), 1),
     "tensor": (("parallel.tensor=2",), 2),
     "pipeline": (("parallel.tensor=1", "parallel.pipeline=2"), 2),
+    "context": (("parallel.tensor=1", "parallel.context=2"), 2),
     "data": (("parallel.tensor=1",), 2),
 }
 
