@@ -34,19 +34,8 @@ from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.memory_ledger import make_ledger
 
-REWARD = '''"""The reward of a response. It runs in worker processes; what it prints is in the logs of the run."""
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Return a number, or a dict with "score". Replace this: 1 if the response ends with the words of the label.
-
-    `solution_str` is the response without special tokens; the other arguments are the row's.
-    """
-    expected = ground_truth.split()
-    words = solution_str.replace("####", " ").strip().rstrip(".").split()
-    return float(words[-len(expected) :] == expected)
-'''
-STRATEGIES = ["2_1_2", "4_1_4", "6_1_6"]
+TEMPLATES = Path(__file__).with_name("new_run")
+REWARD = (TEMPLATES / "last_words.py").read_text(encoding="utf-8")
 ABOUT = """# Written by tlt init. All settings with their values: tlt train config.yaml --print-config
 # rollout.engine: embedded needs no SGLang. Speculation and spot training change no token: enabled: false turns them off.
 """
@@ -101,37 +90,22 @@ def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     prompts = load_prompts(options.data, tokenizer, section)
     longest = max(len(prompt.token_ids) for prompt in prompts.rows)
     max_prompt = min(limit // 2, math.ceil(longest / 64) * 64)
-    max_new = min(8192 if options.gpus else 512, limit - max_prompt - draft_slack(STRATEGIES))
-    dtype = "bfloat16" if options.gpus else "float32"
     files: dict[str, str | list[str]] = {"train": str(options.data.resolve())}
     if options.eval:
         held_out = [str(path.resolve()) for path in options.eval]
         files["eval"] = held_out if len(held_out) > 1 else held_out[0]
         load_held_out(replace(section, eval=files["eval"]), tokenizer)  # checks them
-    settings: dict[str, Any] = {
-        "model": {"path": str(found.resolve()), "dtype": dtype},
-        "data": {**files, **keys, "max_prompt_tokens": max_prompt},
-        "reward": {"function": f"{folder / 'reward.py'}:compute_score"},
-        "rollout": {
-            "engine": "sglang" if options.gpus else "embedded",
-            "dtype": dtype,
-            "num_prompts": min(len(prompts), 128 if options.gpus else 8),
-            "num_samples": 8,
-            "max_new_tokens": max_new,
-            "max_batch_size": 128 if options.gpus else 32,
-        },
-        "speculation": {"enabled": True, "strategies": STRATEGIES},
-        "drafter": {"algorithm": "hass"},
-        "spot": {"enabled": True},
-        "optimizer": {"lr": 1e-6},
-        "eval": {"interval": 10 if options.eval else 0},
-        "checkpoint": {"interval": 20},
-        "run": {
-            "dir": f"runs/{folder.name}",
-            "num_steps": 100,
-            "device": "cuda" if options.gpus else "cpu",
-        },
-    }
+    template = TEMPLATES / ("gpu.yaml" if options.gpus else "cpu.yaml")
+    settings = yaml.safe_load(template.read_text(encoding="utf-8"))
+    slack = draft_slack(settings["speculation"]["strategies"])
+    rollout = settings["rollout"]
+    rollout["num_prompts"] = min(len(prompts), rollout["num_prompts"])
+    rollout["max_new_tokens"] = min(rollout["max_new_tokens"], limit - max_prompt - slack)
+    settings["model"]["path"] = str(found.resolve())
+    settings["data"] = {**files, **keys, "max_prompt_tokens": max_prompt}
+    settings["reward"] = {"function": f"{folder / 'reward.py'}:compute_score"}
+    settings["eval"]["interval"] *= bool(options.eval)
+    settings["run"]["dir"] = f"runs/{folder.name}"
     if not options.gpus:
         check_layout(load_config(None, _overrides(settings)), 2)
         return settings
@@ -147,9 +121,9 @@ def _fit(
     sizes = ModelSizes(model)
     gpu = Device(torch_device=torch.device("cuda", 0), backend="gloo")  # nothing communicates
     longest = settings["data"]["max_prompt_tokens"] + settings["rollout"]["max_new_tokens"]
-    longest += draft_slack(STRATEGIES)
-    settings["mcore"] = {"offload_in_rollouts": True, "recompute": "full"}
+    longest += draft_slack(settings["speculation"]["strategies"])
     settings["mcore"]["micro_batch_tokens"] = longest
+    engine = settings["sglang"]["engine_args"]
     free_bytes = (options.gpu_memory - 1) << 30  # the driver takes some of it
     problem = ""
     for pipeline in (1, 2, 4, 8):
@@ -158,12 +132,11 @@ def _fit(
             most = settings["rollout"]["max_batch_size"] * longest
             settings["rollout"]["kv_cache_tokens"] = max(longest, min(most, kv_tokens))
             settings["parallel"] = {"tensor": tensor, "pipeline": pipeline}
-            engine: dict[str, Any] = {"tp_size": tensor, "mem_fraction_static": 0.6}
+            engine["tp_size"] = tensor
             if model.experts is not None:
                 shared = math.gcd(options.gpus // pipeline, NODE_GPUS, model.experts.num_experts)
                 settings["parallel"]["expert"] = max(shared, 1)
                 engine["moe_runner_backend"] = "triton"  # a weight update checks its layout
-            settings["sglang"] = {"engine_args": engine}
             try:
                 config = load_config(None, _overrides(settings))
                 check_layout(config, options.gpus)

@@ -104,52 +104,47 @@ def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
     num_steps = options.rounds * options.steps
     timed, later = timed_steps(num_steps, options.steps), range(2, num_steps + 1)
     base = runs[OFF]
-    result: dict[str, Any] = {
-        "step_speedup": {name: speedups(base, runs[name], timed) for name in variants},
-        "rollout_speedup": {
-            name: speedups(base, runs[name], timed, ROLLOUT_SECONDS) for name in variants
-        },
-        "rollout_share": _sum(base, timed, ROLLOUT_SECONDS) / _sum(base, timed, STEP_SECONDS),
-        "phases_s": {name: phase_seconds(runs[name], timed) for name in variants},
-        "steps_with_equal_tokens": {
-            name: num_same_steps(base, runs[name], later) for name in variants
-        },
-        "idle": {name: idle_figures(runs[name], later) for name in (TLT, COLD)},
-        "accept_length_by_step": {
-            name: [record.metrics.get(_ACCEPT_LENGTH) for record in runs[name].values()]
-            for name in (FROZEN, TLT, COLD)
-        },
-        "num_steps": num_steps,
-        "num_timed_steps": len(timed),
+    found = {
+        name: {
+            "step_speedup": speedups(base, run, timed),
+            "rollout_speedup": speedups(base, run, timed, ROLLOUT_SECONDS),
+            "phases_s": phase_seconds(run, timed),
+            "steps_with_equal_tokens": num_same_steps(base, run, later),
+            "idle": idle_figures(run, later),
+            "accept_length_by_step": [r.metrics.get(_ACCEPT_LENGTH) for r in run.values()],
+        }
+        for name, run in runs.items()
     }
-    print_speed(result)
-    return result
+    share = _sum(base, timed, ROLLOUT_SECONDS) / _sum(base, timed, STEP_SECONDS)
+    print_speed(found, f"median (min-max), {len(timed)} timed steps")
+    print(
+        f"equal tokens: out of {len(later)} steps;"
+        f" without speculation rollouts take {share:.0%} of a step"
+    )
+    return {"variants": found, "rollout_share": share, "num_timed_steps": len(timed)}
 
 
-def print_speed(result: Mapping[str, Any]) -> None:
+def print_speed(found: Mapping[str, Mapping[str, Any]], measure: str) -> None:
     """Print seconds and speed-ups by variant, the use of idle time, and accept lengths by step."""
     columns = ("variant", "rollout s", "update s", "step s", "step speed-up", "all steps")
     columns += ("rollout speed-up", "all rollouts", "equal tokens")
     rows = []
-    for name, phases in result["phases_s"].items():
-        step, rollout = (result[f"{which}_speedup"][name] for which in ("step", "rollout"))
-        seconds = (phases.get(phase) for phase in ("gen", "update_actor", "step"))
+    for name, each in found.items():
+        step, rollout = each["step_speedup"], each["rollout_speedup"]
+        seconds = (each["phases_s"].get(phase) for phase in ("gen", "update_actor", "step"))
         speeds = (told(step), step["total"], told(rollout), rollout["total"])
-        rows.append([name, *seconds, *speeds, result["steps_with_equal_tokens"][name]])
-    title = f"speed-ups over off, median (min-max), {result['num_timed_steps']} timed steps"
-    print_table(title, columns, rows)
-    print(
-        f"equal tokens: out of {result['num_steps'] - 1} steps;"
-        f" without speculation rollouts take {result['rollout_share']:.0%} of a step"
-    )
-    rows = [
-        [name, each["idle_s"], f"{each['idle_used_fraction']:.0%}",
-         f"{each['stall_fraction']:.2%}", told(each["preempt_ms"]), each["updates_per_step"]]
-        for name, each in result["idle"].items()
-    ]  # fmt: skip
+        rows.append([name, *seconds, *speeds, each["steps_with_equal_tokens"]])
+    print_table(f"speed-ups over off, {measure}", columns, rows)
+    rows = []
+    for name, idle in ((name, found[name]["idle"]) for name in (TLT, COLD)):
+        shares = (f"{idle['idle_used_fraction']:.0%}", f"{idle['stall_fraction']:.2%}")
+        rows.append(
+            [name, idle["idle_s"], *shares, told(idle["preempt_ms"]), idle["updates_per_step"]]
+        )
     columns = ("variant", "idle rank-s", "used", "stall", "stop takes ms", "updates/step")
     print_table("spot training, from the second step on", columns, rows)
-    print_by_step("accept length", result["accept_length_by_step"])
+    drafting = (FROZEN, TLT, COLD)
+    print_by_step("accept length", {n: found[n]["accept_length_by_step"] for n in drafting})
 
 
 def print_by_step(title: str, columns: Mapping[str, Sequence[float | None]]) -> None:
