@@ -76,14 +76,15 @@ def flip_bit(path: Path) -> None:
 def test_a_used_folder_is_refused_before_torch_is_imported(straight: Path, config: Path) -> None:
     arguments = ["--config", str(config), f"run.dir={straight}"]
     program = (
-        f"import runpy, sys; sys.argv[1:] = {arguments!r}\n"
+        f"import os, runpy, sys; sys.argv[1:] = {arguments!r}\n"
         "try: runpy.run_path('launch/pretrain_rl.py', run_name='__main__')\n"
-        "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)"
+        "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)\n"
+        "print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=False
     )
-    assert done.stdout.split() == ["2", "False"], done.stderr
+    assert done.stdout.split() == ["2", "False", "1"], done.stderr
     (line,) = done.stderr.splitlines()
     assert f"run.dir='{straight}': holds an earlier run (checkpoints, metrics.jsonl" in line
     assert "--resume auto" in line

@@ -104,6 +104,9 @@ def test_train_starts_the_launcher(given: str, launcher: str, program: str) -> N
             "tlt train: 'num_steps=5' is no section.key=value and no option",
         ),
         (("train", "no.yaml", "--print-config"), "pretrain_rl: config='no.yaml': no such file"),
+        (("train", EXAMPLE, "--resume=auto"), "pretrain_rl: run.dir='': must name the run folder"),
+        (("train", EXAMPLE, "run.num_steps=x"), "pretrain_rl: run.num_steps='x': must be int"),
+        (("train", EXAMPLE, "algorithm.loss=a.py:f"), "pretrain_rl: algorithm.loss='a.py:f': no "),
         (("train", EXAMPLE, "run.steps=3"), "pretrain_rl: run.steps=3: unknown key; did you mean"),
         (
             ("train", EXAMPLE, "--nnodes=2", "--rdzv-endpoint=absent:1", "model.path=absent"),
