@@ -9,28 +9,40 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.no_shortcuts import WithLogprobPass
 from tests.policy_batches import make_rollout, make_trainer, score
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.runtime.process_groups import ProcessGroups, group_of
+from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
 from tlt_megatron.types import (
     LossFunction,
+    LossResult,
     MicroBatch,
     OptimizerStats,
     ScoredGroup,
     TokenLogprobs,
 )
 
+NUM_TOKENS = 9  # of the vocabulary of `scored_batch`
+
 
 class FakeModel:
-    """Log-probs that depend on the label alone; remembers the loss weights it was given."""
+    """Log-probs that depend on the label alone: -label / 10, less 0.5 for the reference and 0.1 in an update, which follows its
+    gradient. Remembers what it is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: ProcessGroups | None = None) -> None:
+        self.table_V = -torch.arange(NUM_TOKENS).double() / 10
+        self.dp = (groups or ProcessGroups(world=SINGLE)).dp
+        self.passes: list[
+            tuple[bool, int, object | None]
+        ] = []  # is it the reference's, responses, tap
         self.updates: list[list[MicroBatch]] = []
         self.update_taps: list[object | None] = []
-        self.taps: list[tuple[bool, object | None]] = []  # of each pass: is it the reference's
+        self.gradients: list[Tensor] = []
+        self._results: list[LossResult] = []
 
     def infer_logprobs(
         self,
@@ -40,7 +52,7 @@ class FakeModel:
         reference: bool = False,
         tap: object | None = None,
     ) -> list[TokenLogprobs]:
-        self.taps.append((reference, tap))
+        self.passes.append((reference, len(lengths_of(micro_batches)), tap))
         return [self._predict(batch, 0.5 if reference else 0.0) for batch in micro_batches]
 
     def forward_backward(
@@ -53,22 +65,34 @@ class FakeModel:
     ) -> dict[str, float]:
         self.updates.append(list(micro_batches))
         self.update_taps.append(tap)
+        self.table_V.requires_grad_()
+        self._results = [loss_fn(self._predict(batch, 0.1), batch) for batch in micro_batches]
         sums: dict[str, float] = {}
-        for batch in micro_batches:
-            result = loss_fn(self._predict(batch, 0.1), batch)
+        for result in self._results:
             for name, value in result.metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         return sums
 
     def optimizer_step(self, skipped_count: int = 0) -> OptimizerStats:
-        return OptimizerStats(grad_norm=2.0, lr=0.1, is_skipped=False)
+        zero = (0 * self.table_V).sum()
+        total = sum((result.loss_sum for result in self._results), zero)
+        (mine_V,) = torch.autograd.grad(total, self.table_V)
+        count = sum(result.count for result in self._results) + skipped_count
+        parts = gather_objects((mine_V, count), self.dp)
+        gradient_V = torch.stack([part for part, _ in parts]).sum(0) / sum(n for _, n in parts)
+        self.gradients.append(gradient_V)
+        self.table_V = self.table_V.detach() - 0.5 * gradient_V
+        return OptimizerStats(grad_norm=float(gradient_V.norm()), lr=0.5, is_skipped=False)
 
-    @staticmethod
-    def _predict(batch: MicroBatch, shift: float) -> TokenLogprobs:
-        logprobs = -batch.labels.float() / 10 - shift
-        return TokenLogprobs(
-            logprobs=logprobs, entropy=torch.ones_like(logprobs), policy_logprobs=logprobs
-        )
+    def _predict(self, batch: MicroBatch, shift: float) -> TokenLogprobs:
+        """The entropy is 1; its gradient is that of the log-prob."""
+        logprobs = self.table_V[batch.labels] - shift
+        entropy = 1 + logprobs - logprobs.detach()
+        return TokenLogprobs(logprobs=logprobs, entropy=entropy, policy_logprobs=logprobs.detach())
+
+
+def lengths_of(micro_batches: Sequence[MicroBatch]) -> list[int]:
+    return [n for batch in micro_batches for n in batch.cu_seqlens.diff().tolist()]
 
 
 def scored_batch(num_groups: int = 5, num_samples: int = 3) -> list[ScoredGroup]:
@@ -77,7 +101,7 @@ def scored_batch(num_groups: int = 5, num_samples: int = 3) -> list[ScoredGroup]
     for i in range(num_groups):
         rollouts = []
         for g in range(num_samples):
-            tokens = torch.randint(0, 9, (2 + 3 * g + i,), generator=generator)
+            tokens = torch.randint(0, NUM_TOKENS, (2 + 3 * g + i,), generator=generator)
             logprobs = -tokens.float() / 10
             known = {"logprobs": logprobs, "policy_logprobs": logprobs - 0.25}
             rollouts.append(make_rollout((1, 2, 3), tokens, (i, g), **known))
@@ -88,7 +112,7 @@ def scored_batch(num_groups: int = 5, num_samples: int = 3) -> list[ScoredGroup]
 def run(
     section: AlgorithmSection, groups: ProcessGroups | None = None, micro_batch_tokens: int = 20
 ) -> tuple[dict, dict, list[list[MicroBatch]]]:
-    model = FakeModel()
+    model = FakeModel(groups)
     trainer = make_trainer(model, section, groups, micro_batch_tokens=micro_batch_tokens)
     inference = trainer.infer_logprobs(scored_batch())
     return inference.metrics, trainer.update(inference), model.updates
@@ -159,7 +183,8 @@ def test_a_rank_knows_the_difference_of_every_response_of_its_share(
 
     def on_rank() -> dict[tuple[int, int], float]:
         everyone = group_of(dist.group.WORLD)
-        trainer = make_trainer(FakeModel(), section, ProcessGroups(world=everyone, dp=everyone))
+        groups = ProcessGroups(world=everyone, dp=everyone)
+        trainer = make_trainer(FakeModel(groups), section, groups)
         trainer.update(trainer.infer_logprobs(scored_batch()))
         return trainer.engine_differences
 
@@ -211,7 +236,7 @@ def test_log_probs_are_computed_first_where_the_update_cannot_know_them(
     model, tap = FakeModel(), object()
     trainer = make_trainer(model, section)
     trainer.update(trainer.infer_logprobs(scored_batch(), tap))
-    assert model.taps == [(which, None if which is REFERENCE else tap) for which in passes]
+    assert model.passes == [(which, 15, None if which is REFERENCE else tap) for which in passes]
     assert set(model.update_taps) == {None if POLICY in passes else tap}
 
 

@@ -8,99 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tests.no_shortcuts import WithLogprobPass, WithoutSkipping
 from tests.policy_batches import make_trainer
 from tests.ranks import run_ranks
-from tests.unit.policy.test_policy_trainer import scored_batch
+from tests.unit.policy.test_policy_trainer import FakeModel, lengths_of, scored_batch
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.health import TrainingHealth, UnhealthyTrainingError
-from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
-from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
+from tlt_megatron.runtime.process_groups import ProcessGroups, group_of
 from tlt_megatron.types import (
     FinishReason,
-    LossFunction,
-    MicroBatch,
-    OptimizerStats,
     ScoredGroup,
-    TokenLogprobs,
 )
 
-NUM_TOKENS = 9  # of the vocabulary of `scored_batch`
 REWARDS = ((1.0, 0.0, 0.0), (1.0,) * 3, (0.0,) * 3, (0.0, 2.0, 0.0), (0.5,) * 3)
-
-
-class BigramModel:
-    """Logits are rows of a float64 table. Remembers each gradient and the responses of each pass."""
-
-    def __init__(self, groups: ProcessGroups) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.table_VV = torch.randn(NUM_TOKENS, NUM_TOKENS, generator=generator).double()
-        self.groups = groups
-        self.gradients: list[Tensor] = []
-        self.inferred: list[tuple[int, object | None]] = []  # responses and tap of each pass
-        self.updated: list[list[int]] = []  # lengths of the sequences of each update
-        self._gradient_VV = torch.zeros_like(self.table_VV)
-        self._count = 0
-
-    def infer_logprobs(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        temperature: float,
-        *,
-        reference: bool = False,
-        tap: object | None = None,
-    ) -> list[TokenLogprobs]:
-        self.inferred.append((len(_lengths(micro_batches)), tap))
-        return [_predict(self.table_VV, batch) for batch in micro_batches]
-
-    def forward_backward(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        temperature: float,
-        loss_fn: LossFunction,
-        *,
-        tap: object | None = None,
-    ) -> dict[str, float]:
-        lengths, pp = _lengths(micro_batches), self.groups.pp
-        for peers in (self.groups.tp, pp):
-            assert gather_objects(lengths, peers) == [lengths] * peers.size
-        self.updated.append(lengths)
-        sums: dict[str, float] = {}
-        for batch in micro_batches if pp.is_last else ():
-            table_VV = self.table_VV.clone().requires_grad_()
-            result = loss_fn(_predict(table_VV, batch), batch)
-            result.loss_sum.backward()
-            assert table_VV.grad is not None
-            self._gradient_VV += table_VV.grad
-            self._count += result.count
-            for name, value in result.metrics.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        return broadcast_object(sums, pp, source=pp.size - 1)
-
-    def optimizer_step(self, skipped_count: int = 0) -> OptimizerStats:
-        pp = self.groups.pp
-        mine = broadcast_object((self._gradient_VV, self._count), pp, source=pp.size - 1)
-        parts = gather_objects((mine[0], mine[1] + skipped_count), self.groups.dp)
-        gradient_VV = torch.stack([part for part, _ in parts]).sum(0) / sum(n for _, n in parts)
-        self.gradients.append(gradient_VV)
-        self.table_VV = self.table_VV - 0.5 * gradient_VV
-        self._gradient_VV, self._count = torch.zeros_like(self.table_VV), 0
-        return OptimizerStats(grad_norm=float(gradient_VV.norm()), lr=0.5, is_skipped=False)
-
-
-def _predict(table_VV: Tensor, batch: MicroBatch) -> TokenLogprobs:
-    logprobs_PV = table_VV[batch.token_ids].log_softmax(-1)
-    logprobs_P = logprobs_PV.gather(1, batch.labels[:, None])[:, 0]
-    entropy_P = -(logprobs_PV.exp() * logprobs_PV).sum(1)
-    return TokenLogprobs(logprobs=logprobs_P, entropy=entropy_P, policy_logprobs=logprobs_P)
-
-
-def _lengths(micro_batches: Sequence[MicroBatch]) -> list[int]:
-    return [n for batch in micro_batches for n in batch.cu_seqlens.diff().tolist()]
 
 
 class FakeTap:
@@ -125,18 +48,23 @@ def _train(
     groups: ProcessGroups | None = None,
     tap: FakeTap | None = None,
     **settings: Any,
-) -> tuple[BigramModel, dict[str, float]]:
-    model = BigramModel(groups or ProcessGroups(world=SINGLE))
+) -> tuple[FakeModel, dict[str, float]]:
+    model = FakeModel(groups)
     trainer = make_trainer(model, section, groups, **settings)
     inference = trainer.infer_logprobs(scored or scored_with(), tap)
     return model, inference.metrics | trainer.update(inference)
+
+
+def updated(model: FakeModel) -> list[list[int]]:
+    """The lengths of the sequences of each update."""
+    return [lengths_of(update) for update in model.updates]
 
 
 def _train_on_ranks(section: AlgorithmSection) -> list[tuple[list[Tensor], list[list[int]], dict]]:
     def on_rank() -> tuple[list[Tensor], list[list[int]], dict[str, float]]:
         everyone = group_of(dist.group.WORLD)
         model, metrics = _train(section, groups=ProcessGroups(world=everyone, dp=everyone))
-        return model.gradients, model.updated, metrics
+        return model.gradients, updated(model), metrics
 
     return run_ranks(2, on_rank)
 
@@ -154,15 +82,15 @@ def _train_on_ranks(section: AlgorithmSection) -> list[tuple[list[Tensor], list[
 def test_the_gradient_is_the_same(section: AlgorithmSection) -> None:
     all_computed = WithoutSkipping(**dataclasses.asdict(section))
     expected, expected_metrics = _train(all_computed)
-    for gradients, updated, metrics in _train_on_ranks(section):
+    for gradients, lengths, metrics in _train_on_ranks(section):
         assert len(gradients) == section.num_minibatches * section.num_epochs
         for mine, theirs in zip(gradients, expected.gradients, strict=True):
             assert (mine - theirs).abs().max() < 1e-12
             assert theirs.abs().max() > 1e-4
-        assert all(1 <= len(update) <= 4 for update in updated)
+        assert all(1 <= len(update) <= 4 for update in lengths)
         assert metrics["actor/pg_loss"] == pytest.approx(expected_metrics["actor/pg_loss"])
         assert metrics["actor/skipped_response_share"] == pytest.approx(9 / 15)
-    assert [len(update) for update in expected.updated] in ([15], [6, 9, 6, 9], [15, 15])
+    assert [len(update) for update in updated(expected)] in ([15], [6, 9, 6, 9], [15, 15])
 
 
 @pytest.mark.parametrize(
@@ -182,7 +110,7 @@ def test_only_responses_without_any_gradient_are_skipped(
     section: AlgorithmSection, num_computed: int
 ) -> None:
     model, _ = _train(section)
-    assert [len(update) for update in model.updated] == [num_computed]
+    assert [len(update) for update in updated(model)] == [num_computed]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +150,7 @@ def test_a_users_loss_is_given_every_response(tmp_path: Path) -> None:
         "def loss(logprobs, old_logprobs, batch, section):\n    return -logprobs, batch.loss_mask\n"
     )
     model, metrics = _train(AlgorithmSection(loss=f"{tmp_path}/mine.py:loss"))
-    assert [len(update) for update in model.updated] == [15]
+    assert [len(update) for update in updated(model)] == [15]
     assert metrics["actor/skipped_response_share"] == 0
 
 
@@ -230,7 +158,7 @@ def test_without_any_advantage_the_first_response_to_each_prompt_is_computed() -
     equal = scored_with(((1.0,) * 3,) * 5)
     section = AlgorithmSection(num_minibatches=2)
     model, metrics = _train(section, equal)
-    assert [len(update) for update in model.updated] == [2, 3]
+    assert [len(update) for update in updated(model)] == [2, 3]
     assert [gradient.abs().max() for gradient in model.gradients] == [0, 0]
     assert metrics["actor/entropy"] > 0
     assert metrics["actor/num_updates"] == 2
@@ -246,11 +174,11 @@ def test_a_tap_is_given_the_longest_responses_with_and_without_a_gradient() -> N
     """The longest two are of 15 and 14 tokens: one has no gradient and takes a pass of its own."""
     tap = FakeTap()
     model, _ = _train(AlgorithmSection(), tap=tap)
-    assert model.inferred == [(1, tap)]
+    assert model.passes == [(False, 1, tap)]
     model, _ = _train(WithLogprobPass(), tap=tap)
-    assert model.inferred == [(15, tap)]
+    assert model.passes == [(False, 15, tap)]
     model, _ = _train(AlgorithmSection())
-    assert model.inferred == []
+    assert model.passes == []
 
 
 def test_ranks_whose_advantages_differ_compute_the_same_responses(tmp_path: Path) -> None:
