@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.policy_batches import random_batch
 from tlt_megatron.config.schema import (
@@ -185,3 +187,25 @@ def hf_logits(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 
 def export(policy: McorePolicyModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in policy.export_hf_weights()}
+
+
+def check_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Each weight to 1e-5 of its norm."""
+    for name, weight in expected.items():
+        assert (found[name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+def check_trained(
+    results: Sequence[dict[str, Any]], expected: dict[str, Any], rel: float = 1e-5
+) -> None:
+    """What `train` returned on every rank: losses, gradient norms and weights are those of one rank."""
+    for step, sums in enumerate(expected["sums"]):
+        by_dp_rank = {result["dp_rank"]: result["sums"][step] for result in results}
+        for name, value in sums.items():
+            total = sum(part[name] for part in by_dp_rank.values())
+            assert total == pytest.approx(value, rel=rel)
+    for result in results:
+        for mine, theirs in zip(result["stats"], expected["stats"], strict=True):
+            assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=rel)
+            assert not mine.is_skipped
+        check_weights(result["weights"], expected["weights"])

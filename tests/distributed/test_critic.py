@@ -1,4 +1,4 @@
-"""PPO with a critic trains the same at any layout and however the batch is cut; the critic saves, leaves its device and learns."""
+"""PPO with a critic trains the same at any layout and however the batch is cut; the critic saves and learns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.mcore_policy import OPTIMIZER, Layout, build_policy, export, make_batch, scored_batch
+from tests.mcore_policy import (
+    OPTIMIZER,
+    Layout,
+    build_policy,
+    check_weights,
+    export,
+    make_batch,
+    scored_batch,
+)
 from tests.no_shortcuts import WithLogprobPass
 from tests.policy_batches import make_trainer
 from tests.ranks import run_ranks
@@ -119,8 +127,7 @@ def test_updates_equal_those_of_one_rank(
             assert step == pytest.approx(expected, rel=2e-4, abs=2e-5)
         for value_P, expected_P in zip(predicted, values, strict=True):
             torch.testing.assert_close(value_P, expected_P, rtol=1e-3, atol=1e-4)
-        for name, weight in weights.items():
-            assert (exported[name] - weight).norm() <= 1e-5 * weight.norm(), name
+        check_weights(exported, weights)
     assert steps[0]["critic/values/max"] == steps[0]["critic/values/min"] == 0.0
     assert steps[0]["critic/vf_clipfrac"] > 0, "the test must reach the clipped part"
     if layout.world == 4:
@@ -134,30 +141,6 @@ def _load(path: Path, folder: Path) -> list[Tensor]:
     assert trainer.critic is not None
     trainer.critic.model.load(folder)
     return values_of(trainer)
-
-
-def _train_bfloat16(path: Path, is_away: bool) -> tuple[list[dict[str, float]], list[Tensor]]:
-    trainer = build_trainer(
-        path, Layout(world=1), PPO, 40, dtype="bfloat16", offload_in_rollouts=is_away
-    )
-    assert trainer.critic is not None
-    model, steps = trainer.critic.model, []
-    for seed in range(NUM_STEPS):
-        if is_away:
-            model.leave_device()
-            assert all(not b.grad_data.untyped_storage().nbytes() for b in model._model.buffers)
-            model.enter_device()
-        steps.append(train_step(trainer, seed))
-    return steps, values_of(trainer)
-
-
-def test_a_critic_that_leaves_its_device_learns_bit_for_bit_what_one_that_stays_learns(
-    tied_path: Path,
-) -> None:
-    stayed, left = (run_ranks(1, _train_bfloat16, tied_path, away)[0] for away in (False, True))
-    assert left[0] == stayed[0]
-    assert all(map(torch.equal, left[1], stayed[1]))
-    assert any(value_P.any() for value_P in left[1])
 
 
 def test_twenty_steps_make_the_better_sibling_likelier_and_the_values_right(

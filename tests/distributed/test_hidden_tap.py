@@ -156,20 +156,6 @@ def test_a_tap_that_cannot_be_is_refused(model_path: Path) -> None:
     run_ranks(2, on_rank)
 
 
-def test_a_pass_that_fails_leaves_no_hooks_and_gives_nothing(model_path: Path) -> None:
-    def on_rank() -> None:
-        policy, _ = build_policy(model_path, Layout(world=1))
-        kept: list[TappedSequence] = []
-        tap = HiddenStateTap(on_sequence=kept.append, max_bytes=1 << 20, hidden_size=64)
-        num_hooks = _num_hooks(policy)
-        with pytest.raises(ValueError, match="temperature=0"):
-            policy.infer_logprobs(make_batch(1), 0.0, tap=tap)
-        assert _num_hooks(policy) == num_hooks
-        assert kept == []
-
-    run_ranks(1, on_rank)
-
-
 def test_states_equal_those_of_the_rollout_engine(model_path: Path) -> None:
     """The same features from the verify and decode passes as from the log-prob pass, position by position."""
     from_engine: list[tuple[Rollout, Tensor]] = []

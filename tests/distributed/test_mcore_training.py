@@ -13,6 +13,7 @@ from tests.mcore_policy import (
     LENGTHS,
     Layout,
     build_policy,
+    check_trained,
     export,
     hf_logits,
     load_hf,
@@ -24,7 +25,6 @@ from tests.mcore_policy import (
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import OptimizerSection
-from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.types import LossResult, MicroBatch, TokenLogprobs
 
 ALL = (len(LENGTHS),)
@@ -53,24 +53,6 @@ def one_rank_tied(tied_path: Path) -> dict[str, Any]:
     return run_ranks(1, _train, tied_path, ONE_RANK, ALL, {})[0]
 
 
-def _assert_trained_the_same(
-    results: list[dict[str, Any]], expected: dict[str, Any], tolerance: float = 1e-5
-) -> None:
-    """Losses, gradient norms and weights after three steps, on every rank."""
-    for step, sums in enumerate(expected["sums"]):
-        by_dp_rank = {result["dp_rank"]: result["sums"][step] for result in results}
-        for name, value in sums.items():
-            total = sum(part[name] for part in by_dp_rank.values())
-            assert total == pytest.approx(value, rel=tolerance)
-    for result in results:
-        for mine, theirs in zip(result["stats"], expected["stats"], strict=True):
-            assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=tolerance)
-            assert not mine.is_skipped
-        assert result["weights"].keys() == expected["weights"].keys()
-        for name, weight in expected["weights"].items():
-            assert (result["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
-
-
 @pytest.mark.parametrize(
     ("layout", "shares"),
     [
@@ -92,7 +74,7 @@ def test_three_steps_at_any_layout_equal_one_rank(
     model_path: Path, one_rank: dict[str, Any], layout: Layout, shares: tuple[int, ...]
 ) -> None:
     results = run_ranks(layout.world, _train, model_path, layout, shares, {})
-    _assert_trained_the_same(results, one_rank, 5e-6)
+    check_trained(results, one_rank, 5e-6)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +89,7 @@ def test_three_steps_with_embeddings_shared_by_stages_equal_one_rank(
     tied_path: Path, one_rank_tied: dict[str, Any], layout: Layout, shares: tuple[int, ...]
 ) -> None:
     results = run_ranks(layout.world, _train, tied_path, layout, shares, {})
-    _assert_trained_the_same(results, one_rank_tied)
+    check_trained(results, one_rank_tied)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +110,7 @@ def test_three_steps_with_recomputation_equal_one_rank(
 ) -> None:
     settings = {"recompute": recompute}
     results = run_ranks(layout.world, _train, model_path, layout, shares, settings)
-    _assert_trained_the_same(results, one_rank)
+    check_trained(results, one_rank)
 
 
 @pytest.mark.parametrize("layout", [ONE_RANK, Layout(world=2, tensor=2)])
@@ -266,26 +248,3 @@ def test_the_reference_is_the_initial_policy_and_leaves_no_trace(
 
 def _has_same_bits(one: TokenLogprobs, other: TokenLogprobs) -> bool:
     return torch.equal(one.logprobs, other.logprobs) and torch.equal(one.entropy, other.entropy)
-
-
-@pytest.mark.parametrize("layout", [ONE_RANK, Layout(world=4, tensor=2, pipeline=2)])
-def test_a_trained_policy_exported_means_the_same_to_transformers(
-    model_path: Path, layout: Layout, tmp_path: Path
-) -> None:
-    def train_and_export() -> list[TokenLogprobs]:
-        policy, groups = build_policy(model_path, layout)
-        train(policy, groups, seeds=(1, 2))
-        weights = list(export(policy).items())
-        if groups.world.is_first:
-            save_hf_model(
-                tmp_path / "hf", weights, model_path, dtype=torch.float32, max_shard_bytes=1 << 17
-            )
-        return policy.infer_logprobs(make_batch(3), 1.0)
-
-    mine = run_ranks(layout.world, train_and_export)[0]
-    assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
-    for value, micro_batch in zip(mine, make_batch(3), strict=True):
-        exported = _hf_logprobs(tmp_path / "hf", micro_batch, 1.0)
-        torch.testing.assert_close(value.logprobs, exported.logprobs, atol=1e-4, rtol=0)
-        before = _hf_logprobs(model_path, micro_batch, 1.0)
-        assert (before.logprobs - value.logprobs).abs().max() > 1e-3

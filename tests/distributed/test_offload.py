@@ -11,7 +11,6 @@ import torch
 from launch.pretrain_rl import main
 from tests.mcore_policy import LENGTHS, Layout, build_policy, train
 from tests.ranks import run_ranks
-from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import answers, make_tiny_task, weights
 from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.trainer import build, loop
@@ -57,24 +56,6 @@ def test_updates_are_bit_for_bit_those_of_a_policy_that_stays(
         assert here["weights"].keys() == there["weights"].keys()
         for name, tensor in here["weights"].items():
             assert torch.equal(tensor, there["weights"][name]), name
-
-
-def _save_away_and_load(path: Path, folder: Path) -> bool:
-    policy, groups = build_policy(path, Layout(world=1), dtype="bfloat16", offload_in_rollouts=True)
-    train(policy, groups, (1,))
-    policy.leave_device()
-    folder.mkdir()
-    policy.save(folder)
-    policy.enter_device()
-    straight = train(policy, groups, (2,))
-    policy.load(folder)
-    resumed = train(policy, groups, (2,))
-    return all(torch.equal(straight["weights"][n], t) for n, t in resumed["weights"].items())
-
-
-def test_a_checkpoint_written_while_away_resumes_bit_for_bit(tmp_path: Path) -> None:
-    path = make_tiny_hf(tmp_path / "llama", "llama")
-    assert run_ranks(1, _save_away_and_load, path, tmp_path / "checkpoint") == [True]
 
 
 def _train_whole_run(config: Path, run_dir: Path, *arguments: str) -> list[int]:

@@ -1,6 +1,7 @@
 """Two ranks that share one SGLang engine (tp_size 2) on pretended GPUs: who allocates, releases and waits when, rank by rank.
 
-The trainer's loop, the engine and its follower are the real ones; `sglang` is a stand-in that notes what it is asked and changes
+The engine and its follower are the real ones; tests/unit/trainer/test_phase_order.py has the order of the trainer's loop.
+`sglang` is a stand-in that notes what it is asked and changes
 the environment as the real one does. All events go to one file, in the order in which they happen.
 """
 
@@ -18,12 +19,9 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.unit.engines.test_sglang_connection import install, pretend_module
-from tests.unit.trainer.test_phase_order import SharedGpu, make_trainer
 from tlt_megatron.config.load import load_config
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.runtime.memory_claim import MemoryLedger, Phase
 from tlt_megatron.runtime.process_groups import Group, group_of
-from tlt_megatron.trainer import loop
 from tlt_megatron.trainer.build_sglang import build_sglang_engine
 
 SLOW_S = 0.2  # of what a rank must wait for: without waiting it would be too early
@@ -103,23 +101,6 @@ def pretend_sglang(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_module("sglang", monkeypatch, Engine=Engine)
 
 
-class RankGpu(SharedGpu):
-    """The trainer's part of one rank's GPU."""
-
-    def __init__(self, events: Events, world: Group, engine: object) -> None:
-        super().__init__(MemoryLedger([]))
-        self._world, self._events = world, events
-        self.sleep, self.wake = engine.sleep, engine.wake
-
-    def enter(self, phase: Phase) -> None:
-        if phase == Phase.UPDATE and self._world.rank == 1:
-            time.sleep(SLOW_S)
-        self._events.note(f"rank {self._world.rank}: {phase}")
-
-    def release_cached(self) -> None:
-        self._events.note(f"rank {self._world.rank}: release")
-
-
 def both(*events: str) -> list[str]:
     return sorted(f"rank {rank}: {event}" for rank in (0, 1) for event in events)
 
@@ -138,29 +119,33 @@ def test_memory_changes_hands_only_when_both_ranks_have_let_go(
     ]
     config = load_config(None, [f"model.path={tmp_path}", *settings])
 
+    def note(phase: str, world: Group) -> None:
+        events.note(f"rank {world.rank}: {phase}")
+
     def run() -> list[dict[str, str]]:
         world = group_of(torch.distributed.group.WORLD)
         before = dict(os.environ)
         engine = build_sglang_engine(config, gpu, tmp_path, world)
         after = dict(os.environ)
-        mine = RankGpu(events, world, engine)
-        monkeypatch.setattr(loop, "push_policy", lambda *_, **__: mine.enter(Phase.WEIGHT_SYNC))
-        trainer = make_trainer(mine)
         for _ in range(2):
-            trainer.train_step()
+            note("rollout", world)
+            engine.sleep()
+            time.sleep(SLOW_S * world.rank)
+            note("update", world)
+            engine.wake()
+            note("weight_sync", world)
         engine.close()
         return [before, after]
 
     for before, after in run_ranks(2, run):
         assert after == before
     taken, given = "allocate kv_cache weights cuda_graph", "release kv_cache weights cuda_graph"
-    update = both("update", "rollout", "release")  # rollout: the policy's part of it, while away
     engine, between = events.by_engine()
     assert engine == ["start", given, taken, given, taken]
     assert between == [
         both("rollout"),
-        update,
+        both("update"),
         both("weight_sync", "rollout"),
-        update,
+        both("update"),
         both("weight_sync"),
     ]
