@@ -50,42 +50,19 @@ class Item(NamedTuple):
         return f"{self.stage}.{self.name}"
 
 
-def _suite(stage: str, name: str, limit_s: float, *needs: str) -> Item:
-    file = f"tests/{'gpu' if name.endswith('_cuda') else 'kernels'}/test_{name}.py"
-    return Item(stage, name, "tools.gpu.suites:suite", limit_s, file, ("pytest", *needs))
+def read_items() -> list[Item]:
+    """Return the rows of tools/gpu/items.txt."""
+    items = []
+    for line in (REPO / "tools" / "gpu" / "items.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            stage, name, limit_s, function, argument, *needs = line.split()
+            argument = "" if argument == "-" else argument
+            function = f"tools.gpu.{function}"
+            items.append(Item(stage, name, function, float(limit_s), argument, tuple(needs)))
+    return items
 
 
-# What a process of an item imports that cannot say so itself; of other missing packages the import tells.
-_HF = ("transformers", "tokenizers", "safetensors", "psutil")
-_TRITON, _MEGATRON = ("triton",), ("megatron.core", *_HF, "yaml", "rich", "packaging")
-ITEMS = (
-    Item("0", "machine", "tools.gpu.basics:machine", 40),
-    Item("0", "rates", "tools.gpu.basics:rates", 40, "", ("torch",)),
-    Item("0", "launches", "tools.gpu.basics:launches", 60, "", ("torch",)),
-    Item("1", "noise", "tools.gpu.kernel_items:noise", 60, "", _TRITON),
-    Item("1", "attention", "tools.gpu.kernel_items:attention", 90, "bfloat16", _TRITON),
-    Item("1", "attention_float32", "tools.gpu.kernel_items:attention", 60, "float32", _TRITON),
-    Item("1", "attention_float64", "tools.gpu.kernel_items:attention", 60, "float64", _TRITON),
-    Item("1", "rows", "tools.gpu.kernel_items:rows", 60, "", _TRITON),
-    Item("1", "graph_pool", "tools.gpu.captured_passes:graph_pool", 60),
-    _suite("2a", "graph_pool_cuda", 90),
-    _suite("2a", "graph_engine_cuda", 180, *_HF),
-    _suite("2a", "noise_kernel", 60, "triton"),
-    _suite("2a", "attention_kernel", 60, "triton"),
-    Item("2b", "plain_2048", "tools.gpu.decoding:plain", 120, "2048"),
-    Item("2b", "plain_16384", "tools.gpu.decoding:plain", 120, "16384"),
-    Item("2c", "planted_1", "tools.gpu.planted:planted", 120, "1"),
-    Item("2c", "planted_8", "tools.gpu.planted:planted", 90, "8"),
-    Item("2c", "planted_64", "tools.gpu.planted:planted", 90, "64"),
-    _suite("3", "private_groups_cuda", 90),
-    _suite("3", "spot_session_cuda", 180, "safetensors", "psutil"),
-    _suite("3", "mcore_cuda", 240, *_MEGATRON),
-    Item("3", "rl_quickstart", "tools.gpu.rl_step:rl_step", 240, "quickstart", _MEGATRON),
-    Item("3", "rl_half_b", "tools.gpu.rl_step:rl_step", 240, "half_b", _MEGATRON),
-    _suite("3", "pretrain_cuda", 300, *_MEGATRON),
-    Item("4", "transformer_engine", "tools.gpu.basics:transformer_engine", 60, "", ("transformer_engine",)),
-    _suite("4", "sglang_cuda", 600, "sglang"),
-)  # fmt: skip
+ITEMS = read_items()
 
 
 class Runner:

@@ -24,6 +24,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; --threads raises it
 import torch
 
+from tlt_megatron.cli import ROOT
 from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.hub import load_fetched_config
 from tlt_megatron.config.strategy import SpeculationStrategy
@@ -40,21 +41,13 @@ _PROMPTS_AT_ONCE = 32  # after which the time is checked
 _GENERATION_SHARE = 0.5  # of --minutes, at most
 _PRINT_SECONDS = 10.0  # between two lines
 _HOLD_OUT = 8  # without data.eval, one of so many prompts is not trained on
-_TINY = (  # the settings without --config
-    *("model.path=build/tiny_policy", "data.train=build/tiny_policy/train.jsonl"),
-    *("data.eval=build/tiny_policy/eval.jsonl", "data.max_prompt_tokens=256"),
-    *("rollout.dtype=float32", "rollout.max_new_tokens=600"),
-    *("drafter.algorithm=hass", "drafter.lr=3e-3", "drafter.batch_tokens=2048"),
-    "drafter.feature_weight=1.0",
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Generate, train, measure, save."""
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
-    settings = [] if options.config else list(_TINY)
-    settings += [f"model.path={options.model}"] if options.model else []
+    settings = [f"model.path={options.model}"] if options.model else []
     settings += [f"data.train={options.prompts}", "data.eval="] if options.prompts else []
     config, _ = load_fetched_config(options.config, [*settings, *options.settings])
     is_eagle3 = config.drafter.algorithm == "eagle3"
@@ -177,7 +170,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("settings", nargs="*", metavar="section.key=value", help="over those of --config")
-    add("--config", help="of a run; default: settings for build/tiny_policy")
+    tiny = str(ROOT / "examples" / "tiny_drafter.yaml")
+    add("--config", default=tiny, help="of a run; default: examples/tiny_drafter.yaml")
     add("--model", help="model.path")
     add("--prompts", help="data.train; every eighth prompt measures, unless data.eval= follows")
     add("--out", type=Path, default=Path("build/tiny_drafter"))

@@ -15,26 +15,18 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; ranks inherit it
 
-_BENCHES = {
-    "rollout": "tokens per second of the embedded engine and of transformers",
-    "speculation": "what speculation gains, by batch size, drafter and selector",
-    "step": "what TLT gains in an RL step",
-    "partial": "TLT, partial rollouts and both: time to a held-out accuracy",
-    "llm": "TLT on a real language model, SmolLM2-135M-Instruct",
-    "drafter": "packed drafter training, and checkpoints in the background",
-    "ablate": "selectors and parts of speculation over recorded passes, without the machine's noise",
-    "costs": "what sampling noise and a draft step cost beside a decode pass on a CPU",
-    "roofline": "tokens per second and graph pool that follow from bytes on a GPU, computed",
-}
+_BENCHES = ("rollout", "speculation", "step", "partial", "llm")
+_BENCHES += ("drafter", "ablate", "costs", "roofline")
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the benchmark that the first argument names, with the others."""
-    lines = [f"  {name:<12} {text}" for name, text in _BENCHES.items()]
+    lines = [f"  {name:<12} {_summary_of(name)}" for name in _BENCHES]
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench",
         description="\n".join(["Benchmarks; NAME --help lists the options of one.", "", *lines]),
@@ -51,6 +43,12 @@ def main(arguments: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     write_json(options.out, bench.run(options))
+
+
+def _summary_of(name: str) -> str:
+    """Return the first line of a benchmark's docstring, without importing it."""
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return source.split('"""')[1].splitlines()[0]
 
 
 def _parse(name: str, bench: ModuleType, arguments: Sequence[str]) -> argparse.Namespace:

@@ -39,25 +39,19 @@ def suite(machine: Machine, file: str) -> Iterator[Figures]:
 
 def read_junit(report: Path) -> Figures:
     """Return counts, the message of each failed test, one reason for skipping, and the seconds of the slowest tests."""
-    cases = ET.parse(report).getroot().findall(".//testcase")
-    failures, reasons = {}, set()
-    num_skipped = 0
-    for case in cases:
-        for kind in ("failure", "error"):
-            found = case.find(kind)
-            if found is not None:
-                failures[str(case.get("name"))] = (found.get("message") or "")[:300]
-        skipped = case.find("skipped")
-        if skipped is not None:
-            num_skipped += 1
-            reasons.add(skipped.get("message") or "")
-    seconds = {str(case.get("name")): float(case.get("time") or 0.0) for case in cases}
-    slowest = sorted(seconds, key=lambda name: -seconds[name])[:3]
+    cases = {str(case.get("name")): case for case in ET.parse(report).getroot().iter("testcase")}
+
+    def messages(*kinds: str) -> dict[str, str]:
+        found = {name: [part for part in case if part.tag in kinds] for name, case in cases.items()}
+        return {name: parts[0].get("message") or "" for name, parts in found.items() if parts}
+
+    failures, skipped = messages("failure", "error"), messages("skipped")
+    seconds = {name: float(case.get("time") or 0.0) for name, case in cases.items()}
     return {
-        "passed": len(cases) - len(failures) - num_skipped,
+        "passed": len(cases) - len(failures) - len(skipped),
         "failed": len(failures),
-        "skipped": num_skipped,
-        "skipped_because": min(reasons, default="")[:100],
-        "failures": failures,
-        "slowest_s": {name: seconds[name] for name in slowest},
+        "skipped": len(skipped),
+        "skipped_because": min(skipped.values(), default="")[:100],
+        "failures": {name: message[:300] for name, message in failures.items()},
+        "slowest_s": dict(sorted(seconds.items(), key=lambda item: -item[1])[:3]),
     }
