@@ -26,6 +26,7 @@ from tlt_megatron.types import RolloutGroup, ScoredGroup
 from tools.report import main as report
 from tools.run_report.alarms import find_alarms
 from tools.run_report.data import distinct_names, runs_below
+from tools.run_report.figure import declared
 from tools.run_report.live import LiveRun
 from tools.run_report.responses import read_responses
 from tools.watch import WatchServer, main
@@ -119,12 +120,7 @@ def test_several_runs_are_drawn_in_the_same_figures(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     assert report([*map(str, run_dirs), "--out", str(out)]) == 0
     page = out.read_text(encoding="utf-8")
-    metrics = [
-        "critic/rewards/mean",
-        "eval/accuracy",
-        "timing_s/step",
-        "rollout/spec_accept_length",
-    ]
+    metrics = list(declared()["compared"])
     assert list(figures(page)) == [metric.replace("/", "_") for metric in metrics]
     for metric in metrics:
         curves = traces(page, metric.replace("/", "_"))
