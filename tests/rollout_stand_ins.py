@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests import policy_batches
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.runtime.device import select_device
@@ -15,7 +16,7 @@ from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
-from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup
+from tlt_megatron.types import Prompt, Rollout, RolloutGroup
 
 
 def make_prompts(draws: Sequence[int], data_source: str = "") -> list[Prompt]:
@@ -28,17 +29,9 @@ def make_prompts(draws: Sequence[int], data_source: str = "") -> list[Prompt]:
 
 def make_rollout(prompt: Prompt, token_ids: Sequence[int] = (5,), sample_index: int = 0) -> Rollout:
     """A response that has ended."""
-    return Rollout(
-        prompt_id=prompt.prompt_id,
-        draw_index=prompt.draw_index,
-        sample_index=sample_index,
-        prompt_ids=prompt.token_ids,
-        token_ids=torch.tensor(token_ids),
-        logprobs=torch.full((len(token_ids),), -0.5),
-        policy_logprobs=torch.zeros(len(token_ids)),
-        finish_reason=FinishReason.STOP,
-        versions=((0, len(token_ids)),),
-    )
+    known = {"prompt_id": prompt.prompt_id, "logprobs": torch.full((len(token_ids),), -0.5)}
+    key = prompt.draw_index, sample_index
+    return policy_batches.make_rollout(prompt.token_ids, torch.tensor(token_ids), key, **known)
 
 
 class OneTokenEngine:

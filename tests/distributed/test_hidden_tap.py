@@ -12,15 +12,9 @@ from torch import Tensor
 
 from tests.mcore_policy import LENGTHS, Layout, build_policy, make_batch, share_of
 from tests.ranks import run_ranks
-from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
 from tlt_megatron.mcore.policy_model import McorePolicyModel
-from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.hf_io import HfReader, checksum_tensors
-from tlt_megatron.policy.batching import pack_rollouts
-from tlt_megatron.runtime.device import select_device
-from tlt_megatron.types import MicroBatch, Prompt, Rollout, SamplingParams
+from tlt_megatron.types import MicroBatch
 
 AUX_LAYERS = (0, 1, 2)  # of four: with two stages on both of them
 LAYOUTS = [
@@ -114,24 +108,6 @@ def test_states_at_any_layout_equal_a_plain_forward(
         assert not result["has_new_hooks"]
 
 
-def test_within_a_budget_the_longest_are_tapped_in_the_wanted_dtype(
-    model_path: Path, expected: dict[tuple[int, ...], Any]
-) -> None:
-    budget = (16 + 12) * 64 * 2  # states of the sequences of 17 and of 13 tokens, in bfloat16
-
-    def on_rank() -> list[TappedSequence]:
-        policy, _ = build_policy(model_path, Layout(world=2, pipeline=2))
-        return _record(policy, make_batch(1), max_bytes=budget, dtype=torch.bfloat16)[0]
-
-    first, second = run_ranks(2, on_rank)
-    assert [s.token_ids.numel() for s in (*first, *second)] == [17, 13]
-    for sequence in (*first, *second):
-        states = expected[tuple(sequence.token_ids.tolist())][1]
-        assert sequence.features.dtype == torch.bfloat16
-        torch.testing.assert_close(sequence.features.float(), states[-1], atol=1e-4, rtol=2**-7)
-    assert len(first) == len(second) == 1
-
-
 def test_bfloat16_policy_is_tapped_under_sequence_parallelism(
     model_path: Path, expected: dict[tuple[int, ...], Any]
 ) -> None:
@@ -154,33 +130,3 @@ def test_a_tap_that_cannot_be_is_refused(model_path: Path) -> None:
         assert _record(policy, [])[0] == []
 
     run_ranks(2, on_rank)
-
-
-def test_states_equal_those_of_the_rollout_engine(model_path: Path) -> None:
-    """The same features from the verify and decode passes as from the log-prob pass, position by position."""
-    from_engine: list[tuple[Rollout, Tensor]] = []
-    engine = EmbeddedEngine(
-        load_model_config(model_path), RolloutSection(dtype="float32"), select_device("cpu")
-    )
-    tensors = list(HfReader(model_path).items())
-    checksum = checksum_tensors(tensors)
-    engine.load_weights(tensors, version=0, checksum=lambda: checksum)
-    prompts = [
-        Prompt(prompt_id=str(n), draw_index=n, token_ids=tuple(range(n, n + 5 + n)))
-        for n in range(3)
-    ]
-    params = SamplingParams(num_samples=2, max_new_tokens=20, seed=4)
-    engine.generate(
-        prompts, params, policy_version=0, on_features=lambda *pair: from_engine.append(pair)
-    )
-
-    def on_rank() -> list[TappedSequence]:
-        policy, _ = build_policy(model_path, Layout(world=1))
-        return _record(policy, [pack_rollouts([rollout for rollout, _ in from_engine])])[0]
-
-    tapped = {tuple(s.token_ids.tolist()): s for s in run_ranks(1, on_rank)[0]}
-    assert len(tapped) == len(from_engine) == 6
-    for rollout, features_TD in from_engine:
-        sequence = tapped[(*rollout.prompt_ids, *rollout.token_ids.tolist())]
-        assert sequence.prompt_length == len(rollout.prompt_ids)
-        torch.testing.assert_close(sequence.features, features_TD, atol=1e-4, rtol=1e-4)

@@ -167,38 +167,6 @@ def test_kept_groups_serve_recurring_members(tmp_path: Path) -> None:
     assert formed == [[0, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]]
 
 
-class Sender(DrafterTrainer):
-    """Counts broadcasts."""
-
-    num_sent = 0
-
-    def broadcast_state(self, source: int = 0) -> None:
-        super().broadcast_state(source)
-        self.num_sent += 1
-
-
-def test_stale_ranks_get_weights_and_optimizer_of_the_newest() -> None:
-    def body() -> tuple[StateVersion, StateVersion, StateVersion]:
-        spot = make_spot()
-        spot.trainer = Sender(spot.trainer.model, DrafterSection())
-        rank = dist.get_rank()
-        for _ in range(min(rank, 2)):
-            spot.trainer.step(spot.source.next_batch())
-        before = version_of(spot.trainer)
-        newest = spot.sync_newest(world_group())
-        again = spot.sync_newest(world_group())
-        assert again == newest
-        assert spot.trainer.num_sent == 1
-        return before, newest, version_of(spot.trainer)
-
-    results = run_spot_ranks(4, body)
-    before, newest, after = zip(*results, strict=True)
-    # Ranks 2 and 3 have two updates each, on different data: the first of them counts.
-    assert [version.num_updates for version in before] == [0, 1, 2, 2]
-    assert before[2] != before[3]
-    assert set(newest) == set(after) == {before[2]}
-
-
 class BadMemory(DrafterTrainer):
     """What arrives at rank 1 is not what was sent."""
 

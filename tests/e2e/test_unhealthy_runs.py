@@ -112,14 +112,9 @@ def test_engine_with_other_weights_is_noticed_before_the_first_update(
     assert metric_rows(tmp_path / "run") == []
 
 
-def test_difference_above_the_users_bound_ends_the_run(config: Path, tmp_path: Path) -> None:
-    arguments = ("rollout.dtype=bfloat16", "algorithm.max_logprob_diff=1e-5", *EVERY_STEP)
-    (line,) = errors(run_ending(1, 2, config, tmp_path, *arguments))
-    assert "allowed is mean 1e-05 (model.dtype=float32, rollout.dtype=bfloat16)" in line
-    assert saved_steps(tmp_path) == []
-
-
-def test_a_run_that_fails_closes_its_trackers_as_failed(config: Path, tmp_path: Path) -> None:
+def test_a_difference_above_the_users_bound_ends_the_run_and_its_trackers_as_failed(
+    config: Path, tmp_path: Path
+) -> None:
     (tmp_path / "own.py").write_text(
         "class Mine:\n"
         "    def __init__(self, run_dir, **_): self.path = run_dir / 'ends'\n"
@@ -131,8 +126,11 @@ def test_a_run_that_fails_closes_its_trackers_as_failed(config: Path, tmp_path: 
     tracked = (f"logging.trackers=['{tmp_path}/own.py:Mine']", *EVERY_STEP, "run.num_steps=1")
     failing = ("rollout.dtype=bfloat16", "algorithm.max_logprob_diff=1e-5")
     for name, more, code in (("failed", failing, 1), ("ended", (), 0)):
-        run_ending(code, 1, config, tmp_path / name, *tracked, *more)
+        said = run_ending(code, 1, config, tmp_path / name, *tracked, *more)
         assert (tmp_path / name / "ends").read_text() == f"{name == 'failed'}\n"
+        allowed = "allowed is mean 1e-05 (model.dtype=float32, rollout.dtype=bfloat16)"
+        assert (allowed in said) == (name == "failed")
+        assert bool(saved_steps(tmp_path / name)) == (name == "ended")
 
 
 def test_rewards_that_cannot_be_compared_are_refused_with_their_prompt(

@@ -76,32 +76,23 @@ def _ours(
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
 @pytest.mark.parametrize("which", [*GRADED, "all"])
-def test_values_and_gradient_equal_a_dense_softmax(temperature: float, which: str) -> None:
+@pytest.mark.parametrize("has_kept", [False, True])
+def test_values_and_gradient_equal_a_dense_softmax(
+    temperature: float, which: str, has_kept: bool
+) -> None:
+    """Over the kept tokens, if there are some. The log-probs of the raw policy stay those of the whole vocabulary."""
     logits_PV, labels_P, weights_2P = _case()
     if which != "all":
         weights_2P = weights_2P * torch.tensor([[n == which] for n in GRADED])
-    expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_2P)
-    values, grad = _ours(SINGLE, logits_PV, labels_P, temperature, weights_2P)
+    kept, is_kept_PV = _kept_sets(labels_P) if has_kept else (None, None)
+    expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_2P, is_kept_PV)
+    values, grad = _ours(SINGLE, logits_PV, labels_P, temperature, weights_2P, kept)
     for name in NAMES:
         assert values[name].dtype == torch.float32
         torch.testing.assert_close(values[name].double(), expected[name], rtol=0, atol=2e-5)
     torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("which", [*GRADED, "all"])
-def test_kept_tokens_give_the_softmax_over_them(temperature: float, which: str) -> None:
-    """The log-probs of the raw policy stay those of the whole vocabulary."""
-    logits_PV, labels_P, weights_2P = _case()
-    if which != "all":
-        weights_2P = weights_2P * torch.tensor([[n == which] for n in GRADED])
-    kept, is_kept_PV = _kept_sets(labels_P)
-    expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_2P, is_kept_PV)
-    values, grad = _ours(SINGLE, logits_PV, labels_P, temperature, weights_2P, kept)
-    for name in NAMES:
-        torch.testing.assert_close(values[name].double(), expected[name], rtol=0, atol=2e-5)
-    torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=2e-5)
-    assert values["logprobs"][2] == values["entropy"][2] == 0, "the label is the only kept token"
+    if has_kept:
+        assert values["logprobs"][2] == values["entropy"][2] == 0, "the label is the only one"
 
 
 def test_two_ranks_equal_a_dense_softmax() -> None:

@@ -36,23 +36,6 @@ def _transformer(
     )
 
 
-def test_fields_come_from_the_model_the_sections_and_what_correctness_rests_on() -> None:
-    parallel = ParallelSection(tensor=2, pipeline=2)
-    fields = _transformer(parallel=parallel, dtype=torch.bfloat16)
-    expected = {
-        **{"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4},
-        **{"num_query_groups": 2, "kv_channels": 16, "layernorm_epsilon": 1e-5},
-        **{"qk_layernorm": True, "add_qkv_bias": False, "add_bias_linear": False},
-        **{"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-        **{"sequence_parallel": True, "bf16": True},
-        **{"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16},
-        **{"perform_initialization": True, "calculate_per_token_loss": True},
-        "variable_seq_lengths": True,
-    }
-    assert {name: getattr(fields, name) for name in expected} == expected
-    assert not _transformer().sequence_parallel
-
-
 @pytest.mark.parametrize(
     ("recompute", "granularity", "method", "num_layers"),
     [

@@ -8,33 +8,21 @@ import re
 import pytest
 import torch
 
+from tests.policy_batches import make_rollout, score
 from tlt_megatron.config.load import load_config
 from tlt_megatron.rewards.batch_rules import BatchRules
-from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
+from tlt_megatron.types import FinishReason, RolloutGroup, ScoredGroup
 
 
 def group(
     draw: int, *rewards: float, lengths: tuple[int, ...] = (), acc: tuple[float, ...] = ()
 ) -> ScoredGroup:
-    prompt = Prompt(prompt_id=f"p{draw}", draw_index=draw, token_ids=(1,))
-    rollouts = tuple(
-        Rollout(
-            prompt_id=prompt.prompt_id,
-            draw_index=draw,
-            sample_index=i,
-            prompt_ids=(1,),
-            token_ids=torch.zeros(length, dtype=torch.int64),
-            logprobs=torch.zeros(length),
-            policy_logprobs=torch.zeros(length),
-            finish_reason=FinishReason.STOP,
-            versions=((0, length),),
-        )
+    rollouts = [
+        make_rollout((1,), torch.zeros(length, dtype=torch.int64), (draw, i))
         for i, length in enumerate(lengths or [1] * len(rewards))
-    )
+    ]
     details = tuple({"acc": value} for value in acc) or tuple({} for _ in rewards)
-    return ScoredGroup(
-        group=RolloutGroup(prompt=prompt, rollouts=rollouts), rewards=rewards, details=details
-    )
+    return dataclasses.replace(score(rollouts, rewards), details=details)
 
 
 def draws(groups: list[ScoredGroup]) -> list[int]:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
 from tests.reward_puppet import EXTRA, SHORT_S, PoolMaker, outcomes, prompt, score, scores
 from tlt_megatron.rewards.workers import RewardPool
 
@@ -140,20 +139,6 @@ def test_function_that_cannot_be_loaded_fails_at_once(
             pool.wait_ready()
         with pytest.raises(error, match=message):
             pool.collect()
-
-
-def test_pools_work_on_ranks_of_a_live_gloo_world(make_pool: PoolMaker) -> None:
-    def rank_sum() -> float:
-        import torch
-        import torch.distributed as dist
-
-        pool = make_pool(on_error="raise")
-        total = torch.tensor(sum(score(pool, f"score {dist.get_rank() + 1}", "score 10")))
-        dist.all_reduce(total)
-        pool.close()
-        return total.item()
-
-    assert run_ranks(2, rank_sum) == [23.0, 23.0]
 
 
 def test_waiting_for_scores_can_be_given_up(make_pool: PoolMaker) -> None:

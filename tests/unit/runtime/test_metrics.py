@@ -47,13 +47,6 @@ def test_non_finite_values_are_null_and_named(
     writer.close()
 
 
-def test_resume_equals_straight_run(tmp_path: Path) -> None:
-    write_steps(open_writer(tmp_path / "straight"), range(1, 7))
-    write_steps(open_writer(tmp_path / "resumed"), range(1, 6), offset=0.0)
-    write_steps(open_writer(tmp_path / "resumed", resume_step=4), range(4, 7))
-    assert read_rows(tmp_path / "resumed") == read_rows(tmp_path / "straight")
-
-
 def test_resume_drops_the_rows_that_will_come_again_and_a_torn_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,11 +67,6 @@ def test_both_rows_of_the_step_before_a_resume_stay(tmp_path: Path) -> None:
     writer.close()
     open_writer(tmp_path, resume_step=4).close()
     assert read_rows(tmp_path) == [{"step": 3, "a": 1.0}, {"step": 3, "eval/accuracy": 0.5}]
-
-
-def test_resume_into_a_new_folder_starts_a_file(tmp_path: Path) -> None:
-    write_steps(open_writer(tmp_path, resume_step=4), range(4, 6))
-    assert [row["step"] for row in read_rows(tmp_path)] == [4, 5]
 
 
 def test_fresh_run_in_a_used_folder_keeps_the_earlier_numbers_apart(tmp_path: Path) -> None:

@@ -190,15 +190,6 @@ def test_a_torn_line_costs_itself_alone_also_after_a_resume(
     assert all(first["ts"] <= second["ts"] for first, second in pairwise(events))
 
 
-def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
-    timeline = Timeline(None, 0)
-    with timeline.span("ROLLOUT", batch=1), timeline.span("DECODE"):
-        pass
-    timeline.flush()
-    timeline.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_spans_added_afterwards_nest_in_the_span_that_encloses_them(tmp_path: Path) -> None:
     timeline = open_timeline(tmp_path)
     with timeline.span("ROLLOUT"):
