@@ -1,6 +1,7 @@
 """Converts the policy between a Hugging Face folder and a Megatron torch_dist checkpoint.
 
-It takes one process, on the CPU.
+It takes one process, on the CPU. Towards Hugging Face it holds one file of 4 GB and one tensor in memory; towards Megatron
+the whole model with its optimizer.
 
     tlt convert --from runs/mine --to exported
     tlt convert --from Qwen/Qwen3-0.6B --to megatron
@@ -34,8 +35,10 @@ from tlt_megatron.config.schema import (
     OptimizerSection,
     ParallelSection,
 )
+from tlt_megatron.mcore.checkpoint_reader import read_common
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.policy_model import McorePolicyModel
+from tlt_megatron.mcore.stored_weights import iter_stored_weights
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.device import select_device
@@ -60,16 +63,16 @@ def main() -> None:
         raise ValueError(
             "--push-to-hub: takes a Hugging Face folder; a torch_dist checkpoint is none"
         )
-    world = init_world("gloo", _TIMEOUT_S)
-    try:
-        if is_hf_folder(source):
+    if is_hf_folder(source):
+        world = init_world("gloo", _TIMEOUT_S)
+        try:
             hf_to_megatron(source, target, world, dtype=options.dtype or "float32")
-        else:
-            name = options.model
-            model = fetch_model("--model", name, TOKENIZER) if name else find_model(source)
-            megatron_to_hf(find_policy(source), target, model, world, dtype=options.dtype)
-    finally:
-        dist.destroy_process_group()
+        finally:
+            dist.destroy_process_group()
+    else:
+        name = options.model
+        model = fetch_model("--model", name, TOKENIZER) if name else find_model(source)
+        megatron_to_hf(find_policy(source), target, model, dtype=options.dtype)
     print(f"{source} -> {target}")
     if options.push_to_hub:
         print(push_folder(target, options.push_to_hub))
@@ -110,9 +113,7 @@ def hf_to_megatron(source: Path, target: Path, world: Group, *, dtype: str = "fl
         destroy_model_parallel()
 
 
-def megatron_to_hf(
-    source: Path, target: Path, model: Path, world: Group, *, dtype: str | None = None
-) -> None:
+def megatron_to_hf(source: Path, target: Path, model: Path, *, dtype: str | None = None) -> None:
     """Write the policy of the torch_dist checkpoint `source` to `target`, a new folder, with the
     config and tokenizer of `model`.
 
@@ -120,15 +121,9 @@ def megatron_to_hf(
     """
     if target.exists():
         raise ValueError(f"--to {target}: must not exist")
-    common = torch.load(source / _COMMON_FILE, weights_only=True)
-    identity = common["identity"]
-    policy = _build(model, identity["model.dtype"], world)
-    try:
-        policy.load(source)
-        kept = getattr(torch, dtype or identity["model.dtype"])
-        save_hf_model(target, _shown(policy.export_hf_weights(), model), model, dtype=kept)
-    finally:
-        destroy_model_parallel()
+    kept = getattr(torch, dtype or read_common(source)["identity"]["model.dtype"])
+    weights = iter_stored_weights(source, load_model_config(model))
+    save_hf_model(target, _shown(weights, model), model, dtype=kept)
 
 
 def _shown(tensors: Iterator[tuple[str, Tensor]], model: Path) -> Iterator[tuple[str, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_there_and_back_is_the_identity(kind: str, tied: bool, tmp_path: Path) -
 
     def convert() -> None:
         hf_to_megatron(source, megatron, world())
-        megatron_to_hf(megatron, back, source, world())
+        megatron_to_hf(megatron, back, source)
 
     run_ranks(1, convert)
     assert not (back / "made_with.json").exists()
@@ -49,19 +50,32 @@ def test_there_and_back_is_the_identity(kind: str, tied: bool, tmp_path: Path) -
         assert torch.equal(tensor, after[name]), name
 
 
-def test_a_trained_checkpoint_of_four_ranks_becomes_its_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layout", "changes"),
+    [
+        ("llama", Layout(world=4, tensor=2, pipeline=2), {}),
+        ("qwen2", Layout(world=2, pipeline=2), {"tied": True}),
+        ("qwen3_moe", Layout(world=2, expert=2), {"mlp_only_layers": [0]}),
+        ("qwen3_moe", Layout(world=4, pipeline=2, expert=2), {}),
+        ("glm4_moe", Layout(world=2, tensor=2, expert=2), {}),
+    ],
+    ids=str,
+)
+def test_a_trained_checkpoint_of_any_layout_becomes_its_model(
+    tmp_path: Path, kind: str, layout: Layout, changes: dict[str, Any]
+) -> None:
     """bfloat16, which is found out from the checkpoint."""
-    source = make_tiny_hf(tmp_path / "hf", "llama", num_layers=2)
+    source = make_tiny_hf(tmp_path / "hf", kind, num_layers=2, **changes)
     run_dir = tmp_path / "run"
-    layout = Layout(world=4, tensor=2, pipeline=2)
 
     def save() -> dict[str, torch.Tensor]:
         policy, groups = build_policy(source, layout, dtype="bfloat16")
-        trained = train(policy, groups, (1,))
+        shares = [5, *[0] * (groups.dp.size - 1)]
+        trained = train(policy, groups, (1,), shares)
         policy.save(run_dir / "checkpoints" / "iter_0000001" / "policy")
         return trained["weights"]
 
-    weights = run_ranks(4, save)[0]
+    weights = run_ranks(layout.world, save)[0]
     seal(run_dir / "checkpoints" / "iter_0000001")
     (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
     (run_dir / "config.yaml").write_text(f"model:\n  path: {source}\n")
@@ -69,11 +83,11 @@ def test_a_trained_checkpoint_of_four_ranks_becomes_its_model(tmp_path: Path) ->
     for path in (run_dir / "checkpoints", policy.parent, policy):
         assert find_policy(path) == policy
     assert find_model(policy) == source
-    run_ranks(1, lambda: megatron_to_hf(policy, tmp_path / "back", source, world()))
+    megatron_to_hf(policy, tmp_path / "back", source)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == weights.keys()
     for name, tensor in back.items():
-        assert tensor.dtype == torch.bfloat16
+        assert tensor.dtype == (torch.float32 if name.endswith("_bias") else torch.bfloat16)
         assert torch.equal(tensor, weights[name]), name
 
 
@@ -94,7 +108,7 @@ def test_a_conversion_that_is_cut_short_leaves_no_model(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="File too large"):
             hf_to_megatron(source, tmp_path / "other", world())
         with pytest.raises(OSError, match="File too large"):
-            megatron_to_hf(tmp_path / "megatron", tmp_path / "back", source, world())
+            megatron_to_hf(tmp_path / "megatron", tmp_path / "back", source)
 
     run_ranks(1, convert)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "megatron"]
@@ -106,8 +120,26 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--model: needed"):
         find_model(tmp_path)
     with pytest.raises(ValueError, match=r"--to .* must not exist"):
-        megatron_to_hf(tmp_path, tmp_path, tmp_path, world_of_none())
+        megatron_to_hf(tmp_path, tmp_path, tmp_path)
 
 
-def world_of_none() -> Group:
-    return Group(handle=None, rank=0, size=1, global_ranks=(0,))
+def test_a_checkpoint_that_is_damaged_or_of_another_model_is_refused(tmp_path: Path) -> None:
+    source = make_tiny_hf(tmp_path / "hf", "llama", num_layers=2)
+    run_ranks(1, lambda: hf_to_megatron(source, tmp_path / "megatron", world()))
+    deeper = make_tiny_hf(tmp_path / "deeper", "llama", num_layers=3)
+    with pytest.raises(ValueError, match=r"layers\.self_attention.* lacks a part"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "back", deeper)
+    shallower = make_tiny_hf(tmp_path / "shallower", "llama", num_layers=1)
+    with pytest.raises(ValueError, match="holds weights that the model does not have"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "back", shallower)
+    larger = make_tiny_hf(tmp_path / "larger", "llama", num_layers=2, vocab_size=600)
+    with pytest.raises(ValueError, match=r"embed_tokens.* \(512, 64\): must be \(600, 64\)"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "back", larger)
+    biased = make_tiny_hf(tmp_path / "biased", "qwen2", num_layers=2)
+    with pytest.raises(ValueError, match=r"has no tensor for model\.layers\.0\..*q_proj\.bias"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "back", biased)
+    [file] = (tmp_path / "megatron").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:20_000])
+    with pytest.raises(ValueError, match=r"__0_0\.distcp: .* cannot be read"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "back", source)
+    assert not (tmp_path / "back").exists()

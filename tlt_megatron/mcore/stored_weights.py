@@ -1,0 +1,126 @@
+"""Reads the policy's weights out of a torch_dist checkpoint of any layout, one tensor at a time, without building a model.
+
+Megatron stores whole tensors in chunks, one per shard. Equal layers lie in one tensor with an axis of layers in front,
+and the experts of a layer in one with an axis of experts.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from tlt_megatron.mcore.checkpoint_reader import read_metadata
+from tlt_megatron.mcore.weight_map import (
+    EMBEDDING_ROW,
+    FINAL_NORM_ROW,
+    Row,
+    expert_rows,
+    hf_shapes,
+    layer_rows,
+    lm_head_row,
+    merge,
+    num_local_experts,
+)
+from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.runtime.process_groups import SINGLE
+
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
+_EXPERT = re.compile(r"(?<=\.mlp\.experts\.)local_experts\.(\d+)\.")
+
+
+def iter_stored_weights(path: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the policy in the checkpoint `path` under its Hugging Face name, in layer order.
+
+    Holds one tensor in memory; of a parameter with several Hugging Face tensors, all of them. ValueError for one that is
+    missing, damaged or of another shape than `config` says, and at the end for weights that `config` does not have.
+    """
+    stored = _StoredTensors(path)
+    for row in _rows(config):
+        tensors = merge(row, [stored.read(row)], config)
+        for name, tensor, shape in zip(row.hf_names, tensors, hf_shapes(row, config), strict=True):
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"checkpoint {path}: {name} has shape {tuple(tensor.shape)}: must be {shape}"
+                )
+            yield name, tensor
+    if stored.num_left:
+        raise ValueError(f"checkpoint {path}: holds weights that the model does not have")
+
+
+def _rows(config: ModelConfig) -> Iterator[Row]:
+    yield EMBEDDING_ROW
+    for layer in range(config.num_layers):
+        yield from layer_rows(config, layer, layer)
+        for expert in range(num_local_experts(config, layer, SINGLE)):
+            yield from expert_rows(config, layer, layer, expert, SINGLE, 0)
+    yield FINAL_NORM_ROW
+    if not config.tie_word_embeddings:
+        yield lm_head_row(config)
+
+
+class _StoredTensors:
+    """The whole tensors of a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._metadata = read_metadata(path)
+        abouts = self._metadata.state_dict_metadata.items()
+        tensors = [
+            a
+            for name, a in abouts
+            if isinstance(a, TensorStorageMetadata) and not name.startswith("optimizer.")
+        ]
+        self.num_left = sum(about.size.numel() for about in tensors)  # numbers that were not read
+
+    def read(self, row: Row) -> Tensor:
+        """Return the parameter of `row`, of all tensor-parallel ranks."""
+        for name, place in itertools.chain.from_iterable(map(_places, row.mcore_names)):
+            about = self._metadata.state_dict_metadata.get(name)
+            if isinstance(about, TensorStorageMetadata):
+                return self._assemble(name, about, place)
+        raise ValueError(f"checkpoint {self._path}: has no tensor for {', '.join(row.hf_names)}")
+
+    def _assemble(self, name: str, about: TensorStorageMetadata, place: tuple[int, ...]) -> Tensor:
+        """Return the part of a tensor that has these indices on its first axes."""
+        whole = torch.empty(about.size[len(place) :], dtype=about.properties.dtype)
+        num_filled = 0
+        for chunk in about.chunks:
+            offsets = tuple(chunk.offsets)
+            if offsets[: len(place)] == place:
+                part = self._chunk(name, chunk.offsets).view(chunk.sizes)[(0,) * len(place)]
+                ends = zip(offsets[len(place) :], part.shape, strict=True)
+                whole[tuple(slice(start, start + size) for start, size in ends)] = part
+                num_filled += part.numel()
+        if num_filled != whole.numel():
+            raise ValueError(f"checkpoint {self._path}: {name} lacks a part")
+        self.num_left -= num_filled
+        return whole
+
+    def _chunk(self, name: str, offsets: torch.Size) -> Tensor:
+        info = self._metadata.storage_data[MetadataIndex(name, offsets)]
+        file = self._path / info.relative_path
+        try:
+            with file.open("rb") as stream:
+                stream.seek(info.offset)
+                data = io.BytesIO(stream.read(info.length))
+            return torch.load(data, map_location="cpu", weights_only=True)
+        except Exception as error:  # damaged bytes make torch.load raise any type
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{file}: {name} cannot be read: {reason}") from error
+
+
+def _places(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield each name under which a parameter may be stored, with its indices on the first axes."""
+    place: tuple[int, ...] = ()
+    if found := _EXPERT.search(name):
+        name, place = _EXPERT.sub("experts.", name), (int(found[1]),)
+    yield name, place
+    if found := _LAYER.search(name):
+        yield _LAYER.sub("", name), (int(found[1]), *place)
