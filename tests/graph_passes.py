@@ -1,27 +1,36 @@
-"""What the tests of captured graphs run: passes over rows in lanes of a small random target and drafter, on CPU and GPU,
+"""What the tests of captured graphs run: steps over rows in lanes of a small random target and drafter, on CPU and GPU,
 and a stand-in for a GPU's graphs on the CPU.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.slow_draft import HIDDEN_SIZE, TARGET, VOCAB_SIZE, make_draft_model
-from tlt_megatron.engines.embedded.graph_plan import Role
-from tlt_megatron.engines.embedded.graph_pool import GraphPool, PassInputs, Step, lane_steps
-from tlt_megatron.models.attention.lanes import LaneView, drafted_bias
+from tests.slow_draft import TARGET, VOCAB_SIZE, make_draft_model
+from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.engines.embedded.graph_plan import GraphPlan
+from tlt_megatron.engines.embedded.graph_pool import GraphPool
+from tlt_megatron.engines.embedded.lane_steps import LaneSteps, Rows
+from tlt_megatron.models.attention.lanes import LaneView
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.device import Device, GraphMemory
+from tlt_megatron.speculation import sampling
+from tlt_megatron.speculation.tree import DraftTree, chain_tree
+from tlt_megatron.types import SamplingParams
 
+STRATEGIES = [SpeculationStrategy.parse(text) for text in ("2_1_2", "3_2_6")]
+MAX_BATCH_SIZE = 8
+NUM_UNSEEN = 4  # pairs that a captured draft computes: the largest depth + 1
 LANE, PAGE, PROMPT = 64, 16, 20  # slots of a lane and of a page, committed positions of every row
 
 # What a capture may not do on a GPU: read back, or bring numbers from Python.
@@ -36,21 +45,22 @@ class RecordedGraphs:
         self._graphs = [] if graphs is None else graphs
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `engines.embedded.graph_pool.GraphMemory`."""
-        work()
-        with _Recorder() as recorder:
+        """See `engines.embedded.graph_pool.GraphMemory`. Noise is made by torch as on a GPU, because calls of NumPy are not seen."""
+        with mock.patch.object(sampling, "noise_of_ids", sampling.gumbel_of):
             work()
+            with _Recorder() as recorder:
+                work()
         self._graphs.append(weakref.ref(recorder))
         return recorder.replay
 
 
 @torch.inference_mode()
-def capture_all(pool: GraphPool, example: Mapping[Role, PassInputs]) -> None:
+def capture_all(pool: GraphPool) -> None:
     """Capture all planned shapes, cut to the lanes, largest activations first."""
     keys = dict.fromkeys(map(pool._in_lanes, pool.plan.keys))
     for key in sorted(keys, key=lambda key: -pool.plan.cost(key).activation_bytes):
         if key not in pool._captured:
-            pool._capture_blank(key, example[key.role])
+            pool._capture(key)
 
 
 class _Recorder(TorchDispatchMode):
@@ -108,32 +118,89 @@ def recording_device() -> RecordingDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanePasses:
-    """A target, its drafter behind it in the same KV pool, and inputs for both."""
+    """A target, its drafter behind it in the same KV pool, and rows for both."""
 
     model: Transformer
     draft: DraftInference
     cache: KvCache
-    steps: Mapping[Role, Step]
-    scratch_slot: int  # behind all lanes
 
-    def inputs(self, role: Role, *, batch_size: int, num_rows: int, seed: int = 0) -> PassInputs:
-        """Random queries behind the committed positions, each of which sees those before it."""
-        device, dtype = self.cache.device, self.cache.bias_T.dtype
-        generator = torch.Generator().manual_seed(seed)
-        view = LaneView(self.cache, num_rows=batch_size, lane=LANE)
-        base_B = torch.full((batch_size,), PROMPT, device=device)
-        positions_BR = base_B.unsqueeze(1) + torch.arange(num_rows, device=device)
-        visible_RR = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril()
-        length = view.read_length(PROMPT + num_rows)
-        size = batch_size * num_rows
-        hidden_PD = torch.randn(size, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
-        return PassInputs(
-            token_ids_P=torch.randint(VOCAB_SIZE, (size,), generator=generator).to(device),
-            positions_P=positions_BR.view(-1),
-            slots_P=view.slots(positions_BR),
-            bias_BRS=drafted_bias(view, base_B, visible_RR.expand(batch_size, -1, -1), length),
-            hidden_PD=hidden_PD.to(device, dtype) if role is Role.DRAFT else None,
+    def steps(self) -> LaneSteps:
+        params = SamplingParams(num_samples=1, max_new_tokens=9)
+        return LaneSteps(self.model, self.cache, LANE, self.draft, params)
+
+    def pool(self, new_memory: Callable[[], GraphMemory | None]) -> GraphPool:
+        """A pool whose steps are bound."""
+        plan = GraphPlan(
+            self.model.config,
+            STRATEGIES,
+            max_batch_size=MAX_BATCH_SIZE,
+            max_length=LANE,
+            item_bytes=self.model.dtype.itemsize,
         )
+        pool = GraphPool(plan, new_memory)
+        pool.bind(self.steps())
+        return pool
+
+    def view(self, batch_size: int) -> LaneView:
+        return LaneView(self.cache, num_rows=batch_size, lane=LANE)
+
+    def state(self, batch_size: int, seed: int = 0) -> Tensor:
+        """Random roots behind the committed positions, with room for 1 to 5 tokens."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(low: int, high: int) -> Tensor:
+            return torch.randint(low, high, (batch_size,), generator=generator)
+
+        count, place = draw(0, 9), torch.full((batch_size,), PROMPT)
+        state = Rows(
+            token=draw(0, VOCAB_SIZE),
+            seed=draw(-(1 << 60), 1 << 60),
+            last=count + draw(1, 6),
+            position=place,
+            count=count,
+            out=place,
+            slot=place + torch.arange(batch_size) * LANE,
+        )
+        return torch.stack(state).to(self.cache.device)
+
+    def run(
+        self, steps: GraphPool, strategy: SpeculationStrategy, batch_size: int, seed: int = 0
+    ) -> tuple[Tensor, ...]:
+        """Draft and verify in a pool. Return copies of what is read afterwards of at most depth + 1 tokens: what was
+        proposed, what was committed, and what the KV holds at the root of each row.
+        """
+        state_FB, view = self.state(batch_size, seed), self.view(batch_size)
+        tree = chain_tree(state_FB.new_empty(batch_size, 0))
+        if not strategy.is_off:
+            tree = steps.draft(view, state_FB, strategy, NUM_UNSEEN, LANE)
+            tree = DraftTree(
+                *(t.clone() for t in tree.tensors), depth=tree.depth, is_chain=tree.is_chain
+            )
+        done, roots_B = steps.target(view, state_FB, tree, LANE), state_FB[-1]
+        seen = slice(strategy.depth + 1)
+        kv = self.cache.kv_LKTH[: -1 if strategy.is_off else None]
+        found = (
+            *tree.tensors,
+            done.tokens_BS[:, seen],
+            done.report_BX[:, :3],
+            done.logprobs_BS.masked_fill(done.tokens_BS < 0, 0.0)[:, seen],
+            kv.index_select(2, roots_B),
+            self.cache.features_TD.index_select(0, roots_B),
+        )
+        return tuple(tensor.clone() for tensor in found)
+
+    def reset(self, num_lanes: int = MAX_BATCH_SIZE) -> None:
+        """Commit the same random keys, features and tokens as in the beginning."""
+        generator = torch.Generator().manual_seed(4)
+        cache = self.cache
+        for tensor in (cache.kv_LKTH, cache.features_TD):
+            drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            tensor.copy_(drawn)
+        tokens = torch.randint(VOCAB_SIZE, cache.token_ids_T.shape, generator=generator)
+        cache.token_ids_T.copy_(tokens)
+        cache.bias_T.fill_(-torch.inf)
+        for row in range(num_lanes):
+            cache.mark_written(torch.arange(PROMPT, device=cache.device) + row * LANE)
 
 
 def make_lane_passes(device: torch.device, dtype: torch.dtype, *, num_lanes: int) -> LanePasses:
@@ -154,18 +221,11 @@ def make_lane_passes(device: torch.device, dtype: torch.dtype, *, num_lanes: int
         dtype=dtype,
         device=device,
         num_draft_layers=1,
+        tap_layers=(),
         has_scratch=True,
     )
-    keys = torch.randn(cache.kv_LKTH.shape, generator=generator, dtype=torch.float64)
-    cache.kv_LKTH.copy_(keys)
-    for row in range(num_lanes):
-        cache.mark_written(torch.arange(PROMPT, device=device) + row * LANE)
     for rotary in (model.rotary, draft.rotary):
         rotary.reserve(LANE)
-    return LanePasses(
-        model=model,
-        draft=draft,
-        cache=cache,
-        steps=lane_steps(model, cache, LANE, draft),
-        scratch_slot=cache.scratch_slot,
-    )
+    passes = LanePasses(model=model, draft=draft, cache=cache)
+    passes.reset(num_lanes)
+    return passes

@@ -142,7 +142,7 @@ class PretendGpu(TorchDispatchMode):
         self.is_capturing = self._is_replaying = False
         self.num_captures = 0
         self.read_backs: Counter[str] = Counter()  # by operation
-        self.num_launches = 0  # operations that the host has queued
+        self.num_launches = 0  # operations and graphs that the host has queued; views are none
         self.num_done = 0  # of these, those that the host has waited for
         self.max_ahead = 0  # the most operations that the host was ahead by
         # Copies to the host that it has not waited for: position, source and target.
@@ -211,8 +211,8 @@ class PretendGpu(TorchDispatchMode):
         out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
         if has_moved:  # what is a copy on a GPU must not be the same memory here
             out = out.clone()
-        if ours:
-            self.num_launches += 1
+        if ours and not _is_view(func):
+            self.num_launches += not self._is_replaying  # a graph is one launch
             self.max_ahead = max(self.max_ahead, self.num_launches - self.num_done)
         is_here = asked.type == "cuda" if asked is not None else self._stays(func, args, ours)
         if not is_here:
@@ -280,10 +280,16 @@ class PretendGpu(TorchDispatchMode):
         self.num_captures += 1
 
         def replay() -> None:
+            self.num_launches += 1
             with self._phase("_is_replaying"):
                 work()
 
         return replay
+
+
+def _is_view(func: Callable) -> bool:
+    infos = [each.alias_info for each in func._schema.returns]
+    return all(info is not None and not info.is_write for info in infos)
 
 
 def _inner(value: object) -> object:

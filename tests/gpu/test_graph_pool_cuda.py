@@ -6,62 +6,38 @@ import pytest
 import torch
 
 from tests.gpu.cuda_ranks import needs_gpus
-from tests.graph_passes import LANE, LanePasses, capture_all, make_lane_passes
-from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.engines.embedded.graph_plan import GraphPlan, Role
-from tlt_megatron.engines.embedded.graph_pool import GraphPool
+from tests.graph_passes import MAX_BATCH_SIZE, STRATEGIES, capture_all, make_lane_passes
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.runtime.device import Device
 
 pytestmark = needs_gpus()
-MAX_BATCH_SIZE = 8
-
 
 # What the allocator takes from the driver at once for small tensors: every memory pool of its own has at least one.
 SEGMENT_BYTES = 2 << 20
+CHAIN, TREE = STRATEGIES
 
 
-def make_pool(device: Device, passes: LanePasses) -> GraphPool:
-    plan = GraphPlan(
-        passes.model.config,
-        [SpeculationStrategy.parse(text) for text in ("2_1_2", "3_2_6")],
-        max_batch_size=MAX_BATCH_SIZE,
-        max_length=LANE,
-        item_bytes=passes.model.dtype.itemsize,
-    )
-    pool = GraphPool(plan, device.graph_memory)
-    bind(pool, passes)
-    return pool
-
-
-def bind(pool: GraphPool, passes: LanePasses) -> None:
-    pool.bind(passes.model, passes.cache, LANE, passes.draft)
-
-
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("strategy", [OFF, CHAIN, TREE], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_replayed_graph_equals_the_eager_pass(
-    device: Device, role: Role, dtype: torch.dtype
+def test_replayed_graph_equals_the_eager_step(
+    device: Device, strategy: SpeculationStrategy, dtype: torch.dtype
 ) -> None:
+    """In bfloat16, rounding may change what is drafted and drawn, but neither keys nor features of the root."""
     passes = make_lane_passes(device.torch_device, dtype, num_lanes=MAX_BATCH_SIZE)
-    pool = make_pool(device, passes)
+    pool, eager = passes.pool(device.graph_memory), passes.pool(lambda: None)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 6e-2}[dtype]
-    shapes = [(1, 1), (3, 2), (8, 3), (5, 4), (1, 1), (8, 3)]
-    for seed, (batch_size, num_rows) in enumerate(shapes):
-        inputs = passes.inputs(role, batch_size=batch_size, num_rows=num_rows, seed=seed)
-        before = passes.cache.kv_LKTH.clone()
-        expected = [out.clone() for out in passes.steps[role](inputs)]
-        written = passes.cache.kv_LKTH.clone()
-        passes.cache.kv_LKTH.copy_(before)
-        outputs = pool.run(role, inputs)
-        for output, wanted in zip(outputs, expected, strict=True):
+    sizes = [1, 3, 8, 5, 1, 8]
+    for seed, batch_size in enumerate(sizes):
+        passes.reset()
+        expected = passes.run(eager, strategy, batch_size, seed)
+        passes.reset()
+        outputs = passes.run(pool, strategy, batch_size, seed)
+        first = -2 if dtype == torch.bfloat16 else 0
+        for output, wanted in zip(outputs[first:], expected[first:], strict=True):
             torch.testing.assert_close(output, wanted, rtol=tolerance, atol=tolerance)
-        written[:, :, passes.scratch_slot] = 0
-        held = passes.cache.kv_LKTH.clone()
-        held[:, :, passes.scratch_slot] = 0
-        torch.testing.assert_close(held, written, rtol=tolerance, atol=tolerance)
+        assert passes.cache.kv_LKTH.isfinite().all()
     assert not pool.eager_passes
-    assert pool.num_replays.total() == len(shapes)
-    assert pool.num_captures <= len(shapes) - 2 + 1  # two shapes come twice; the largest of all
+    assert pool.num_replays.total() == len(sizes) * (1 if strategy.is_off else 2)
 
 
 def reserved_bytes() -> int:
@@ -73,12 +49,10 @@ def reserved_bytes() -> int:
 
 def test_captures_after_the_largest_lie_in_its_memory(device: Device) -> None:
     passes = make_lane_passes(device.torch_device, torch.bfloat16, num_lanes=MAX_BATCH_SIZE)
-    pool = make_pool(device, passes)
-    example = {role: passes.inputs(role, batch_size=1, num_rows=1) for role in Role}
-    for role in Role:  # the static tensors of both are there then, and the largest capture is
-        pool.run(role, example[role])
+    pool = passes.pool(device.graph_memory)
+    passes.run(pool, TREE, 1)  # the largest capture is there then
     before, num_before = reserved_bytes(), pool.num_captures
-    capture_all(pool, example)
+    capture_all(pool)
     num_captures = pool.num_captures - num_before
     assert num_captures > 4 * num_before
     assert reserved_bytes() - before < num_captures * SEGMENT_BYTES / 4
@@ -86,14 +60,13 @@ def test_captures_after_the_largest_lie_in_its_memory(device: Device) -> None:
 
 def test_dropped_graphs_give_their_memory_back(device: Device) -> None:
     passes = make_lane_passes(device.torch_device, torch.bfloat16, num_lanes=MAX_BATCH_SIZE)
-    pool = make_pool(device, passes)
-    inputs = passes.inputs(Role.TARGET, batch_size=8, num_rows=7)
-    pool.run(Role.TARGET, inputs)  # the workspace of cuBLAS stays, once for all captures
+    pool = passes.pool(device.graph_memory)
+    passes.run(pool, TREE, 8)  # the workspace of cuBLAS stays, once for all captures
     pool.drop()
     reserved = reserved_bytes()
     for _ in range(3):
-        bind(pool, passes)
-        pool.run(Role.TARGET, inputs)
+        pool.bind(passes.steps())
+        passes.run(pool, TREE, 8)
         assert reserved_bytes() > reserved
         pool.drop()
         assert reserved_bytes() <= reserved
@@ -101,14 +74,16 @@ def test_dropped_graphs_give_their_memory_back(device: Device) -> None:
 
 def test_capturing_between_other_work_on_the_device_changes_neither(device: Device) -> None:
     passes = make_lane_passes(device.torch_device, torch.float64, num_lanes=MAX_BATCH_SIZE)
-    pool = make_pool(device, passes)
-    inputs = passes.inputs(Role.TARGET, batch_size=3, num_rows=2)
-    expected = passes.steps[Role.TARGET](inputs)[0].clone()
+    pool = passes.pool(device.graph_memory)
+    expected = passes.run(passes.pool(lambda: None), OFF, 3)
     a = torch.randn(2048, 2048, device=device.torch_device)
     product = a @ a  # still running when the capture begins
-    first = pool.run(Role.TARGET, inputs)[0].clone()
-    torch.testing.assert_close(first, expected, rtol=1e-12, atol=1e-12)
+    passes.reset()
+    first = passes.run(pool, OFF, 3)
+    for output, wanted in zip(first, expected, strict=True):
+        torch.testing.assert_close(output, wanted, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(product, a @ a)
     for _ in range(20):  # replays back to back, and what is read between them
-        again = pool.run(Role.TARGET, inputs)[0].clone()
-        assert torch.equal(again, first)
+        passes.reset()
+        again = passes.run(pool, OFF, 3)
+        assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))

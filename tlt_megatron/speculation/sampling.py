@@ -33,16 +33,7 @@ class Sampled:
     token_ids_B: Tensor  # int64
     logprobs_B: Tensor  # float32, of the sampled distribution: tempered, cut, renormalized
     policy_logprobs_B: Tensor  # float32, of the raw policy: temperature 1, no cut
-    kept: tuple[Tensor, ...] = ()  # `kept_ids` of each row; () without top-p and top-k
-
-    def followed_by(self, other: Sampled) -> Sampled:
-        """Concatenate these rows and the rows of `other`."""
-        return Sampled(
-            token_ids_B=torch.cat((self.token_ids_B, other.token_ids_B)),
-            logprobs_B=torch.cat((self.logprobs_B, other.logprobs_B)),
-            policy_logprobs_B=torch.cat((self.policy_logprobs_B, other.policy_logprobs_B)),
-            kept=self.kept + other.kept,
-        )
+    kept: Tensor | None = None  # [B, 1 + C]: see `kept_table`; None without top-p and top-k
 
 
 def _signed(value: int) -> int:
@@ -210,22 +201,30 @@ def cut_logits(scaled_BV: Tensor, top_p: float, top_k: int) -> Tensor:
         ids_BC = order_BC if ids_BC is None else ids_BC.gather(1, order_BC)
         probs_BC = values_BC.softmax(dim=-1)
         reached_before_BC = probs_BC.cumsum(dim=-1) - probs_BC
-        reached_before_BC[:, 0] = 0.0
+        reached_before_BC[:, 0].fill_(0.0)
         values_BC = values_BC.masked_fill(reached_before_BC >= top_p, -torch.inf)
     if ids_BC is None:
         return scaled_BV
     return torch.full_like(scaled_BV, -torch.inf).scatter_(1, ids_BC, values_BC)
 
 
-def kept_ids(cut_BV: Tensor) -> tuple[Tensor, ...]:
-    """Return the ids that `cut_logits` kept in each row, int32 on the CPU; none for a row with more than MAX_KEPT."""
+def kept_table(cut_BV: Tensor) -> Tensor:
+    """Return [B, 1 + C] int64: how many ids `cut_logits` kept in each row, then these ids, ascending. C is at most MAX_KEPT.
+
+    A row with more than MAX_KEPT counts as 0. Nothing is read back.
+    """
     is_kept_BV = cut_BV > -torch.inf
     counts_B1 = is_kept_BV.sum(dim=-1, keepdim=True)
     is_recorded_B1 = counts_B1 <= MAX_KEPT
     ids_BC = _ids_of(is_kept_BV & is_recorded_B1, min(MAX_KEPT, cut_BV.shape[-1]))
-    table = torch.cat((counts_B1 * is_recorded_B1, ids_BC), dim=1).int().cpu()  # one read-back
+    return torch.cat((counts_B1 * is_recorded_B1, ids_BC), dim=1)
+
+
+def kept_ids(table: Tensor) -> list[Tensor]:
+    """Return the ids of each row of a `kept_table`, int32 on the CPU. One read-back."""
+    table = table.int().cpu()
     counts = table[:, 0].tolist()
-    return tuple(row[1 : count + 1].clone() for row, count in zip(table, counts, strict=True))
+    return [row[1 : count + 1].clone() for row, count in zip(table, counts, strict=True)]
 
 
 def _ids_of(is_kept_BV: Tensor, most: int) -> Tensor:
@@ -286,7 +285,7 @@ def sample(
         token_ids_B=tokens_B1.squeeze(1),
         logprobs_B=logprobs_B,
         policy_logprobs_B=policy_B,
-        kept=kept_ids(scaled) if top_p < 1.0 or top_k > 0 else (),
+        kept=kept_table(scaled) if top_p < 1.0 or top_k > 0 else None,
     )
 
 

@@ -45,7 +45,7 @@ class StrategySelector(Protocol):
 
         Element d - 1 of `accepted_by_depth` counts the requests that accepted at least d drafted tokens
         (`verify.accepted_by_depth`; empty for OFF). `first_by_depth` counts those of them whose token at depth d was the
-        drafter's first candidate (`verify.first_counts`); None for a chain: all. `seconds` covers the whole pass. It includes a rebuild of the drafter's
+        drafter's first candidate (`verify.first_on_path`); None for a chain: all. `seconds` covers the whole pass. It includes a rebuild of the drafter's
         cache, which is part of the cost of turning speculation on.
         """
 

@@ -12,7 +12,7 @@ which the target will sample at that position. So a score estimates that the tar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ Expand = Callable[[Tensor, Tensor], Tensor]
 (all 0 in the first call: the root). Called num_steps - 1 times."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DraftTree:
     """Drafted tokens of B requests. Parents precede their children.
 
@@ -47,8 +47,20 @@ class DraftTree:
     token_ids_BQ: Tensor  # int64, UNUSED where there is no node
     parents_BQ: Tensor  # int64 node index, or ROOT
     depths_BQ: Tensor  # int64, 1 below the root
-    depth: int  # largest depth of a node; the same for all trees of a strategy
-    is_chain: bool = False  # node q is the child of node q - 1, and row q + 1 has depth q + 1
+    depth: int = field(kw_only=True)  # largest of a node; the same for all trees of a strategy
+    is_chain: bool = field(
+        default=False, kw_only=True
+    )  # node q is the child of node q - 1, and row q + 1 has depth q + 1
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return token ids, parents and depths."""
+        return self.token_ids_BQ, self.parents_BQ, self.depths_BQ
+
+    @property
+    def num_rows(self) -> int:
+        """Return R."""
+        return self.token_ids_BQ.shape[1] + 1
 
     @property
     def row_depths_BR(self) -> Tensor:
@@ -288,7 +300,7 @@ class TreeGrower:
             )
         # Maps a candidate (0: the root) to its node index; -2 if it was not kept.
         node_of_BM = tokens_BM.new_full((batch_size, num_candidates + 1), ROOT - 1)
-        node_of_BM[:, 0] = ROOT
+        node_of_BM[:, 0].fill_(ROOT)
         node_of_BM.scatter_(1, kept_BQ + 1, self._nodes_Q.expand(batch_size, num_nodes))
         parents_BQ = node_of_BM.gather(1, parents_BM.gather(1, kept_BQ))
         # A child without its parent comes only from NaN logits. Such a node costs a row but is never accepted.

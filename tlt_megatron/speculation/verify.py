@@ -82,12 +82,12 @@ def accepted_by_depth(num_accepted: Sequence[int], depth: int) -> list[int]:
     return [sum(accepted > index for accepted in num_accepted) for index in range(depth)]
 
 
-def first_counts(tree: DraftTree, verdict: Verdict) -> Tensor:
-    """Return [depth] int64: requests whose accepted token at each depth is the first child of its parent.
+def first_on_path(tree: DraftTree, verdict: Verdict) -> Tensor:
+    """Return [B, depth] bool: whether the accepted token at each depth is the first child of its parent.
 
     The learned drafter ranks children in node order.
     """
     is_sibling_BQQ = tree.parents_BQ.unsqueeze(2) == tree.parents_BQ.unsqueeze(1)
     is_first_BQ = ~is_sibling_BQQ.tril(-1).any(dim=2)
     is_first_BR = torch.nn.functional.pad(is_first_BQ, (1, 0))
-    return is_first_BR.gather(1, verdict.path_BS)[:, 1:].sum(dim=0)
+    return is_first_BR.gather(1, verdict.path_BS)[:, 1:]

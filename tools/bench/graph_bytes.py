@@ -10,6 +10,9 @@ captures. The model is Qwen2.5-7B, with the default strategies and with those of
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
+
 from tlt_megatron.config.schema import SpeculationSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphKey, GraphPlan, Role
@@ -39,18 +42,16 @@ def _bytes_alone(plan: GraphPlan, strategy: SpeculationStrategy) -> int:
     """Return the bytes if drafting and verifying are captured together at every batch size, in
     memory of their own.
     """
-    shapes = [(Role.TARGET, strategy.num_rows)]
-    if strategy.is_learned:
-        depths = [(Role.DRAFT, strategy.topk)] * (strategy.num_steps - 1)
-        shapes += [(Role.DRAFT, strategy.depth + 1), *depths]
+    make = partial(GraphKey, num_rows=strategy.num_rows, depth=strategy.depth)
     keys = [
-        GraphKey(role=role, num_rows=num_rows, batch_size=size, length=length)
+        make(role=Role.TARGET, batch_size=size, length=length)
         for size in plan.batch_sizes
         for length in plan.lengths
-        for role, num_rows in shapes
     ]
-    static = max(plan.cost(key).static_bytes for key in keys if key.role is Role.TARGET)
-    return plan.graph_bytes(keys) + static + max(plan.cost(k).activation_bytes for k in keys)
+    if strategy.is_learned:
+        drafts = (dataclasses.replace(k, role=Role.DRAFT, strategy=strategy) for k in keys)
+        keys += [dataclasses.replace(k, num_rows=strategy.depth + 1, depth=0) for k in drafts]
+    return plan.graph_bytes(keys) + max(plan.cost(k).activation_bytes for k in keys)
 
 
 def bench_graph_bytes() -> dict[str, dict[str, object]]:

@@ -126,18 +126,40 @@ def test_every_dtype_runs(tiny_path: Path, device: PretendDevice, dtype: str) ->
 
 
 @pytest.mark.parametrize(
-    ("cut", "most"), [({}, 1), ({"top_p": 0.9}, 2), ({"top_p": 0.9, "top_k": 9}, 2)]
+    ("strategy", "cut", "most"),
+    [
+        ("off", {}, 12),
+        ("off", {"top_p": 0.9, "top_k": 9}, 12),
+        ("6_1_6", {}, 14),
+        ("6_1_6", {"top_p": 0.9, "top_k": 9}, 14),
+        ("6_4_16", {"top_p": 0.9}, 14),
+        ("ngram_4", {}, 16),
+    ],
 )
-def test_a_plain_pass_reads_back_once_and_once_more_for_what_top_p_and_top_k_kept(
-    tiny_path: Path, device: PretendDevice, cut: dict[str, float], most: int
+def test_a_step_is_few_launches_and_one_read_back(
+    tiny_path: Path,
+    device: PretendDevice,
+    strategy: str,
+    cut: dict[str, float],
+    most: int,
 ) -> None:
-    engine = make_engine(tiny_path, device, "off")
-    run(engine)  # allocates, captures
-    device.gpu.read_backs.clear()
-    run(engine, SamplingParams(num_samples=1, max_new_tokens=30, seed=5, **cut))
-    num_draws = engine.stats().num_decode_passes + 1
-    # And a few looks where rows come and leave.
-    assert device.gpu.read_backs.total() <= most * num_draws + 12
+    """Of the host: a graph is one launch. A draft by n-grams reads the new tokens once more."""
+    engine, gpu = make_engine(tiny_path, device, strategy), device.gpu
+    params = SamplingParams(num_samples=2, max_new_tokens=20, seed=5, **cut)
+    counts: list[tuple[int, int]] = []
+
+    def count() -> bool:
+        counts.append((gpu.num_launches, gpu.read_backs.total()))
+        return False
+
+    engine.generate(PROMPTS[:1], params, policy_version=1)  # allocates, captures
+    engine.generate(PROMPTS[:1], params, policy_version=1, should_stop=count)
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(counts)]
+    assert engine.stats().eager_passes == {}
+    reads = 2 if strategy == "ngram_4" else 1
+    usual = steps[1:4]  # rows join before the first step and leave later
+    assert {read_backs for _, read_backs in usual} == {reads}
+    assert max(launches for launches, _ in usual) <= most
 
 
 def alive_caches() -> list[KvCache]:

@@ -20,12 +20,13 @@ from tlt_megatron.engines.embedded.graph_plan import (
     GraphPlan,
     Role,
 )
-from tlt_megatron.engines.embedded.graph_pool import PassInputs, lane_steps
+from tlt_megatron.engines.embedded.lane_steps import LaneSteps, Rows
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftConfig, DraftModel
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.types import SamplingParams
 from tools.bench.graph_bytes import bytes_naive, bytes_single
 from tools.gpu.shapes import QWEN_2_5_7B as QWEN_7B
 
@@ -66,10 +67,7 @@ def make_plan(
 
 def largest_batch(plan: GraphPlan, strategy: SpeculationStrategy) -> int:
     """The largest batch that verifies `strategy` in a graph."""
-    found = {
-        size: plan.find(Role.TARGET, num_rows=strategy.num_rows, batch_size=size, longest=1)
-        for size in plan.batch_sizes
-    }
+    found = {size: plan.find(Role.TARGET, strategy.num_rows, size, 1) for size in plan.batch_sizes}
     return max(size for size, key in found.items() if isinstance(key, GraphKey))
 
 
@@ -80,33 +78,34 @@ def test_every_pass_of_a_usable_strategy_has_a_capture_that_holds_it(
 ) -> None:
     plan = make_plan(strategies, max_batch_size=max_batch_size)
     for batch_size in range(1, max_batch_size + 1):
-        wanted = [(Role.TARGET, 1)]
+        wanted = [(Role.TARGET, 1, 0, None)]
         for strategy in plan.strategies:
             if batch_size > largest_batch(plan, strategy):
                 continue
-            wanted.append((Role.TARGET, strategy.num_rows))
+            wanted.append((Role.TARGET, strategy.num_rows, strategy.depth, None))
             if strategy.is_learned:
-                wanted += [(Role.DRAFT, strategy.topk), (Role.DRAFT, strategy.num_steps + 1)]
-        for role, num_rows in wanted:
-            key = plan.find(role, num_rows=num_rows, batch_size=batch_size, longest=700)
+                wanted.append((Role.DRAFT, strategy.depth + 1, 0, strategy))
+        for role, num_rows, depth, strategy in wanted:
+            key = plan.find(role, num_rows, batch_size, 700, strategy)
             assert key in plan.keys
             assert key.num_rows >= num_rows
+            assert key.depth >= depth
             assert key.batch_size >= batch_size
-            assert key.length == 1024
+            assert key.length == (1024 if role is Role.TARGET else 1600)
             assert key.num_tokens <= 320 or key.batch_size == 1
 
 
 def test_what_is_larger_than_planned_has_a_reason() -> None:
     plan = make_plan(QUICKSTART)
 
-    def find(role: Role, num_rows: int, batch_size: int, longest: int) -> GraphKey | EagerReason:
-        return plan.find(role, num_rows=num_rows, batch_size=batch_size, longest=longest)
-
-    assert find(Role.TARGET, 1, 65, 10) is EagerReason.BATCH
-    assert find(Role.TARGET, 17, 17, 10) is EagerReason.ROWS
-    assert find(Role.DRAFT, 64, 1, 10) is EagerReason.ROWS
-    assert find(Role.TARGET, 17, 16, 1601) is EagerReason.LENGTH
-    assert isinstance(find(Role.TARGET, 17, 16, 1600), GraphKey)
+    chain = SpeculationStrategy.parse("6_1_6")
+    assert plan.find(Role.TARGET, 1, 65, 10) is EagerReason.BATCH
+    assert plan.find(Role.TARGET, 17, 17, 10) is EagerReason.ROWS
+    assert plan.find(Role.DRAFT, 64, 1, 10, chain) is EagerReason.ROWS
+    assert plan.find(Role.DRAFT, 1, 64, 10, chain) is EagerReason.ROWS
+    assert plan.find(Role.TARGET, 17, 16, 1601) is EagerReason.LENGTH
+    assert plan.find(Role.DRAFT, 1, 1, 1601, chain) is EagerReason.LENGTH
+    assert isinstance(plan.find(Role.TARGET, 17, 16, 1600), GraphKey)
 
 
 def test_large_trees_are_planned_for_small_batches_alone() -> None:
@@ -122,11 +121,11 @@ def test_equal_shapes_are_captured_once() -> None:
     for size in plan.batch_sizes:
         widths = {k.num_rows for k in plan.keys if k.role is Role.TARGET and k.batch_size == size}
         assert len(widths) == 2
-    # Another depth of a width that is there costs nothing; the depths of one tree share one capture.
-    same = make_plan((*QUICKSTART, "5_4_16", "6_2_8", "off"))
-    assert set(same.keys) == set(plan.keys)
-    assert same.bytes_pool() == plan.bytes_pool()
-    assert make_plan(tuple(reversed(QUICKSTART))).keys == plan.keys
+    # Another strategy that is no wider verifies in the captures that are there.
+    more = make_plan((*QUICKSTART, "5_4_16", "6_2_8", "off"))
+    assert {key.strategy for key in set(more.keys) - set(plan.keys)} == set(more.strategies[-2:])
+    assert more.shared_bytes() == plan.shared_bytes()
+    assert set(make_plan(tuple(reversed(QUICKSTART))).keys) == set(plan.keys)
 
 
 def test_a_policy_without_a_drafter_captures_no_draft_pass() -> None:
@@ -186,19 +185,29 @@ class Tally(TorchDispatchMode):
 @pytest.mark.parametrize(
     "num_rows, batch_size, length", [(1, 64, 512), (5, 64, 512), (17, 8, 16384), (49, 1, 512)]
 )
+@pytest.mark.parametrize("vocab_size", [64, 151_936])
 def test_estimate_is_what_a_dry_run_takes(
-    num_rows: int, batch_size: int, length: int, has_qk_norm: bool
+    num_rows: int, batch_size: int, length: int, has_qk_norm: bool, vocab_size: int
 ) -> None:
-    model_config = dataclasses.replace(QWEN_7B, num_layers=3, has_qk_norm=has_qk_norm)
-    key = GraphKey(role=Role.TARGET, num_rows=num_rows, batch_size=batch_size, length=length)
+    model_config = dataclasses.replace(
+        QWEN_7B, num_layers=3, has_qk_norm=has_qk_norm, vocab_size=vocab_size
+    )
+    depth = min(num_rows - 1, 6)
+    key = GraphKey(
+        role=Role.TARGET, num_rows=num_rows, batch_size=batch_size, length=length, depth=depth
+    )
     check_estimate(model_config, key)
 
 
-@pytest.mark.parametrize("num_rows, batch_size, length", [(4, 8, 2048), (5, 64, 512)])
+@pytest.mark.parametrize("vocab_size", [64, 151_936])
+@pytest.mark.parametrize(
+    "strategy, batch_size, length", [("3_4_8", 8, 8192), ("6_1_6", 64, 512), ("6_4_16", 16, 512)]
+)
 def test_estimate_is_what_a_dry_run_of_the_drafter_takes(
-    num_rows: int, batch_size: int, length: int
+    strategy: str, batch_size: int, length: int, vocab_size: int
 ) -> None:
-    model_config = dataclasses.replace(QWEN_7B, num_layers=3, **SMALLER)
+    sizes = SMALLER | {"vocab_size": vocab_size}
+    model_config = dataclasses.replace(QWEN_7B, num_layers=3, **sizes)
     draft_config = DraftConfig(
         architecture="eagle3",
         **{name: getattr(model_config, name) for name in SHARED_SIZES},
@@ -209,7 +218,14 @@ def test_estimate_is_what_a_dry_run_of_the_drafter_takes(
     drafter = DraftModel(
         draft_config, embedding_VD=head, lm_head_VD=head, seed=0, dtype=torch.bfloat16
     )
-    key = GraphKey(role=Role.DRAFT, num_rows=num_rows, batch_size=batch_size, length=length)
+    parsed = SpeculationStrategy.parse(strategy)
+    key = GraphKey(
+        role=Role.DRAFT,
+        num_rows=parsed.depth + 1,
+        batch_size=batch_size,
+        length=length,
+        strategy=parsed,
+    )
     check_estimate(model_config, key, DraftInference(drafter, torch.bfloat16))
 
 
@@ -227,22 +243,19 @@ def check_estimate(
         dtype=dtype,
         device=meta,
         num_draft_layers=1,
+        tap_layers=() if draft is None else draft.config.aux_layer_ids,
     )
-    shape = key.batch_size, key.num_rows
-    indices = torch.zeros(key.num_tokens, dtype=torch.int64, device=meta)
-    hidden_PD = torch.zeros(key.num_tokens, model_config.hidden_size, dtype=dtype, device=meta)
-    inputs = PassInputs(
-        token_ids_P=indices,
-        positions_P=indices,
-        slots_P=indices,
-        bias_BRS=torch.zeros(*shape, key.length, dtype=dtype, device=meta),
-        hidden_PD=hidden_PD if draft else None,
+    greedy = SamplingParams(num_samples=1, max_new_tokens=9, temperature=0.0)
+    steps = LaneSteps(model, cache, key.length, draft, greedy)
+    num_nodes = key.num_rows - 1 if key.role is Role.TARGET else 0
+    given = (
+        torch.zeros(len(Rows._fields), key.batch_size, dtype=torch.int64, device=meta),
+        torch.zeros(3, key.batch_size, num_nodes, dtype=torch.int64, device=meta),
     )
-    step = lane_steps(model, cache, key.length, draft)[key.role]
     with torch.no_grad():
-        step(inputs)
+        steps.run(key, *given)
         with Tally() as tally:
-            step(inputs)
+            steps.run(key, *given)
     plan = GraphPlan(
         model_config, [], max_batch_size=1, max_length=key.length, item_bytes=dtype.itemsize
     )

@@ -21,7 +21,7 @@ from tests.toy_decoding import (
 )
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, TreeGrower
-from tlt_megatron.speculation.verify import first_counts, verify_noise_keyed
+from tlt_megatron.speculation.verify import first_on_path, verify_noise_keyed
 
 VOCAB = 512
 TARGET = random_table(VOCAB, seed=0)
@@ -82,7 +82,7 @@ def test_cut_target_is_followed_by_a_cut_drafter() -> None:
     assert accept_length("4_1_4", Sampling(top_k=8)) > 2.1
 
 
-def test_first_counts_of_a_small_tree_by_hand() -> None:
+def test_first_children_of_a_small_tree_by_hand() -> None:
     """root -> {7 -> {8, 5}, 9}. Row 0 takes 7 then 5, its second child; row 1 takes 9, the second child of the root."""
     parents = torch.tensor([[-1, -1, 0, 0]]).expand(2, -1)
     tree = DraftTree(
@@ -93,4 +93,4 @@ def test_first_counts_of_a_small_tree_by_hand() -> None:
     )
     verdict = verify_noise_keyed(tree, torch.tensor([[7, 5, 1, 1, 1], [9, 1, 1, 1, 1]]))
     assert verdict.num_accepted_B.tolist() == [2, 1]
-    assert first_counts(tree, verdict).tolist() == [1, 0]
+    assert first_on_path(tree, verdict).tolist() == [[True, False], [False, False]]

@@ -1,14 +1,14 @@
 """The running batch, with its state in tensors.
 
 `generation.py` calls `add`, then in turn `sample`, `remove`, `grow`, and `forward` or `speculate`. A
-plain pass reads back to Python only which rows ended. Row b of every tensor is `requests[b]`; the
-last rows fill the places of rows that leave.
+pass reads back to Python once: which rows ended, and of a speculative step what it committed. Row b of
+every tensor is `requests[b]`; the last rows fill the places of rows that leave.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,26 +17,15 @@ from torch import Tensor
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_pool import Models
 from tlt_megatron.engines.embedded.kv_layout import KvLayout
+from tlt_megatron.engines.embedded.lane_steps import Committed, Report, Rows
 from tlt_megatron.engines.embedded.model_drafter import Roots
 from tlt_megatron.engines.embedded.outputs import Outputs
 from tlt_megatron.engines.embedded.scheduler import DrawnTokens, Request, Scheduler
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, is_searched, sample
-from tlt_megatron.types import SamplingParams
+from tlt_megatron.speculation.sampling import NoiseWindow, is_searched, kept_ids, sample
+from tlt_megatron.speculation.tree import chain_tree
 
-
-class _Rows(NamedTuple):
-    """Views of the state matrix, each [B] int64. Those from `position` on grow with the tokens."""
-
-    seed: Tensor
-    last: Tensor  # `count` at the final token
-    position: Tensor  # of the next token to compute, in the whole sequence
-    count: Tensor  # of that token in the response
-    out: Tensor  # of that token in the outputs
-    slot: Tensor  # of that token in the KV
-
-
-_FIRST_GROWING = _Rows._fields.index("position")
+_FIRST_GROWING = Rows._fields.index("position")
 
 
 class Ended(NamedTuple):
@@ -62,27 +51,26 @@ class DecodeBatch:
     def __init__(
         self,
         models: Models,
-        params: SamplingParams,
         *,
         max_batch_size: int,
         speculation: Speculation | None,
     ) -> None:
-        """Responses have at most `params.max_new_tokens`."""
-        model = self._model = models.policy
+        """Responses have at most `models.params.max_new_tokens`."""
+        model, params = models.policy, models.params
         device, dtype = model.device, model.dtype
         draft_slots = speculation.draft_slots if speculation else 0
-        self._params = params
+        self._models = models
         self._layout = KvLayout(models, draft_slots)
-        self._speculator = speculation.start(models, params) if speculation else None
+        self._speculator = speculation.start(models) if speculation else None
         self._outputs = Outputs(max_batch_size, params.max_new_tokens + draft_slots, device)
         self.requests: list[Request] = []
-        self._positions: list[int] = []  # `_Rows.position` on the host
+        self._positions: list[int] = []  # `Rows.position` on the host
         self.num_passes = 0
-        size = len(_Rows._fields), max_batch_size
+        size = len(Rows._fields), max_batch_size
         self._state = torch.zeros(size, dtype=torch.int64, device=device)
         self._hidden_BD = torch.empty(0, model.config.hidden_size, dtype=dtype, device=device)
-        self._tokens_B = torch.empty(0, dtype=torch.int64, device=device)
-        self._drawn: Sampled | None = None  # the next tokens, if a speculative step sampled them
+        # of a step that sampled the next tokens already: how the host learns which rows have ended
+        self._read_ended: Callable[[], list[bool]] | None = None
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
         self._noise = NoiseWindow(model.config.vocab_size)
         self._set_changed()
@@ -100,7 +88,7 @@ class DecodeBatch:
             assert last_hidden_D is not None
             hidden.append(last_hidden_D.unsqueeze(0))
             position, out = request.state.num_tokens + count, self._outputs.open(request)
-            rows.append([request.seed, request.max_new_tokens - 1, position, count, out, 0])
+            rows.append([0, request.seed, request.max_new_tokens - 1, position, count, out, 0])
             self._positions.append(position)
         self._layout.join(start, requests)
         self.requests.extend(requests)
@@ -119,9 +107,8 @@ class DecodeBatch:
             if row < len(kept):
                 kept[row] = last
         self._layout.leave(self.requests, kept, self._positions)
-        index = torch.tensor(kept, dtype=torch.int64, device=self._model.device)
+        index = torch.tensor(kept, dtype=torch.int64, device=self._state.device)
         self._state[:, : len(kept)] = self._state.index_select(1, index)
-        self._tokens_B = self._tokens_B.index_select(0, index)
         self._hidden_BD = self._hidden_BD[: len(kept)]  # consumed; `forward` replaces it
         self.requests = [self.requests[row] for row in kept]
         self._positions = [self._positions[row] for row in kept]
@@ -132,30 +119,21 @@ class DecodeBatch:
         self._noise.start()
         if self._speculator is not None:
             self._speculator.set_changed()
-        self._rows = _Rows(*self._state[:, : len(self.requests)])
+        self._rows = Rows(*self._state[:, : len(self.requests)])
 
-    def _advance(self, num_tokens_B: Tensor | int, num_tokens: Sequence[int]) -> None:
-        """Move rows on by so many tokens, given on the device and on the host."""
-        self._state[_FIRST_GROWING:, : len(self.requests)].add_(num_tokens_B)
+    def _advance(self, num_tokens: Sequence[int]) -> None:
+        """Move the positions on the host on by so many tokens."""
         self._positions = list(map(operator.add, self._positions, num_tokens))
         self.num_passes += 1
 
     # ---- one pass
 
     def sample(self) -> list[Ended]:
-        """Sample and record the next token of every row. Return those that ended, for `remove`."""
-        rows = self._rows
-        sampled = self._draw()
-        self._tokens_B = sampled.token_ids_B
-        self._outputs.write(
-            rows.out, sampled.token_ids_B, sampled.logprobs_B, sampled.policy_logprobs_B
-        )
-        for request, ids in zip(self.requests, sampled.kept, strict=False):  # may be ()
-            request.kept.append(ids)
-        has_ended_B = rows.count >= rows.last
-        if self._params.stop_token_ids:
-            has_ended_B |= (sampled.token_ids_B.unsqueeze(1) == self._stop_ids).any(dim=1)
-        flags = has_ended_B.tolist()
+        """Sample and record the next token of every row, unless the last step did. Return those that ended, for `remove`."""
+        read, self._read_ended = self._read_ended, None
+        flags = [] if read is None else read()
+        if len(flags) < len(self.requests):
+            flags += self._draw(len(flags))
         if True not in flags:
             return []
         return [
@@ -170,30 +148,41 @@ class DecodeBatch:
         num_drawn = self._positions[row] - request.state.num_tokens + 1
         return self._outputs.read(request, num_drawn)
 
-    def _draw(self) -> Sampled:
-        """Sample the next token of every row, unless the last speculative step did."""
-        drawn, self._drawn = self._drawn, None
-        num_drawn = 0 if drawn is None else drawn.token_ids_B.shape[0]
-        if drawn is not None and num_drawn == len(self.requests):
-            return drawn
-        params, new = self._params, slice(num_drawn, None)
-        logits_BV = self._model.logits(self._hidden_BD[new])
-        seeds_B, positions_B, noise_BV = self._rows.seed[new], self._rows.count[new], None
+    def _draw(self, first_row: int) -> list[bool]:
+        """Sample and record the next token of the rows from `first_row` on. Return which of them ended."""
+        params, requests = self._models.params, self.requests[first_row:]
+        rows = self._rows
+        if first_row:
+            rows = Rows(*self._state[:, first_row : len(self.requests)])
+        logits_BV = self._models.policy.logits(self._hidden_BD[first_row:])
+        noise_BV = None
         is_made = logits_BV.is_cuda or is_searched(
-            len(seeds_B), logits_BV.shape[-1], logits_BV.device
+            len(requests), logits_BV.shape[1], logits_BV.device
         )
-        if drawn is None and params.temperature > 0.0 and not is_made:
-            noise_BV = self._noise.window(seeds_B, positions_B, 1)[:, 0]
-        fresh = sample(
+        if first_row == 0 and params.temperature > 0.0 and not is_made:
+            noise_BV = self._noise.window(rows.seed, rows.count, 1)[:, 0]
+        sampled = sample(
             logits_BV,
-            seeds_B,
-            positions_B,
+            rows.seed,
+            rows.count,
             params.temperature,
             params.top_p,
             params.top_k,
             noise_BV=noise_BV,
         )
-        return fresh if drawn is None else drawn.followed_by(fresh)
+        rows.token.copy_(sampled.token_ids_B)
+        self._outputs.write(
+            rows.out, sampled.token_ids_B, sampled.logprobs_B, sampled.policy_logprobs_B
+        )
+        has_ended_B = rows.count >= rows.last
+        if params.stop_token_ids:
+            has_ended_B |= (sampled.token_ids_B.unsqueeze(1) == self._stop_ids).any(dim=1)
+        if sampled.kept is None:
+            return has_ended_B.tolist()
+        table = torch.cat((sampled.kept, has_ended_B.unsqueeze(1)), dim=1).cpu()
+        for request, ids in zip(requests, kept_ids(table[:, :-1]), strict=True):
+            request.kept.append(ids)
+        return table[:, -1].bool().tolist()
 
     def grow(self, scheduler: Scheduler) -> None:
         """Take a page for each row whose next token starts one. Save and remove preempted rows."""
@@ -205,15 +194,42 @@ class DecodeBatch:
 
     def forward(self, scheduler: Scheduler) -> Advance:
         """Run the sampled tokens through the model."""
-        rows, layout = self._rows, self._layout
+        rows, layout, graphs = self._rows, self._layout, self._models.graphs
         if not layout.is_placed:
             self._place(scheduler)
-        longest = max(self._positions) + 1
-        self._hidden_BD = layout.run(self._tokens_B, rows.position, rows.slot, longest)
-        self._advance(1, [1] * len(self.requests))
+        num_rows, longest = len(self.requests), max(self._positions) + 1
+        if layout.has_lanes and graphs.has_graphs:  # the graph samples too
+            no_tree = chain_tree(rows.token.new_empty(num_rows, 0))
+            committed = graphs.target(layout.view(num_rows), self._state_FB, no_tree, longest)
+            self._commit(committed)
+            self._read_ended = lambda: self._take(committed.read())
+        else:
+            self._hidden_BD = layout.run(rows.token, rows.position, rows.slot, longest)
+            self._state[_FIRST_GROWING:, :num_rows].add_(1)
+        self._advance([1] * num_rows)
         if self._speculator is not None:
             self._speculator.set_changed()
-        return Advance(len(self.requests))
+        return Advance(num_rows)
+
+    @property
+    def _state_FB(self) -> Tensor:
+        return self._state[:, : len(self.requests)]
+
+    def _commit(self, committed: Committed) -> None:
+        """Record what a step committed, and move the rows on."""
+        rows, tokens_BS = self._rows, committed.tokens_BS
+        steps_S = torch.arange(1, tokens_BS.shape[1] + 1, device=tokens_BS.device)
+        out_P = (rows.out.unsqueeze(1) + steps_S).view(-1)
+        logprobs = committed.logprobs_BS.view(-1), committed.policy_logprobs_BS.view(-1)
+        self._outputs.write(out_P, tokens_BS.view(-1), *logprobs)
+        rows.token.copy_(committed.root_B)
+        self._state_FB[_FIRST_GROWING:].add_(committed.num_committed_B)
+
+    def _take(self, report: Report) -> list[bool]:
+        """Keep what top-p and top-k kept in a step. Return which rows ended."""
+        for request, sets in zip(self.requests, report.kept, strict=False):  # may be []
+            request.kept.extend(sets)
+        return report.has_ended
 
     def _place(self, scheduler: Scheduler) -> None:
         slots = self._layout.place(self.requests, self._positions, scheduler)
@@ -229,21 +245,12 @@ class DecodeBatch:
         return layout.has_lanes
 
     def speculate(self, strategy: SpeculationStrategy) -> Advance:
-        """Draft, verify and commit in place of `forward`.
-
-        Commits are recorded here. The next `sample` takes the last of them as its draw.
-        """
+        """Draft, verify and commit in place of `forward`. The last token of each row is what the next `sample` would draw."""
         assert self._speculator is not None
         assert self._layout.has_lanes
         rows, outputs = self._rows, self._outputs
         roots = Roots(
-            requests=self.requests,
-            token_ids_B=self._tokens_B,
-            positions_B=rows.position,
-            seeds_B=rows.seed,
-            draw_positions_B=rows.count,
-            rooms_B=rows.last - rows.count,
-            positions=self._positions,
+            requests=self.requests, rows=rows, state_FB=self._state_FB, positions=self._positions
         )
         committed = self._speculator.step(
             self._layout.view(len(self.requests)),
@@ -251,27 +258,13 @@ class DecodeBatch:
             strategy,
             lambda count: outputs.latest(rows.out, count),
         )
-        verdict = committed.verdict
-        tokens_BS, logprobs_BS = verdict.committed_tokens_BS, committed.logprobs_BS
-        policy_logprobs_BS = committed.policy_logprobs_BS
-        steps_S = torch.arange(strategy.depth + 1, device=self._model.device)
-        out_P = (rows.out.unsqueeze(1) + 1 + steps_S).view(-1)
-        outputs.write(out_P, tokens_BS.view(-1), logprobs_BS.view(-1), policy_logprobs_BS.view(-1))
-        last_B1 = verdict.num_committed_B.unsqueeze(1) - 1
-        counts = verdict.num_committed_B.tolist()
-        kept = [row[:count] for row, count in zip(committed.kept, counts, strict=False)]
-        for request, sets in zip(self.requests, kept, strict=False):
-            request.kept.extend(sets[:-1])  # `sample` adds the last
-        self._drawn = Sampled(
-            token_ids_B=tokens_BS.gather(1, last_B1).squeeze(1),
-            logprobs_B=logprobs_BS.gather(1, last_B1).squeeze(1),
-            policy_logprobs_B=policy_logprobs_BS.gather(1, last_B1).squeeze(1),
-            kept=tuple(sets[-1] for sets in kept),
-        )
-        for request, count in zip(self.requests, counts, strict=True):
+        self._commit(committed)
+        report = committed.read()
+        has_ended = self._take(report)
+        self._read_ended = lambda: has_ended
+        for request, count in zip(self.requests, report.num_committed, strict=True):
             request.accept_lengths.append(count)
-        self._advance(verdict.num_committed_B, counts)
+        self._advance(report.num_committed)
         self._noise.start()
-        first = committed.first_by_depth
-        by_depth = None if first is None else first.tolist()
-        return Advance(sum(counts), verdict.num_accepted_B.tolist(), by_depth)
+        first = None if strategy.is_chain else report.first_by_depth[: strategy.depth]
+        return Advance(sum(report.num_committed), report.num_accepted, first)

@@ -251,9 +251,9 @@ class EmbeddedEngine:
         )
         speculation = self._speculation
         draft = speculation.draft if speculation is not None else None
-        models = Models(policy=model, draft=draft, cache=cache, graphs=self._graphs)
+        models = Models(policy=model, draft=draft, cache=cache, graphs=self._graphs, params=params)
         wait = self._device.synchronize
-        run = Generation(models, scheduler, params, speculation=speculation, wait=wait)
+        run = Generation(models, scheduler, speculation=speculation, wait=wait)
         self._passes = run.passes
         rollouts: dict[int, Rollout] = {}
         while intake.is_open or not run.is_done:

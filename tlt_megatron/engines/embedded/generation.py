@@ -75,7 +75,6 @@ class Generation:
         self,
         models: Models,
         scheduler: Scheduler,
-        params: SamplingParams,
         *,
         speculation: Speculation | None,
         wait: Callable[[], None],
@@ -85,7 +84,7 @@ class Generation:
         self._speculation = speculation
         self._scheduler = scheduler
         size = scheduler.max_batch_size
-        self._batch = DecodeBatch(models, params, max_batch_size=size, speculation=speculation)
+        self._batch = DecodeBatch(models, max_batch_size=size, speculation=speculation)
         self._wait = wait
         self._step: _Step | None = None  # whose tokens the next `sample` draws
         # A GPU runs a plain pass while its tokens are awaited: the pass is its launch and their sampling.

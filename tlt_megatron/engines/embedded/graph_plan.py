@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.models.attention.sums import PART_KEYS
@@ -25,17 +26,24 @@ _MIN_LENGTH = 512  # shortest length bucket; each next one is twice as long
 # Driver memory per captured kernel: 63-66 KB measured with empty kernels on CUDA 11.2
 # (forums.developer.nvidia.com/t/244901).
 _KERNEL_BYTES = 64 << 10
-# Kernels of a decoder layer, of its query and key norms, and outside the layers. Counted from the
-# forward pass of a bfloat16 model: torch calls that are not views, and two for attention.
-_LAYER_KERNELS, _HEAD_NORM_KERNELS, _OTHER_KERNELS = 27, 8, 10
+# Kernels of a decoder layer, of its query and key norms, of TARGET outside its layers, of DRAFT outside
+# its depths, and of a depth beside its layer. Counted from a bfloat16 model: torch calls that are not
+# views, and two for attention.
+_LAYER_KERNELS, _HEAD_NORM_KERNELS, _TARGET_KERNELS, _DRAFT_KERNELS, _DEPTH_KERNELS = (
+    27,
+    8,
+    95,
+    20,
+    32,
+)
 _WIDE_BYTES = 4  # bytes per element of softmax's dtype
 
 
 class Role(StrEnum):
     """Which model runs the pass. Target and drafter have separate captures."""
 
-    TARGET = "target"  # plain decoding: one row per request; verify pass: more rows
-    DRAFT = "draft"  # one depth of a tree, or the tokens that the last step committed
+    TARGET = "target"  # plain decoding: one row per request; verifying: more rows
+    DRAFT = "draft"  # what the last step committed, then all depths of a tree
 
     __hash__ = str.__hash__  # Enum's own hash is slow Python code, and every pass looks up a role
 
@@ -53,12 +61,14 @@ class EagerReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphKey:
-    """One captured shape. Example: role target, num_rows 17 verifies up to 16 drafted tokens."""
+    """One captured shape. Example: role target, num_rows 17, depth 6 verifies up to 16 drafted tokens in 6 levels."""
 
     role: Role
-    num_rows: int  # R, query tokens of each sequence
+    num_rows: int  # R, query tokens of each sequence; of DRAFT: pairs that are new to the drafter
     batch_size: int  # B
     length: int  # S, positions read
+    depth: int = 0  # of the trees that TARGET verifies
+    strategy: SpeculationStrategy | None = None  # of DRAFT
 
     @property
     def num_tokens(self) -> int:
@@ -71,8 +81,7 @@ class CaptureCost:
     """Resources of a captured pass. All captures can share the memory of activations."""
 
     num_kernels: int
-    activation_bytes: int  # most alive at once
-    static_bytes: int  # inputs and outputs, at fixed addresses
+    activation_bytes: int  # most alive at once; inputs and outputs are small
 
 
 class GraphPlan:
@@ -97,73 +106,81 @@ class GraphPlan:
         self.max_length = max_length
         self.batch_sizes = _batch_buckets(max_batch_size)
         self.lengths = _length_buckets(max_length)
-        self._widths = {
-            (role, size): self._widths_of(role, size) for role in Role for size in self.batch_sizes
-        }
-        self.keys = tuple(
-            GraphKey(role=role, num_rows=num_rows, batch_size=size, length=length)
-            for (role, size), widths in self._widths.items()
-            for num_rows in widths
-            for length in self.lengths
-        )
+        self._keys = {size: self._keys_of(size) for size in self.batch_sizes}
+        self.keys = tuple(key for keys in self._keys.values() for key in keys)
 
     def find(
-        self, role: Role, *, num_rows: int, batch_size: int, longest: int
+        self,
+        role: Role,
+        num_rows: int,
+        batch_size: int,
+        longest: int,
+        strategy: SpeculationStrategy | None = None,
     ) -> GraphKey | EagerReason:
-        """Return the smallest capture for a pass that reads `longest` positions, or why none fits."""
+        """Return the smallest capture for a step that reads `longest` positions, or why none fits. DRAFT has a strategy."""
         at_size = bisect_left(self.batch_sizes, batch_size)
         if at_size == len(self.batch_sizes):
             return EagerReason.BATCH
-        size = self.batch_sizes[at_size]
-        widths = self._widths[role, size]
-        at_width = bisect_left(widths, num_rows)
-        if at_width == len(widths):
-            return EagerReason.ROWS
-        at_length = bisect_left(self.lengths, longest)
-        if at_length == len(self.lengths):
-            return EagerReason.LENGTH
-        return GraphKey(
-            role=role, num_rows=widths[at_width], batch_size=size, length=self.lengths[at_length]
-        )
+        wide = [
+            key
+            for key in self._keys[self.batch_sizes[at_size]]
+            if key.role is role and key.strategy == strategy and key.num_rows >= num_rows
+        ]
+        long = (key for key in wide if key.length >= longest)
+        return next(long, EagerReason.LENGTH if wide else EagerReason.ROWS)
 
-    def _widths_of(self, role: Role, batch_size: int) -> tuple[int, ...]:
-        """Return the captured numbers of rows per request for a batch bucket, ascending."""
+    def _keys_of(self, batch_size: int) -> list[GraphKey]:
+        """Return the captures for a batch bucket, narrow ones first, then short ones."""
         usable = [
             s
             for s in self.strategies
             if batch_size == 1 or batch_size * s.num_rows <= _VERIFY_TOKENS
         ]
-        if role is Role.TARGET:
-            return tuple(sorted({1, max((s.num_rows for s in usable), default=1)}))
-        learned = [s for s in usable if s.is_learned]
-        if not learned:
-            return ()
-        widths = {s.topk for s in learned if s.num_steps > 1}
-        # After a step of a strategy, at most depth + 1 pairs are new to the drafter.
-        return tuple(sorted(widths | {max(s.depth + 1 for s in usable)}))
+        depth = max((s.depth for s in usable), default=0)
+        trees = {(1, 0), (max((s.num_rows for s in usable), default=1), depth)}
+        make = partial(GraphKey, batch_size=batch_size)
+        targets = [
+            make(role=Role.TARGET, num_rows=num_rows, depth=tree_depth, length=length)
+            for num_rows, tree_depth in sorted(trees)
+            for length in self.lengths
+        ]
+        # After a step of a strategy, at most depth + 1 pairs are new to the drafter. One layer skips
+        # the keys after a sequence so fast that it needs no buckets of lengths.
+        drafts = [
+            make(role=Role.DRAFT, num_rows=depth + 1, length=self.max_length, strategy=strategy)
+            for strategy in usable
+            if strategy.is_learned
+        ]
+        return targets + drafts
 
     # ---- bytes
 
     def cost(self, key: GraphKey) -> CaptureCost:
-        """Estimate a pass over lanes on CUDA, without the LM head. A draft pass is one layer of it."""
-        c, item_bytes, num_tokens = self._model, self._item_bytes, key.num_tokens
-        is_draft = key.role is Role.DRAFT
-        num_layers = 1 if is_draft else c.num_layers
-        num_fused = c.num_heads + 2 * c.num_kv_heads
+        """Estimate a step on CUDA that samples at temperature 1 from all tokens. A draft step is a layer for each depth."""
+        c, item_bytes, num_tokens, s = self._model, self._item_bytes, key.num_tokens, key.strategy
+        num_sampled = num_tokens
         layer_kernels = _LAYER_KERNELS + _HEAD_NORM_KERNELS * c.has_qk_norm
+        num_kernels = c.num_layers * layer_kernels + _TARGET_KERNELS
+        if s is not None:
+            num_sampled = key.batch_size * s.topk
+            num_tokens = max(num_tokens, num_sampled)
+            num_kernels = _DRAFT_KERNELS + s.num_steps * (_LAYER_KERNELS + _DEPTH_KERNELS)
+        num_fused = c.num_heads + 2 * c.num_kv_heads
         # Alive all the time, or left from the previous layer: states and heads.
         per_token = 2 * c.hidden_size + (num_fused + c.num_heads + 2) * c.head_dim
         # Attention: a copy of the queries, and outputs and lse of the parts of the keys.
         num_parts = -(-key.length // PART_KEYS)
         part_bytes = (c.head_dim + 1) * max(item_bytes, _WIDE_BYTES)
         attention = num_tokens * c.num_heads * (c.head_dim * item_bytes + num_parts * part_bytes)
-        mlp = num_tokens * (4 if is_draft else 3) * c.ffn_size * item_bytes
-        bias = num_tokens * key.length
-        states = num_tokens * c.hidden_size * (3 if is_draft else 1)
+        mlp = num_tokens * (3 if s is None else 4) * c.ffn_size * item_bytes
+        bias = num_tokens * key.length * item_bytes
+        # Logits, wide logits, their log-probabilities; of a draft also scaled logits and those of the roots.
+        wide_bytes = max(item_bytes, _WIDE_BYTES)
+        head = num_sampled * c.vocab_size * (item_bytes + (2 if s is None else 3) * wide_bytes)
+        head += 0 if s is None else key.batch_size * c.vocab_size * item_bytes
         return CaptureCost(
-            num_kernels=num_layers * layer_kernels + _OTHER_KERNELS,
-            activation_bytes=num_tokens * per_token * item_bytes + max(attention, mlp),
-            static_bytes=(bias + states) * item_bytes + num_tokens * 3 * 8,
+            num_kernels=num_kernels,
+            activation_bytes=num_tokens * per_token * item_bytes + bias + max(attention, mlp, head),
         )
 
     def bytes_pool(self) -> int:
@@ -171,10 +188,8 @@ class GraphPlan:
         return self.graph_bytes(self.keys) + self.shared_bytes()
 
     def shared_bytes(self) -> int:
-        """Return the bytes of the largest activations and of each role's largest static tensors."""
-        costs = {role: [self.cost(key) for key in self.keys if key.role is role] for role in Role}
-        static = sum(max((c.static_bytes for c in of), default=0) for of in costs.values())
-        return static + max(c.activation_bytes for of in costs.values() for c in of)
+        """Return the bytes of the largest activations."""
+        return max(self.cost(key).activation_bytes for key in self.keys)
 
     def graph_bytes(self, keys: Iterable[GraphKey]) -> int:
         """Return the driver's memory for these graphs, without their tensors."""

@@ -1,49 +1,39 @@
-"""Runs passes over rows in lanes as captured graphs, if the device has graphs and the plan has the shape.
+"""Runs the steps over rows in lanes as captured graphs, if the device has graphs and the plan has the shape.
 
-A graph reads and writes fixed addresses, so inputs are copied into static tensors. Padding repeats the first row; padded
-queries write to a scratch slot that is never read. Passes without a graph are counted with the reason. On a CPU every pass
+A graph reads and writes fixed addresses, so the rows' state and the tree are copied into static tensors. Rows of padding
+write to the scratch page, which is never read. Steps without a graph are counted with the reason. On a CPU every step
 runs directly, on the given tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphKey, GraphPlan, Role
-from tlt_megatron.models.attention.lanes import LaneTreeAttention, LaneView
+from tlt_megatron.engines.embedded.lane_steps import Committed, LaneSteps, Rows
+from tlt_megatron.models.attention.lanes import LaneView
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import GraphMemory
+from tlt_megatron.speculation.tree import DraftTree
+from tlt_megatron.types import SamplingParams
 
-
-@dataclass(slots=True, kw_only=True)  # not frozen: made in every pass, and frozen is slower
-class PassInputs:
-    """Inputs of a pass over B sequences in lanes with R queries each, packed row by row: P = B * R."""
-
-    token_ids_P: Tensor  # int64
-    positions_P: Tensor  # int64
-    slots_P: Tensor  # int64, where keys and values are written
-    bias_BRS: Tensor  # 0 where a query may attend, -inf elsewhere; S positions are read
-    hidden_PD: Tensor | None = None  # hidden states for the drafter
-
-
-Step = Callable[[PassInputs], tuple[Tensor, ...]]
-"""A pass. Outputs begin with P. It is run again on the same inputs when it is captured, and must then do the same;
-shapes must follow from shapes alone, and nothing may be read back."""
+_EXTEND_POSITIONS = 64  # most unseen pairs per row that one pass computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    inputs: PassInputs
+    state_FB: Tensor
+    tree_3BQ: Tensor
     outputs: tuple[Tensor, ...]
     replay: Callable[[], None]
 
@@ -51,19 +41,17 @@ class _Captured:
 class GraphPool:
     """The captures of one engine, made at the first use of a shape.
 
-    Example: `pool.bind(model, cache, lane)` once; each pass calls `hidden_PD, features_PF = pool.run(Role.TARGET, inputs)`.
+    Example: `pool.bind(LaneSteps(...))` once; then `pool.target(view, state_FB, tree, longest)` for each step.
     """
 
     def __init__(self, plan: GraphPlan, new_memory: Callable[[], GraphMemory | None]) -> None:
-        """`new_memory` is `Device.graph_memory`, or returns None to run every pass eagerly."""
+        """`new_memory` is `Device.graph_memory`, or returns None to run every step eagerly."""
         self.plan = plan
-        self._steps: Mapping[Role, Step] = {}
+        self._steps: LaneSteps | None = None
         self._new_memory = new_memory
         self._memory = new_memory()
-        self._addresses: Hashable = None
-        self._lane = self._num_lanes = self._scratch_slot = 0
+        self._reads: Hashable = None
         self._captured: dict[GraphKey, _Captured] = {}
-        self._static: dict[tuple[Role, str], Tensor] = {}
         self.capture_s = 0.0  # seconds of all captures; they do not count as cost of a pass
         self.start_counts()
 
@@ -71,59 +59,94 @@ class GraphPool:
     def has_graphs(self) -> bool:
         return self._memory is not None
 
+    @property
+    def steps(self) -> LaneSteps:
+        assert self._steps is not None, "no lanes are bound"
+        return self._steps
+
     def start_counts(self) -> None:
         self.num_replays: Counter[GraphKey] = Counter()
         self.num_captures = 0
         self.eager_passes: Counter[str] = Counter()  # by model and reason
 
-    def bind(
-        self, model: Transformer, cache: KvCache, lane: int, draft: DraftInference | None = None
-    ) -> None:
-        """Run passes over rows in lanes of `lane` slots from now on. Drop all graphs if what they read is elsewhere."""
-        addresses = lane, cache.scratch_slot, addresses_read(model, cache, draft)
-        if addresses != self._addresses:
+    def bind(self, steps: LaneSteps) -> None:
+        """Run these steps from now on. Drop all graphs if they read anything else."""
+        reads = steps.reads()
+        if reads != self._reads:
             self.drop()
-        self._addresses = addresses
-        self._steps = lane_steps(model, cache, lane, draft)
-        self._lane, self._scratch_slot = lane, cache.scratch_slot
-        self._num_lanes = cache.scratch_slot // lane
+            self._steps, self._reads = steps, reads
 
     def drop(self) -> None:
-        """Free all graphs and their memory, and let go of the KV that the steps read. Call `bind` before the next pass."""
-        self._steps = {}
+        """Free all graphs and their memory, and let go of the KV that the steps read. Call `bind` before the next step."""
+        self._steps = self._reads = None
         self._captured.clear()
-        self._static.clear()
-        self._addresses = None
         if self._memory is not None:
             self._memory = self._new_memory()
 
-    def run(self, role: Role, inputs: PassInputs) -> tuple[Tensor, ...]:
-        """Run a pass and return its outputs, [P, ...] each. With a graph, the next pass of this role overwrites them."""
-        reason = EagerReason.OFF
-        if self._memory is not None:
-            batch_size, num_rows, longest = inputs.bias_BRS.shape
-            found = self.plan.find(role, num_rows=num_rows, batch_size=batch_size, longest=longest)
-            if isinstance(found, GraphKey):
-                return self._run_graph(self._in_lanes(found), inputs)
-            reason = found
-        self.count_eager(role, reason)
-        return self._steps[role](inputs)
+    # ---- the steps
 
-    @torch.inference_mode()  # static tensors must be writable from any caller
-    def _run_graph(self, key: GraphKey, inputs: PassInputs) -> tuple[Tensor, ...]:
-        if not self._captured:
-            self._first_capture(inputs)
-        captured = self._captured.get(key)
-        if captured is None:
-            static = self._static_inputs(key, inputs)
-            self._fill(static, inputs)
-            captured = self._capture(key, static)
-        else:
-            self._fill(captured.inputs, inputs)
-        captured.replay()
-        self.num_replays[key] += 1
-        batch_size, num_rows = inputs.bias_BRS.shape[:2]
-        return tuple(_unpad(output, key, batch_size, num_rows) for output in captured.outputs)
+    def draft(
+        self,
+        view: LaneView,
+        state_FB: Tensor,
+        strategy: SpeculationStrategy,
+        num_unseen: int,
+        longest: int,
+        noise_BSV: Tensor | None = None,
+    ) -> DraftTree:
+        """Run DRAFT: see `LaneSteps.draft`. With a graph, its next replay overwrites the tree.
+
+        Older pairs than a graph computes are computed before it.
+        """
+        key = self._find(Role.DRAFT, 1, view.num_rows, longest, strategy)
+        most = _EXTEND_POSITIONS if key is None else key.num_rows
+        rows = Rows(*state_FB)
+        self.catch_up(view, rows, num_unseen, most, longest, EagerReason.ROWS)
+        if key is None:
+            num_left = min(num_unseen, most)
+            return self.steps.draft(view, rows, strategy, num_left, longest, noise_BSV)
+        tensors = self._replay(key, state_FB, None)
+        return DraftTree(*tensors, depth=strategy.depth, is_chain=strategy.is_chain)
+
+    def catch_up(
+        self, view: LaneView, rows: Rows, start: int, end: int, longest: int, reason: EagerReason
+    ) -> None:
+        """Compute the drafter's pairs from `start` positions before the roots to `end` before them, without graphs."""
+        for first in range(start, end, -_EXTEND_POSITIONS):
+            self.count_eager(Role.DRAFT, reason)
+            self.steps.extend(view, rows, first, max(first - _EXTEND_POSITIONS, end), longest)
+
+    def target(
+        self,
+        view: LaneView,
+        state_FB: Tensor,
+        tree: DraftTree,
+        longest: int,
+        noise_BSV: Tensor | None = None,
+    ) -> Committed:
+        """Run TARGET: see `LaneSteps.target`. With a graph, its next replay overwrites what it commits."""
+        key = self._find(Role.TARGET, tree.num_rows, view.num_rows, longest)
+        if key is None:
+            return self.steps.target(view, Rows(*state_FB), tree, longest, noise_BSV)
+        return Committed(*self._replay(key, state_FB, tree))
+
+    def _find(
+        self,
+        role: Role,
+        num_rows: int,
+        batch_size: int,
+        longest: int,
+        strategy: SpeculationStrategy | None = None,
+    ) -> GraphKey | None:
+        """Return the planned capture of a step. Without one, count the step as eager and return None."""
+        if not self.has_graphs:
+            self.count_eager(role, EagerReason.OFF)
+            return None
+        found = self.plan.find(role, num_rows, batch_size, longest, strategy)
+        if isinstance(found, GraphKey):
+            return self._in_lanes(found)
+        self.count_eager(role, found)
+        return None
 
     def count_eager(self, role: Role, reason: EagerReason) -> None:
         """Count a pass without a graph, also one that the caller runs itself: over pages, or over only some of the rows."""
@@ -131,155 +154,71 @@ class GraphPool:
 
     def _in_lanes(self, key: GraphKey) -> GraphKey:
         """Return the capture, cut to the lanes that there are and to their length."""
-        if key.batch_size <= self._num_lanes and key.length <= self._lane:
+        steps = self.steps
+        num_lanes = steps.cache.scratch_slot // steps.lane
+        if key.batch_size <= num_lanes and key.length <= steps.lane:
             return key
-        batch_size = min(key.batch_size, self._num_lanes)
-        return dataclasses.replace(key, batch_size=batch_size, length=min(key.length, self._lane))
+        batch_size = min(key.batch_size, num_lanes)
+        return dataclasses.replace(key, batch_size=batch_size, length=min(key.length, steps.lane))
 
     # ---- captures and their static tensors
 
-    def _first_capture(self, inputs: PassInputs) -> None:
-        """Make the largest capture first, so that later captures fit into its memory."""
-        keys = map(self._in_lanes, self.plan.keys)
-        largest = max(keys, key=lambda key: self.plan.cost(key).activation_bytes)
-        if largest.role is Role.TARGET:
-            self._capture_blank(largest, dataclasses.replace(inputs, hidden_PD=None))
+    @torch.inference_mode()  # static tensors must be writable from any caller
+    def _replay(
+        self, key: GraphKey, state_FB: Tensor, tree: DraftTree | None
+    ) -> tuple[Tensor, ...]:
+        if not self._captured:  # the largest first, so that later captures fit into its memory
+            keys = map(self._in_lanes, self.plan.keys)
+            self._capture(max(keys, key=lambda key: self.plan.cost(key).activation_bytes))
+        captured = self._captured.get(key) or self._capture(key)
+        batch_size = state_FB.shape[1]
+        captured.state_FB[:, :batch_size].copy_(state_FB)
+        if batch_size < key.batch_size:
+            captured.state_FB[:, batch_size:].copy_(self.steps.padding_F1)
+        if tree is not None and tree.num_rows > 1:
+            captured.tree_3BQ.copy_(self.steps.no_node_311)
+            num_nodes = tree.num_rows - 1
+            captured.tree_3BQ[:, :batch_size, :num_nodes].copy_(torch.stack(tree.tensors))
+        captured.replay()
+        self.num_replays[key] += 1
+        return tuple(output[:batch_size] for output in captured.outputs)
 
-    def _capture_blank(self, key: GraphKey, like: PassInputs) -> None:
-        """Capture with queries that attend to all positions and write to the scratch slot."""
-        static = self._static_inputs(key, like)
-        for name, tensor in _tensors(static):
-            tensor.fill_(self._scratch_slot if name == "slots_P" else 0)
-        self._capture(key, static)
-
-    def _capture(self, key: GraphKey, static: PassInputs) -> _Captured:
+    def _capture(self, key: GraphKey) -> _Captured:
+        """Capture a step of rows that are padding: they write to the scratch page."""
         assert self._memory is not None
-        started = time.perf_counter()
-        step = self._steps[key.role]
-        outputs = tuple(
-            self._buffer(key.role, f"output {number}", out.shape, out)
-            for number, out in enumerate(step(static))
-        )
+        started, steps = time.perf_counter(), self.steps
+        state_FB = steps.padding_F1.repeat(1, key.batch_size)
+        num_nodes = 0 if key.strategy is not None else key.num_rows - 1
+        tree_3BQ = steps.no_node_311.repeat(1, key.batch_size, num_nodes)
+        # Outputs in graph memory would block that memory for later captures.
+        outputs = tuple(torch.empty_like(out) for out in steps.run(key, state_FB, tree_3BQ))
 
         def work() -> None:
-            # Outputs in graph memory would block that memory for later captures.
-            for target, source in zip(outputs, step(static), strict=True):
+            for target, source in zip(outputs, steps.run(key, state_FB, tree_3BQ), strict=True):
                 target.copy_(source)
 
-        captured = _Captured(inputs=static, outputs=outputs, replay=self._memory.capture(work))
+        captured = _Captured(
+            state_FB=state_FB,
+            tree_3BQ=tree_3BQ,
+            outputs=outputs,
+            replay=self._memory.capture(work),
+        )
         self._captured[key] = captured
         self.num_captures += 1
         self.capture_s += time.perf_counter() - started
         return captured
 
-    def _static_inputs(self, key: GraphKey, like: PassInputs) -> PassInputs:
-        fields = {}
-        for name, tensor in _tensors(like):
-            shape = (key.num_tokens, *tensor.shape[1:])
-            if name == "bias_BRS":
-                shape = (key.batch_size, key.num_rows, key.length)
-            fields[name] = self._buffer(key.role, name, shape, tensor)
-        return PassInputs(**fields)
-
-    def _buffer(self, role: Role, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return a static tensor of `shape` (P, ... or B, R, ...): the start of a tensor that all captures of a role share."""
-        buffer = self._static.get((role, name))
-        if buffer is None:
-            of_role = [key for key in self.plan.keys if key.role is role]
-            if name == "bias_BRS":
-                size = max(key.num_tokens * key.length for key in of_role)
-            else:
-                size = max(key.num_tokens for key in of_role) * math.prod(shape[1:])
-            buffer = torch.zeros(size, dtype=like.dtype, device=like.device)
-            self._static[role, name] = buffer
-        return buffer[: math.prod(shape)].view(*shape)
-
-    def _fill(self, static: PassInputs, given: PassInputs) -> None:
-        """Copy `given` into `static`. Padding repeats each row's first query and the first row, so results stay finite."""
-        wide, narrow = static.bias_BRS.shape[:2], given.bias_BRS.shape[:2]
-        (batch_size, num_rows), length = narrow, given.bias_BRS.shape[2]
-        for (name, target), (_, source) in zip(_tensors(static), _tensors(given), strict=True):
-            is_slots, is_bias = name == "slots_P", name == "bias_BRS"
-            if not is_bias:
-                target, source = target.unflatten(0, wide), source.unflatten(0, narrow)
-            elif length < target.shape[-1]:
-                target[..., length:].fill_(-torch.inf)
-                target = target[..., :length]
-            target[:batch_size, :num_rows].copy_(source)
-            if num_rows < target.shape[1]:
-                repeated = target[:batch_size, :1]
-                target[:batch_size, num_rows:] = self._scratch_slot if is_slots else repeated
-            if batch_size < target.shape[0]:
-                target[batch_size:] = self._scratch_slot if is_slots else target[:1]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """The policy and its drafter over one KV memory, and the graphs that run their passes over lanes."""
+    """The policy and its drafter over one KV memory, the graphs that run their steps, and how they sample."""
 
     policy: Transformer
     draft: DraftInference | None
     cache: KvCache
     graphs: GraphPool
+    params: SamplingParams
 
-
-def lane_steps(
-    model: Transformer, cache: KvCache, lane: int, draft: DraftInference | None = None
-) -> dict[Role, Step]:
-    """Return the passes of an engine whose rows are in lanes of `lane` slots, from the first lane on.
-
-    TARGET returns (hidden [P, D], features [P, F]), DRAFT returns (hidden [P, D], head input [P, D]). Logits are another call.
-    """
-    view: LaneView | None = None  # the latest only: a view keeps a slice per layer and length
-
-    def view_of(inputs: PassInputs) -> LaneView:
-        nonlocal view
-        num_rows = inputs.bias_BRS.shape[0]
-        if view is None or view.num_rows != num_rows:
-            view = LaneView(cache, num_rows=num_rows, lane=lane)
-        return view
-
-    def run_target(inputs: PassInputs) -> tuple[Tensor, ...]:
-        return model.forward_tapped(
-            inputs.token_ids_P,
-            inputs.positions_P,
-            model.arithmetic.lanes(view_of(inputs), inputs.slots_P, inputs.bias_BRS),
-            cache.tap_layers,
-        )
-
-    def run_draft(inputs: PassInputs) -> tuple[Tensor, ...]:
-        assert draft is not None
-        assert inputs.hidden_PD is not None
-        return draft.forward(
-            inputs.token_ids_P,
-            inputs.hidden_PD,
-            inputs.positions_P,
-            LaneTreeAttention(
-                view_of(inputs),
-                inputs.slots_P,
-                inputs.bias_BRS,
-                first_layer=model.config.num_layers,
-            ),
-        )
-
-    return {Role.TARGET: run_target, Role.DRAFT: run_draft}
-
-
-def addresses_read(
-    model: Transformer, cache: KvCache, draft: DraftInference | None = None
-) -> Hashable:
-    """Return the tapped layers and the addresses that `lane_steps` read besides their inputs, for `bind`."""
-    tensors = [cache.kv_LKTH, *model.tensors_read(), *(draft.tensors_read() if draft else ())]
-    return cache.tap_layers, tuple(tensor.data_ptr() for tensor in tensors)
-
-
-def _tensors(inputs: PassInputs) -> list[tuple[str, Tensor]]:
-    fields = ((field.name, getattr(inputs, field.name)) for field in dataclasses.fields(inputs))
-    return [(name, value) for name, value in fields if value is not None]
-
-
-def _unpad(output: Tensor, key: GraphKey, batch_size: int, num_rows: int) -> Tensor:
-    """Return the unpadded output [B * R, ...]. It is a copy if the rows were padded."""
-    shape = output.shape[1:]
-    output = output.view(key.batch_size, key.num_rows, *shape)[:batch_size, :num_rows]
-    return output.reshape(batch_size * num_rows, *shape)
+    def bind_lanes(self, lane: int) -> None:
+        """Run steps over rows in lanes of `lane` slots from now on, from the first slot on."""
+        self.graphs.bind(LaneSteps(self.policy, self.cache, lane, self.draft, self.params))

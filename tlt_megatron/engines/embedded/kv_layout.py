@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, Role
-from tlt_megatron.engines.embedded.graph_pool import Models, PassInputs
+from tlt_megatron.engines.embedded.graph_pool import Models
 from tlt_megatron.engines.embedded.scheduler import Request, Scheduler
+from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.attention.lanes import LaneView
 
 _LANE_WASTE = 1.25  # rows move to lanes if these cost at most this factor more
@@ -106,27 +107,25 @@ class KvLayout:
     def run(
         self, token_ids_B: Tensor, positions_B: Tensor, slots_B: Tensor, longest: int
     ) -> Tensor:
-        """Run one token of every row through the policy. Return its hidden states and keep its features.
+        """Run one token of every row through the policy, without graphs. Return its hidden states and keep its features.
 
         `longest` is the number of positions of the longest row.
         """
         models, cache = self._models, self._cache
+        reason = EagerReason.PAGES
+        attention: Attention = self._paged
         if self._lane:
+            reason = EagerReason.OFF
             cache.mark_written(slots_B)
             view = self.view(token_ids_B.shape[0])
-            inputs = PassInputs(
-                token_ids_P=token_ids_B,
-                positions_P=positions_B,
-                slots_P=slots_B,
-                bias_BRS=view.committed_bias(view.read_length(longest)),
-            )
-            hidden_BD, features_BF = models.graphs.run(Role.TARGET, inputs)
+            bias_B1S = view.committed_bias(view.read_length(longest))
+            attention = models.policy.arithmetic.lanes(view, slots_B, bias_B1S)
         else:
             self._paged.begin_step(slots_B, positions_B)
-            models.graphs.count_eager(Role.TARGET, EagerReason.PAGES)
-            hidden_BD, features_BF = models.policy.forward_tapped(
-                token_ids_B, positions_B, self._paged, cache.tap_layers
-            )
+        models.graphs.count_eager(Role.TARGET, reason)
+        hidden_BD, features_BF = models.policy.forward_tapped(
+            token_ids_B, positions_B, attention, cache.tap_layers
+        )
         cache.keep_features(slots_B, features_BF, token_ids_B)
         if cache.has_routes:
             cache.routes_TR.index_copy_(0, slots_B, models.policy.routes())
@@ -187,7 +186,7 @@ class KvLayout:
 
     def _reserve_lanes(self, scheduler: Scheduler) -> bool:
         """Reserve lanes as long as planned, which keeps captured graphs, or else as needed."""
-        models, cache, graphs = self._models, self._cache, self._models.graphs
+        cache, graphs = self._cache, self._models.graphs
         needed = cache.pages_for(scheduler.longest_sequence + self._draft_slots)
         planned = cache.pages_for(graphs.plan.max_length) if graphs.has_graphs else 0
         for lane_pages in sorted({needed, max(needed, planned)}, reverse=True):
@@ -196,5 +195,5 @@ class KvLayout:
         else:
             return False
         self._lane = lane_pages * cache.page_size
-        graphs.bind(models.policy, cache, self._lane, models.draft)
+        self._models.bind_lanes(self._lane)
         return True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tlt_megatron.speculation.sampling import cut_logits, kept_ids, noisy_argmax, sample
+from tlt_megatron.speculation.sampling import cut_logits, kept_ids, kept_table, noisy_argmax, sample
 from tlt_megatron.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -128,9 +128,8 @@ class NoiseSampling:
                 sampled.policy_logprobs_B if is_greedy else sampled.logprobs_B
             )
             if any(top_logprobs_nums):
-                _write_top(
-                    logits_output, sampled.token_ids_B, sampled.policy_logprobs_B, sampled.kept
-                )
+                kept = () if sampled.kept is None else kept_ids(sampled.kept)
+                _write_top(logits_output, sampled.token_ids_B, sampled.policy_logprobs_B, kept)
         return sampled.token_ids_B
 
     # ---- verification
@@ -193,7 +192,7 @@ class NoiseSampling:
             allowed_PV = _allowed(logits_PV, params)
             sampled.append(allowed_PV.log_softmax(-1).gather(1, tokens_P1[rows]))
             policy.append(logits_PV.log_softmax(-1).gather(1, tokens_P1[rows]))
-            kept.extend(kept_ids(allowed_PV) if params.is_cut else ())
+            kept.extend(kept_ids(kept_table(allowed_PV)) if params.is_cut else ())
         # Rows after the accepted ones hold no sample, so their token may be outside the cut.
         sampled_P1 = torch.cat(sampled).clamp(min=torch.finfo(torch.float32).min)
         logits_output.next_token_logprobs = sampled_P1.view(accept_index.shape)

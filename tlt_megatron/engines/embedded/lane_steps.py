@@ -1,0 +1,379 @@
+"""The two steps over rows in lanes: DRAFT grows a draft tree for every row, TARGET verifies it and commits tokens.
+
+A row enters TARGET with its last token sampled but not computed: the root, at position n. It leaves in
+the same state with m more tokens. Plain decoding is TARGET with an empty tree. Position t of a lane
+holds the target's keys and values, the feature h_t, the token x_t and, in the drafter's layer, the pair
+(x_{t+1}, h_t), which predicts x_{t+2}. Drafted nodes use the slots after the root.
+
+Nothing is read back, and shapes follow from shapes alone: `GraphPool` captures each step whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.engines.embedded.graph_plan import GraphKey
+from tlt_megatron.models.attention.lanes import (
+    LaneTreeAttention,
+    LaneView,
+    causal_bias,
+    drafted_bias,
+)
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.speculation.sampling import Sampled, kept_ids, sample
+from tlt_megatron.speculation.tree import (
+    ROOT,
+    UNUSED,
+    DraftTree,
+    Expand,
+    TreeGrower,
+    ancestor_mask,
+    chain_tree,
+)
+from tlt_megatron.speculation.verify import Verdict, first_on_path, verify_noise_keyed
+from tlt_megatron.types import SamplingParams
+
+
+class Rows(NamedTuple):
+    """Views of the state matrix of a batch, each [B] int64. Those from `position` on grow with the tokens."""
+
+    token: Tensor  # the root
+    seed: Tensor
+    last: Tensor  # `count` at the final token
+    position: Tensor  # of the root in the whole sequence
+    count: Tensor  # of the root in the response; keys the noise
+    out: Tensor  # of the root in the outputs
+    slot: Tensor  # of the root in the KV
+
+
+class Report(NamedTuple):
+    """What the host learns about a step, by row."""
+
+    has_ended: list[bool]  # whether the last committed token completes the response
+    num_committed: list[int]
+    num_accepted: list[int]  # drafted tokens, also after the end
+    first_by_depth: list[int]  # of all rows together: see `verify.first_on_path`; 0 for a chain
+    kept: list[
+        list[Tensor]
+    ]  # the ids that top-p and top-k kept at each committed token; [] without
+
+
+class Committed(NamedTuple):
+    """What TARGET adds to each row, at most S = depth + 1 tokens. Each row is valid up to `num_committed`."""
+
+    tokens_BS: Tensor
+    logprobs_BS: Tensor
+    policy_logprobs_BS: Tensor
+    root_B: Tensor  # the last of them
+    report_BX: Tensor  # has_ended, num_committed, num_accepted, S - 1 times is_first, and S tables of kept ids
+
+    @property
+    def num_committed_B(self) -> Tensor:
+        return self.report_BX[:, 1]
+
+    def read(self) -> Report:
+        """Wait for the step. This is its only read-back."""
+        num_rows, num_slots = self.tokens_BS.shape
+        report_BX = self.report_BX.cpu()
+        facts_BX, kept_BX = report_BX.tensor_split([num_slots + 2], dim=1)
+        ended, num_committed, num_accepted, *first = facts_BX.t().tolist()
+        kept: list[list[Tensor]] = []
+        if kept_BX.shape[1]:
+            ids = kept_ids(kept_BX.reshape(num_rows * num_slots, -1))
+            starts = range(0, len(ids), num_slots)
+            kept = [ids[i : i + n] for i, n in zip(starts, num_committed, strict=True)]
+        return Report(
+            [flag == 1 for flag in ended], num_committed, num_accepted, [*map(sum, first)], kept
+        )
+
+
+class LaneSteps:
+    """The steps over lanes of `lane` slots, and the constants that they read."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KvCache,
+        lane: int,
+        draft: DraftInference | None,
+        params: SamplingParams,
+    ) -> None:
+        self.cache = cache
+        self.lane = lane
+        self.params = params
+        self._model = model
+        self._draft = draft
+        self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=cache.device)
+        self._last_slot = cache.bias_T.shape[0] - 1
+        self._growers: dict[SpeculationStrategy, TreeGrower] = {}
+        self._views: dict[int, LaneView] = {}  # by batch size, of captured steps
+        # What padding consists of: rows that write to the scratch page, and nodes below the root.
+        shape = len(Rows._fields), 1
+        self.padding_F1 = torch.zeros(shape, dtype=torch.int64, device=cache.device)
+        padding = Rows(*self.padding_F1)
+        padding.last.fill_(1)
+        padding.slot.fill_(cache.scratch_slot)
+        self.no_node_311 = torch.tensor((UNUSED, ROOT, 1), device=cache.device).view(3, 1, 1)
+
+    def reads(self) -> Hashable:
+        """Return the constants of the steps and the addresses that they read besides their inputs: a graph needs the same."""
+        cache, draft = self.cache, self._draft
+        tensors = [
+            cache.kv_LKTH,
+            *self._model.tensors_read(),
+            *(draft.tensors_read() if draft else ()),
+        ]
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        p = self.params
+        sampling = p.temperature, p.top_p, p.top_k, p.stop_token_ids
+        return self.lane, cache.scratch_slot, cache.tap_layers, sampling, addresses
+
+    def run(self, key: GraphKey, state_FB: Tensor, tree_3BQ: Tensor) -> tuple[Tensor, ...]:
+        """Run the step of a graph: DRAFT returns `DraftTree.tensors`, and TARGET returns a `Committed`."""
+        view = self._views.get(key.batch_size)
+        if view is None:
+            view = LaneView(self.cache, num_rows=key.batch_size, lane=self.lane)
+            self._views[key.batch_size] = view
+        rows = Rows(*state_FB)
+        if key.strategy is not None:
+            return self.draft(view, rows, key.strategy, key.num_rows, key.length).tensors
+        tree = DraftTree(*tree_3BQ, depth=key.depth)
+        if key.num_rows == 1:
+            tree = chain_tree(tree.token_ids_BQ)
+        return self.target(view, rows, tree, key.length)
+
+    def _slots(self, rows: Rows, offsets: Tensor) -> Tensor:
+        """Return the slots at offsets [R] or [B, R] from the roots, [B*R]. Those of padding stay in the scratch page."""
+        return (rows.slot.unsqueeze(1) + offsets).clamp_(max=self._last_slot).view(-1)
+
+    def _write_roots(self, rows: Rows) -> None:
+        if self.cache.has_features:
+            self.cache.token_ids_T.index_copy_(0, rows.slot, rows.token)
+
+    # ---- DRAFT
+
+    def draft(
+        self,
+        view: LaneView,
+        rows: Rows,
+        strategy: SpeculationStrategy,
+        num_unseen: int,
+        longest: int,
+        noise_BSV: Tensor | None = None,
+    ) -> DraftTree:
+        """Compute the last `num_unseen` pairs of every row. Then grow a tree from every root.
+
+        `longest` counts positions of a row, those that growth writes included. Without `noise_BSV` noise is made where it is used.
+        """
+        assert self._draft is not None
+        params = self.params
+        self._write_roots(rows)
+        hidden_BD, head_BD = self.extend(view, rows, num_unseen, 0, longest)
+        grower = self._growers.get(strategy)
+        if grower is None:
+            grower = TreeGrower(strategy, device=self.cache.device)
+            self._growers[strategy] = grower
+        return grower.grow(
+            self._draft.logits(head_BD),
+            self._expand_from(view, rows, hidden_BD, strategy, longest),
+            temperature=params.temperature,
+            noise_BDV=noise_BSV,
+            noise_keys=(rows.seed, rows.count + 1),
+            top_p=params.top_p,
+            top_k=params.top_k,
+            ids_V=self._draft.ids_C,
+        )
+
+    def extend(
+        self, view: LaneView, rows: Rows, start: int, end: int, longest: int
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the pairs from `start` positions before the root to `end` before it.
+
+        Return (hidden, head input), [B, D] each, of the newest.
+        """
+        cache, draft = self.cache, self._draft
+        assert draft is not None
+        back_M = torch.arange(start, end, -1, device=cache.device)
+        pairs_BM = (rows.position.unsqueeze(1) - back_M).clamp(min=0)
+        slots_P = self._slots(rows, pairs_BM - rows.position.unsqueeze(1))
+        bias_BMS = causal_bias(view, pairs_BM, view.read_length(longest))
+        # Features are the final state, then the tapped states. An EAGLE-3 drafter reads only the
+        # tapped ones.
+        of_drafter = slice(-draft.config.feature_size, None)
+        hidden_PD, head_PD = self._run_draft(
+            view,
+            cache.token_ids_T.index_select(0, slots_P + 1),
+            draft.fuse(cache.features_TD.index_select(0, slots_P)[:, of_drafter]),
+            pairs_BM.view(-1),
+            slots_P,
+            bias_BMS,
+        )
+        shape = view.num_rows, start - end, -1
+        return hidden_PD.view(shape)[:, -1], head_PD.view(shape)[:, -1]
+
+    def _run_draft(
+        self,
+        view: LaneView,
+        token_ids_P: Tensor,
+        hidden_PD: Tensor,
+        positions_P: Tensor,
+        slots_P: Tensor,
+        bias_BRS: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        assert self._draft is not None
+        first_layer = self._model.config.num_layers
+        attention = LaneTreeAttention(view, slots_P, bias_BRS, first_layer=first_layer)
+        return self._draft.forward(token_ids_P, hidden_PD, positions_P, attention)
+
+    def _expand_from(
+        self,
+        view: LaneView,
+        rows: Rows,
+        hidden_BD: Tensor,
+        strategy: SpeculationStrategy,
+        longest: int,
+    ) -> Expand:
+        """Return the drafter's pass over the nodes of one depth, for one tree."""
+        (num_rows, size), device, draft = hidden_BD.shape, hidden_BD.device, self._draft
+        assert draft is not None
+        topk, length = strategy.topk, view.read_length(longest)
+        eye_KK = torch.eye(topk, dtype=torch.bool, device=device)
+        self_BKK = eye_KK.expand(num_rows, -1, -1)
+        offsets_K = torch.arange(topk, device=device)
+        hidden_BKD = hidden_BD.unsqueeze(1)
+        seen_BKX = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)
+        depth = 0
+
+        def expand(token_ids_BK: Tensor, parents_BK: Tensor) -> Tensor:
+            nonlocal hidden_BKD, seen_BKX, depth
+            parents_BK1 = parents_BK.unsqueeze(2)
+            hidden_BKD = hidden_BKD.gather(1, parents_BK1.expand(-1, -1, size))
+            seen_BKX = seen_BKX.gather(1, parents_BK1.expand(-1, -1, seen_BKX.shape[2]))
+            seen_BKX = torch.cat((seen_BKX, self_BKK), dim=2)
+            hidden_PD, head_PD = self._run_draft(
+                view,
+                token_ids_BK.reshape(-1),
+                hidden_BKD.view(-1, size),
+                (rows.position + depth).unsqueeze(1).expand(-1, topk).reshape(-1),
+                self._slots(rows, offsets_K + depth * topk),
+                drafted_bias(view, rows.position, seen_BKX, length),
+            )
+            hidden_BKD = hidden_PD.view(num_rows, topk, size)
+            depth += 1
+            return draft.logits(head_PD).view(num_rows, topk, -1)
+
+        return expand
+
+    # ---- TARGET
+
+    def target(
+        self,
+        view: LaneView,
+        rows: Rows,
+        tree: DraftTree,
+        longest: int,
+        noise_BSV: Tensor | None = None,
+    ) -> Committed:
+        """Run the target over root and tree, B * R tokens, and commit the tokens that it samples.
+
+        `longest` counts positions of a row, those of the tree included. `noise_BSV[:, d]` is for nodes at depth d.
+        """
+        model, cache = self._model, self.cache
+        self._write_roots(rows)
+        ancestors_BRR, depths_BR = ancestor_mask(tree), tree.row_depths_BR
+        num_rows, num_queries = depths_BR.shape
+        slots_P = self._slots(rows, torch.arange(num_queries, device=cache.device))
+        bias_BRS = drafted_bias(view, rows.position, ancestors_BRR, view.read_length(longest))
+        hidden_PD, features_PF = model.forward_tapped(
+            tree.row_token_ids_BR(rows.token).view(-1),
+            (rows.position.unsqueeze(1) + depths_BR).view(-1),
+            model.arithmetic.lanes(view, slots_P, bias_BRS),
+            cache.tap_layers,
+        )
+        sampled = self._sample(hidden_PD, rows, tree, noise_BSV)
+        rooms_B = rows.last - rows.count
+        verdict = verify_noise_keyed(
+            tree,
+            sampled.token_ids_B.view(num_rows, num_queries),
+            ancestors_BRR=ancestors_BRR,
+            stop_token_ids=self._stop_ids,
+            max_commit_B=rooms_B,
+        )
+        self._settle(rows, tree, verdict, features_PF)
+        path_BS, tokens_BS = verdict.path_BS, verdict.committed_tokens_BS
+        last_B1 = verdict.num_committed_B.unsqueeze(1) - 1
+        return Committed(
+            tokens_BS=tokens_BS,
+            logprobs_BS=sampled.logprobs_B.view(num_rows, -1).gather(1, path_BS),
+            policy_logprobs_BS=sampled.policy_logprobs_B.view(num_rows, -1).gather(1, path_BS),
+            root_B=tokens_BS.gather(1, last_B1).squeeze(1),
+            report_BX=_report(tree, verdict, rooms_B, sampled.kept),
+        )
+
+    def _sample(
+        self, hidden_PD: Tensor, rows: Rows, tree: DraftTree, noise_BSV: Tensor | None
+    ) -> Sampled:
+        """Sample the target's token after every node, as plain decoding does."""
+        params = self.params
+        noise_PV, seeds_P, positions_P = None, rows.seed, rows.count
+        if noise_BSV is None:
+            positions_BR = positions_P.unsqueeze(1) + 1 + tree.row_depths_BR
+            seeds_P = seeds_P.unsqueeze(1).expand_as(positions_BR).reshape(-1)
+            positions_P = positions_BR.view(-1)
+        else:
+            num_rows, _, vocab_size = noise_BSV.shape
+            if tree.is_chain:
+                noise_PV = noise_BSV.reshape(-1, vocab_size)
+            else:
+                rows_B1 = torch.arange(num_rows, device=noise_BSV.device).unsqueeze(1)
+                noise_PV = noise_BSV[rows_B1, tree.row_depths_BR].view(-1, vocab_size)
+        return sample(
+            self._model.logits(hidden_PD),
+            seeds_P,
+            positions_P,
+            params.temperature,
+            params.top_p,
+            params.top_k,
+            noise_BV=noise_PV,
+        )
+
+    def _settle(self, rows: Rows, tree: DraftTree, verdict: Verdict, features_PF: Tensor) -> None:
+        """Move the committed path to consecutive positions and make it visible."""
+        cache, path_BS = self.cache, verdict.path_BS
+        num_rows, num_slots = path_BS.shape
+        steps_S = torch.arange(num_slots, device=path_BS.device)
+        target_P = self._slots(rows, steps_S)
+        if not tree.is_chain:
+            cache.move_kv(self._slots(rows, path_BS), target_P)
+        firsts_B = torch.arange(num_rows, device=path_BS.device) * tree.num_rows
+        rows_P = (path_BS + firsts_B.unsqueeze(1)).view(-1)
+        if cache.has_routes:
+            routes_PR = self._model.routes().index_select(0, rows_P)
+            cache.routes_TR.index_copy_(0, target_P, routes_PR)
+        if cache.has_features:
+            cache.features_TD.index_copy_(0, target_P, features_PF.index_select(0, rows_P))
+            cache.token_ids_T.index_copy_(0, target_P + 1, verdict.committed_tokens_BS.view(-1))
+        is_committed_BS = steps_S < verdict.num_committed_B.unsqueeze(1)
+        bias_BS = torch.where(is_committed_BS, 0.0, -torch.inf).to(cache.bias_T.dtype)
+        cache.bias_T.index_copy_(0, target_P, bias_BS.view(-1))
+
+
+def _report(tree: DraftTree, verdict: Verdict, rooms_B: Tensor, kept: Tensor | None) -> Tensor:
+    """Return `Committed.report_BX`. `kept` are the kept ids of all nodes, row by row."""
+    path_BS = verdict.path_BS
+    has_ended_B = verdict.is_stopped_B | (verdict.num_committed_B >= rooms_B)
+    counts = (has_ended_B, verdict.num_committed_B, verdict.num_accepted_B)
+    first = path_BS.new_zeros(1).expand_as(path_BS[:, 1:])
+    parts = [torch.stack(counts, dim=1), first if tree.is_chain else first_on_path(tree, verdict)]
+    if kept is not None:
+        kept_BRX = kept.view(path_BS.shape[0], -1, kept.shape[1])
+        index_BSX = path_BS.unsqueeze(2).expand(-1, -1, kept.shape[1])
+        parts.append(kept_BRX.gather(1, index_BSX).flatten(1))
+    return torch.cat(parts, dim=1)
