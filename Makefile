@@ -151,7 +151,12 @@ test-gpu: setup-gpu  ## the tests that need a GPU; without one each is skipped a
 gpu-check:  ## what works on this GPU and how fast, without installing anything; build/gpu_check/
 	@$(or $(wildcard $(PY)),python3) tools/gpu_check.py
 
-clean:  ## everything that can be made again, but not runs/
-	rm -rf build $(VENV) $(SGLANG_VENV)
+test-megatron:  ## what touches Megatron, with megatron-core 0.19.2 in an environment of its own; needs Python 3.12
+	@$(MAKE) --no-print-directory setup VENV=.venv-megatron PYTHON=$(or $(PYTHON),python3.12)
+	@.venv-megatron/bin/python -m pip install -q --no-deps megatron-core==0.19.2
+	@.venv-megatron/bin/python -m pytest tests/unit/mcore tests/distributed tests/e2e/test_mixture.py tests/e2e/test_pretrain.py
 
-.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart figures quickstart-sglang small-llm llm-task drafter test faults test-gpu lint docs bench bench-llm gpu-check clean
+clean:  ## everything that can be made again, but not runs/
+	rm -rf build $(VENV) $(SGLANG_VENV) .venv-megatron
+
+.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart figures quickstart-sglang small-llm llm-task drafter test faults test-gpu test-megatron lint docs bench bench-llm gpu-check clean

@@ -16,7 +16,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 
-PINS = {"megatron-core": "0.16.1", "sglang": "0.5.23"}
+PINS = {"megatron-core": ("0.16.1", "0.19.2"), "sglang": ("0.5.23",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def examine() -> list[Finding]:
     findings.append(_megatron(has_torch))
     if has_torch:
         findings += [_memory(), _gpus()]
-    how = f"only for rollout.engine=sglang: pip install sglang=={PINS['sglang']} (make setup-sglang on a CPU)"
+    how = f"only for rollout.engine=sglang: pip install sglang=={PINS['sglang'][0]} (make setup-sglang on a CPU)"
     sglang = _package("sglang", how, name="SGLang", is_needed=False)
     findings += [_transformer_engine(has_torch), _apex(), sglang]
     return findings
@@ -81,8 +81,8 @@ def _version(package: str) -> str:
 
 
 def _package(package: str, how: str, *, name: str = "", is_needed: bool = True) -> Finding:
-    version, pin = _version(package), PINS.get(package, "")
-    advice = "" if version and pin in ("", version) else how
+    version = _version(package)
+    advice = "" if version in PINS.get(package, (version or None,)) else how
     found = version or "not installed"
     return Finding(name=name or package, found=found, advice=advice, is_needed=is_needed)
 

@@ -10,16 +10,10 @@ from __future__ import annotations
 import pickle
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, Metadata
-
-if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.strategies.base import (
-        LoadCommonStrategy,
-        LoadShardedStrategy,
-    )
 
 # The classes that torch 2.11 to 2.14 pickle into `.metadata`. Only Python 3.13 names pathlib's classes pathlib._local.
 _ALLOWED = {
@@ -92,11 +86,32 @@ def read_common(path: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not loaded: {str(error).splitlines()[0]}") from error
 
 
-def loading_strategies() -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """Return safe strategies for `megatron.core.dist_checkpointing.load`, whose own strategies unpickle any class."""
+def load_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the plain values of the checkpoint `path`, and the tensors that Megatron's sharded `state` asks for.
+
+    These are the steps of `megatron.core.dist_checkpointing.load`, whose own readers unpickle any class.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import merge
+    from megatron.core.dist_checkpointing.mapping import apply_factory_merges
+    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+    from megatron.core.dist_checkpointing.utils import (
+        extract_sharded_base,
+        force_all_tensors_to_non_fp8,
+    )
+
+    force_all_tensors_to_non_fp8(state)
+    state, local, factories = load_preprocess(state)
+    sharded, _ = extract_sharded_base(state)
+    loaded: Any = read_common(path)
+    for part in (local, _load_shards(sharded, path)):
+        merge(loaded, part)
+    apply_factory_merges(loaded, factories)  # pyright: ignore[reportArgumentType]  # a list in a list
+    return loaded
+
+
+def _load_shards(sharded: Any, path: Path) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
-    from torch.distributed.checkpoint import load as load_shards
+    from torch.distributed.checkpoint import load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     class TensorPlanner(torch_dist.MCoreLoadPlanner):
@@ -108,28 +123,17 @@ def loading_strategies() -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
                     raise ValueError(f"the checkpoint has no tensor {name}")
             return super().create_local_plan()
 
-    class ShardedStrategy(torch_dist.TorchDistLoadShardedStrategy):
-        def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
-            shards, flat_mapping, rename_mapping = (
-                torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-            )
-            # Megatron's annotations know lists of ShardedTensors only.
-            expected: Any = [part for parts in shards.values() for part in parts]
-            tensors: Any = torch_dist.mcore_to_pyt_state_dict(shards, True)
-            load_shards(
-                tensors,
-                storage_reader=MetadataReader(checkpoint_dir),
-                planner=TensorPlanner(shapes_validation_sharded_tensors=expected),
-            )
-            loaded: Any = {k: torch_dist._unwrap_pyt_sharded_tensor(t) for k, t in tensors.items()}
-            loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(
-                loaded, flat_mapping, rename_mapping
-            )
-            torch_dist._restore_dict_types(loaded, sharded_state_dict)
-            return loaded
-
-    class CommonStrategy(TorchCommonLoadStrategy):
-        def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-            return read_common(Path(checkpoint_dir))
-
-    return ShardedStrategy(), CommonStrategy()
+    shards, flat_mapping, rename_mapping = torch_dist._replace_state_dict_keys_with_sharded_keys(
+        sharded
+    )
+    # Megatron's annotations know lists of ShardedTensors only.
+    expected: Any = [part for parts in shards.values() for part in parts]
+    tensors: Any = torch_dist.mcore_to_pyt_state_dict(shards, True)
+    planner = TensorPlanner(shapes_validation_sharded_tensors=expected)
+    load(tensors, storage_reader=MetadataReader(path), planner=planner)
+    loaded: Any = {k: torch_dist._unwrap_pyt_sharded_tensor(t) for k, t in tensors.items()}
+    loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(
+        loaded, flat_mapping, rename_mapping
+    )
+    torch_dist._restore_dict_types(loaded, sharded)
+    return loaded

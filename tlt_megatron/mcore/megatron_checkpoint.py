@@ -10,12 +10,14 @@ is saved, as Megatron does. It is not loaded, because it is a pickle.
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from tlt_megatron.mcore.checkpoint_reader import loading_strategies, read_common, read_metadata
+from tlt_megatron.mcore.checkpoint_reader import load_state, read_common, read_metadata
 from tlt_megatron.mcore.optimizer import PolicyOptimizer
 from tlt_megatron.mcore.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from tlt_megatron.runtime.collectives import barrier, broadcast_object, gather_objects
@@ -25,7 +27,6 @@ from tlt_megatron.runtime.process_groups import ProcessGroups
 _EXTRA = "_extra_state"  # how such keys of a state dict end
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
     from megatron.core.models.gpt import GPTModel
 
 
@@ -37,7 +38,8 @@ def save_checkpoint(
     A collective of all ranks. When it returns on any rank, all files are on disk (fsynced). ValueError if the folder is not
     empty, RuntimeError if a weight is not finite, OSError if a rank cannot write.
     """
-    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
     _require_finite(model, groups)
     is_used = False
@@ -46,12 +48,17 @@ def save_checkpoint(
         is_used = any(path.iterdir())
     if broadcast_object(is_used, groups.world):
         raise ValueError(f"checkpoint path={str(path)!r}: must be an empty folder")
-    state = _sharded_state(model, optimizer, is_loading=False)
+    # The steps of `dist_checkpointing.save`, whose plain values are in other places in other versions of Megatron.
+    sharded, common = save_preprocess(_sharded_state(model, optimizer, is_loading=False))
     try:
-        dist_checkpointing.save(state, str(path), sharded_strategy=_synchronous_strategy())
+        _write_shards(path, sharded)
     except CheckpointException as error:
         raise OSError(_first_failure(error)) from None
     if groups.world.is_first:
+        data = io.BytesIO()
+        torch.save(common, data)
+        (path / "common.pt").write_bytes(data.getvalue())
+        save_config(CheckpointingConfig("torch_dist", 1), str(path))
         for name in ("common.pt", "metadata.json", "."):
             sync_path(path / name)
     barrier(groups.world)
@@ -63,9 +70,9 @@ def load_checkpoint(path: Path, model: GPTModel, optimizer: PolicyOptimizer) -> 
     Settings (learning rate, weight decay, ...) stay those of this run; the position in the schedule is restored. ValueError if
     `path` holds no checkpoint, or more than plain values and tensors. ValueError also if the model's dtype or its shapes differ.
     """
-    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import check_is_distributed_checkpoint
 
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+    if not check_is_distributed_checkpoint(str(path)):
         raise ValueError(f"checkpoint path={str(path)!r}: holds no complete torch_dist checkpoint")
     common = read_common(path)
     read_metadata(path)  # refused here in one line; torch's loader would log a traceback of its own
@@ -78,14 +85,10 @@ def load_checkpoint(path: Path, model: GPTModel, optimizer: PolicyOptimizer) -> 
             )
     extra = {name: value for name, value in model.state_dict().items() if name.endswith(_EXTRA)}
     state["model"] = {n: v for n, v in state["model"].items() if not n.endswith(_EXTRA)}
-    sharded, plain = loading_strategies()
     try:
-        loaded = dist_checkpointing.load(
-            state, str(path), sharded_strategy=sharded, common_strategy=plain
-        )
+        loaded = load_state(state, path)
     except CheckpointException as error:
         raise ValueError(f"checkpoint {path} is not loaded: {_first_failure(error)}") from None
-    assert isinstance(loaded, dict)  # a tuple only for other values of `strict`
     model.load_state_dict(loaded["model"] | extra)
     load_optimizer_state(optimizer.megatron, loaded["optimizer"])
     optimizer.scheduler.num_steps = 0  # its load adds the saved position to the current one
@@ -132,12 +135,10 @@ def _first_failure(error: CheckpointException) -> str:
     return f"rank {rank}: {lines[0] if lines else type(cause).__name__}"
 
 
-def _synchronous_strategy() -> SaveShardedStrategy:
-    """Return a strategy that writes torch_dist with torch's synchronous writer: one file per rank, no worker processes."""
+def _write_shards(path: Path, sharded: Any) -> None:
+    """Write torch_dist with torch's synchronous writer: one file per rank, no worker processes."""
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-    from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-    from torch.distributed.checkpoint import FileSystemWriter
-    from torch.distributed.checkpoint import save as save_shards
+    from torch.distributed.checkpoint import FileSystemWriter, save
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.futures import Future
 
@@ -150,19 +151,11 @@ def _synchronous_strategy() -> SaveShardedStrategy:
                     raise error.__context__ from None
                 raise
 
-    class SynchronousStrategy(SaveShardedStrategy):
-        @property
-        def can_handle_sharded_objects(self) -> bool:
-            return True
-
-        def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-            shards, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
-                sharded_state_dict, keep_only_main_replica=True
-            )
-            save_shards(
-                torch_dist.mcore_to_pyt_state_dict(shards),
-                storage_writer=Writer(checkpoint_dir, sync_files=True),
-                planner=torch_dist.MCoreSavePlanner(flatten_state_dict=False),
-            )
-
-    return SynchronousStrategy("torch_dist", 1)
+    shards, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+        sharded, keep_only_main_replica=True
+    )
+    save(
+        torch_dist.mcore_to_pyt_state_dict(shards),
+        storage_writer=Writer(path, sync_files=True),
+        planner=torch_dist.MCoreSavePlanner(flatten_state_dict=False),
+    )

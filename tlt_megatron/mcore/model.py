@@ -7,12 +7,13 @@ attention and norm. Both have the same parameters, under names that `weight_map`
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.version import Version
 
 from tlt_megatron.config.schema import McoreSection, ParallelSection
 from tlt_megatron.mcore import cpu, transformer_engine
@@ -163,8 +164,9 @@ def transformer_config(
         fields["moe_grouped_gemm"] = device.is_cuda
         if section.moe_aux_loss_coeff:
             # Megatron 0.16.1 multiplies the loss by the tokens of this rank, a share of the
-            # micro-batch under sequence and context parallelism.
-            num_shares = parallel.tensor * parallel.context
+            # micro-batch under sequence and context parallelism; 0.19.2 by those of all ranks.
+            is_share = Version(importlib.metadata.version("megatron-core")) < Version("0.19")
+            num_shares = parallel.tensor * parallel.context if is_share else 1
             fields["moe_aux_loss_coeff"] = section.moe_aux_loss_coeff * num_shares
             fields["moe_router_load_balancing_type"] = "aux_loss"
     fields = _architecture_fields(config) | fields | _RECOMPUTE[section.recompute]

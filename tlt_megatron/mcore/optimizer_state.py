@@ -74,15 +74,12 @@ def load_optimizer_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) ->
 
 
 def _load_part(part: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    groups = part.optimizer.param_groups
-    settings = [
-        {key: value for key, value in group.items() if key not in ("params", "step")}
-        for group in groups
-    ]
+    groups = {_kind(group): group for group in part.optimizer.param_groups}
+    for saved in loaded["optimizer"]["param_groups"]:  # Megatron 0.19 finds them by their settings
+        own = groups[_kind(saved)].items()
+        saved.update((key, value) for key, value in own if key not in ("params", "step"))
     param_state = loaded.pop("param_state", None)
     part.load_state_dict(loaded)
-    for group, kept in zip(part.optimizer.param_groups, settings, strict=True):
-        group.update(kept)
     steps = {
         parameter: part.optimizer.state[parameter].pop("step", None)
         for parameter in _parameters(part)
@@ -95,6 +92,13 @@ def _load_part(part: MegatronOptimizer, loaded: dict[str, Any]) -> None:
             # Megatron does not save a step of zero, and shares one tensor among all parameters.
             step = torch.tensor(0.0) if step is None else torch.as_tensor(step)
             part.optimizer.state[parameter]["step"] = step.clone()
+
+
+def _kind(group: dict[str, Any]) -> tuple[object, ...]:
+    """Return what sets a parameter group apart from the others of its optimizer, in every version."""
+    return tuple(
+        group[key] for key in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    )
 
 
 def _is_distributed(part: MegatronOptimizer) -> TypeGuard[DistributedOptimizer]:
