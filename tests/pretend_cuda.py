@@ -142,7 +142,10 @@ class PretendGpu(TorchDispatchMode):
         self.is_capturing = self._is_replaying = False
         self.num_captures = 0
         self.read_backs: Counter[str] = Counter()  # by operation
-        self.num_launches = 0  # operations and graphs that the host has queued; views are none
+        self.num_launches = (
+            0  # operations and graphs that the host has queued; views and allocations are none
+        )
+        self.num_nodes = 0  # operations of the graphs among them
         self.num_done = 0  # of these, those that the host has waited for
         self.max_ahead = 0  # the most operations that the host was ahead by
         # Copies to the host that it has not waited for: position, source and target.
@@ -165,6 +168,11 @@ class PretendGpu(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(self._lifted)
         torch.__future__.set_overwrite_module_params_on_conversion(self._overwrites)
         _running.pop()
+
+    def note_launch(self) -> None:
+        """An operation that is no view or allocation. Those of a graph are one launch together."""
+        self.num_launches += not self._is_replaying
+        self.num_nodes += self._is_replaying
 
     def note_read_back(self, name: str) -> None:
         """The host waits for the device."""
@@ -211,8 +219,8 @@ class PretendGpu(TorchDispatchMode):
         out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
         if has_moved:  # what is a copy on a GPU must not be the same memory here
             out = out.clone()
-        if ours and not _is_view(func):
-            self.num_launches += not self._is_replaying  # a graph is one launch
+        if ours and not (_is_view(func) or "empty" in name):
+            self.note_launch()
             self.max_ahead = max(self.max_ahead, self.num_launches - self.num_done)
         is_here = asked.type == "cuda" if asked is not None else self._stays(func, args, ours)
         if not is_here:

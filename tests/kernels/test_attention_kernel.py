@@ -52,7 +52,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tlt_megatron.models.attention.fused_kernel import _attend_part, _merge_parts, options_of
 from tlt_megatron.models.attention.ordered_kernel import _attend_ordered, ordered_options
-from tlt_megatron.models.row_kernels import _multiply, _normalize, tile_options
+from tlt_megatron.models.row_kernels import _multiply, tile_options
 
 for name, dtype, head_dim, num_queries in (
     ("bf16", torch.bfloat16, 128, 119),
@@ -64,15 +64,14 @@ for name, dtype, head_dim, num_queries in (
     inner, wide = "*" + name, "*fp64" if name == "fp64" else "*fp32"
     given = dict.fromkeys(("query", "key", "value", "bias"), inner)
     options = ordered_options(dtype, 7, head_dim) | options_of(dtype, num_queries, head_dim)
-    options |= tile_options(dtype) | {"HAS_BIAS": True, "SIZE": 3584, "BLOCK": 4096}
+    options |= tile_options(dtype) | {"HAS_BIAS": True}
     slots = dict.fromkeys(("table", "rows", "lengths"), "*i64")
-    row = dict.fromkeys(("x", "weight", "bias", "out"), inner) | {"eps": wide}
+    row = dict.fromkeys(("x", "weight", "bias", "out"), inner)
     for kernel, pointers in (
         (_attend_part, given | {"out": wide, "lse": wide}),
         (_attend_ordered, given | slots | {"out": wide, "lse": wide}),
         (_merge_parts, {"outs": wide, "lses": wide, "out": inner, "lse": wide}),
         (_multiply, row),
-        (_normalize, row),
     ):
         constants = {p.name: options[p.name] for p in kernel.params if p.is_constexpr}
         signature = {p.name: pointers.get(p.name, "i32") for p in kernel.params}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.tiny_task import REPO
-from tlt_megatron.speculation.sampling import add_noise, gumbel_noise, row_keys, sample
+from tlt_megatron.speculation.sampling import add_noise, gumbel_noise, sample
 
 pytest.importorskip(
     "triton", reason="the CPU build of torch comes without triton: make test-sglang"
@@ -36,11 +36,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tlt_megatron.speculation import noise_kernel
 
-add = {"logits": "*bf16", "keys": "*i64", "scale": "*fp64", "factors": "*fp64", "ids": "*i64"}
-add |= {"out": "*fp32", "vocab_size": "i32", "rows_per_key": "i32"}
+add = {"logits": "*bf16", "seeds": "*i64", "positions": "*i64", "scale": "*fp64", "factors": "*fp64", "ids": "*i64"}
+add |= {"out": "*fp32", "vocab_size": "i32", "rows_per_seed": "i32"}
 add |= {"BLOCK": "constexpr", "HAS_IDS": "constexpr"}
 outputs = {"vocab_size": "i32", "BLOCK": "constexpr"}
-argmax = {"logits": "*fp32", "keys": "*i64", "largest": "*fp64", "winners": "*i64"} | outputs
+argmax = {"logits": "*fp32", "seeds": "*i64", "positions": "*i64", "largest": "*fp64", "winners": "*i64"} | outputs
 for kernel, signature, constants in (
     (noise_kernel._argmax_of_block, argmax, {}),
     (noise_kernel._add, add, {"HAS_IDS": False}),
@@ -48,8 +48,9 @@ for kernel, signature, constants in (
 ):
     constants |= {"BLOCK": noise_kernel._BLOCK}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    target = GPUTarget("cuda", 90, 32)
-    assert triton.compile(source, target=target, options=noise_kernel._OPTIONS).asm["cubin"]
+    for capability in (80, 89, 90):
+        target = GPUTarget("cuda", capability, 32)
+        assert triton.compile(source, target=target, options=noise_kernel._OPTIONS).asm["cubin"]
 """
 
 
@@ -66,7 +67,7 @@ def test_noise_is_that_of_the_torch_form(vocab_size: int) -> None:
     expected_BV = gumbel_noise(seeds_B.cpu(), positions_B.cpu(), vocab_size)
     one = torch.ones((), dtype=torch.float64, device=DEVICE)
     zeros_BV = torch.zeros(expected_BV.shape, dtype=torch.float64, device=DEVICE)
-    found_BV = noise_kernel.add_noise(zeros_BV, row_keys(seeds_B, positions_B), one, one).cpu()
+    found_BV = noise_kernel.add_noise(zeros_BV, seeds_B, positions_B, one, one).cpu()
     assert found_BV.dtype == torch.float64
     torch.testing.assert_close(found_BV, expected_BV, rtol=0.0, atol=ULPS)
 
@@ -78,7 +79,7 @@ def test_tokens_are_those_of_the_torch_form(vocab_size: int, dtype: torch.dtype)
     generator = torch.Generator().manual_seed(vocab_size)
     logits_BV = 3.0 * torch.randn(len(seeds_B), vocab_size, generator=generator, dtype=dtype)
     expected = sample(logits_BV, seeds_B.cpu(), positions_B.cpu(), temperature=1.0)
-    tokens_B = noisy_argmax(logits_BV.to(DEVICE), row_keys(seeds_B, positions_B))
+    tokens_B = noisy_argmax(logits_BV.to(DEVICE), seeds_B, positions_B)
     assert tokens_B.tolist() == expected.token_ids_B.tolist()
 
 
@@ -99,9 +100,7 @@ def test_noise_added_to_draft_logits_is_that_of_the_torch_form(
     ids_V = torch.arange(1025) * 47 if has_ids else None
     expected = add_noise(logits, seeds_B.cpu(), positions_B.cpu(), scale, factor_B, ids_V)
     on_device = (None if v is None else v.to(DEVICE) for v in (scale, factor_B, ids_V))
-    found = noise_kernel.add_noise(
-        logits.to(DEVICE), row_keys(seeds_B, positions_B), *on_device
-    ).cpu()
+    found = noise_kernel.add_noise(logits.to(DEVICE), seeds_B, positions_B, *on_device).cpu()
     assert found.dtype == expected.dtype == torch.promote_types(dtype, torch.float32)
     ulps = 4 * torch.finfo(found.dtype).eps * 40
     torch.testing.assert_close(found, expected, rtol=0.0, atol=ulps)
@@ -112,16 +111,17 @@ def test_tokens_outside_the_allowed_set_are_never_drawn() -> None:
     seeds_B, positions_B = keys()
     logits_BV = torch.full((len(seeds_B), 3000), -torch.inf)
     logits_BV[:, [5, 1500, 2999]] = 0.0
-    tokens_B = noisy_argmax(logits_BV.to(DEVICE), row_keys(seeds_B, positions_B))
+    tokens_B = noisy_argmax(logits_BV.to(DEVICE), seeds_B, positions_B)
     assert set(tokens_B.tolist()) == {5, 1500, 2999}
 
 
 def test_rows_of_a_strided_view_are_read_as_they_lie() -> None:
     seeds_B, positions_B = keys()
     wide_BV = torch.randn(2 * len(seeds_B), 100, generator=torch.Generator().manual_seed(0))
-    row_keys_B = row_keys(seeds_B, positions_B)
-    tokens_B = noisy_argmax(wide_BV[::2].to(DEVICE), row_keys_B)
-    assert torch.equal(tokens_B, noisy_argmax(wide_BV[::2].clone().to(DEVICE), row_keys_B))
+    tokens_B = noisy_argmax(wide_BV[::2].to(DEVICE), seeds_B, positions_B)
+    assert torch.equal(
+        tokens_B, noisy_argmax(wide_BV[::2].clone().to(DEVICE), seeds_B, positions_B)
+    )
 
 
 def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The operations of a forward pass, chosen when a model is made. `PLAIN` is the fastest choice.
+"""The operations of a forward pass, chosen when a model is made. `fastest_arithmetic` is the fastest choice.
 
 `invariant_arithmetic.invariant_arithmetic` makes the one whose results do not depend on the other rows of a
 pass.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,10 +20,33 @@ from tlt_megatron.models.attention.paged import PagedAttention, PrefillAttention
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.layers import RmsNorm, apply_rope_
 from tlt_megatron.models.matrix import Matrix
+from tlt_megatron.runtime.device import has_triton
 
 
 def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
+
+
+def rotate_in_place(
+    turn_: Callable[[Tensor, Tensor, Tensor], None],
+    heads_PAH: Tensor,
+    num_rotated: int,
+    angles: tuple[Tensor, Tensor],
+    norm: RmsNorm,
+    weight: Tensor | None,
+) -> Tensor:
+    """Normalize the first heads, if there is a `weight` [num_rotated, H], and turn them by (cos, signed sin).
+
+    Return all heads. They are the given ones, changed in place.
+    """
+    rotated = heads_PAH[:, :num_rotated]
+    if weight is not None:
+        rotated.copy_(norm(rotated, weight))
+    turn_(rotated[..., : angles[0].shape[-1]], *angles)
+    return heads_PAH
+
+
+_ROTATE = partial(rotate_in_place, apply_rope_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +55,8 @@ class Arithmetic:
 
     matrix: Callable[[Tensor, Tensor | None], Matrix] = Matrix  # weight, bias
     norm: type[RmsNorm] = RmsNorm
-    rotate_: Callable[[Tensor, Tensor, Tensor], None] = apply_rope_  # heads, cos, sin
+    # heads, the number of those that rotate, their angles, and their norm with its weights
+    rotate: Callable[[Tensor, int, tuple[Tensor, Tensor], RmsNorm, Tensor | None], Tensor] = _ROTATE
     gate: Callable[[Tensor, Tensor], Tensor] = gate_silu
     prefill: Callable[[KvCache, Sequence[PrefillSegment]], Attention] = PrefillAttention
     paged: Callable[[KvCache], PageAttention] = PagedAttention
@@ -38,3 +64,17 @@ class Arithmetic:
 
 
 PLAIN = Arithmetic()
+
+
+def fastest_arithmetic(device: torch.device) -> Arithmetic:
+    """Return `PLAIN`, or the fused kernels on CUDA with Triton."""
+    if device.type != "cuda" or not has_triton():
+        return PLAIN
+    # Imported when needed: CPU builds of torch come without triton.
+    from tlt_megatron.models import layer_kernels
+
+    return Arithmetic(
+        norm=layer_kernels.FusedNorm,
+        rotate=layer_kernels.rotate,
+        gate=layer_kernels.gate_silu,
+    )

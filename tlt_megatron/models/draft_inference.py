@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_megatron.models.arithmetic import Arithmetic, fastest_arithmetic
 from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.draft_model import DraftModel
-from tlt_megatron.models.layers import RmsNorm, RotaryTable, apply_rope_
+from tlt_megatron.models.layers import RotaryTable
 from tlt_megatron.models.matrix import Matrix, packs
 
 _MAX_PACKED_HEAD = 256 << 20  # bytes; a larger head is read in place, without a packed copy
@@ -43,8 +44,15 @@ class DraftInference:
     writes in place, so captured graphs stay valid.
     """
 
-    def __init__(self, model: DraftModel, dtype: torch.dtype, *, num_ids: int = 0) -> None:
-        """`num_ids`: draft only so many token ids, at first the lowest; 0 drafts all.
+    def __init__(
+        self,
+        model: DraftModel,
+        dtype: torch.dtype,
+        *,
+        num_ids: int = 0,
+        arithmetic: Arithmetic | None = None,
+    ) -> None:
+        """`num_ids`: draft only so many token ids, at first the lowest; 0 drafts all. `arithmetic` None is the fastest one.
 
         ValueError unless `dtype` is that of the target's head.
         """
@@ -61,7 +69,8 @@ class DraftInference:
         self._num_rotated = c.num_heads + c.num_kv_heads
         self._num_fused = self._num_rotated + c.num_kv_heads
         self._head_start = 0 if c.is_eagle3 else c.hidden_size  # EAGLE: a fused row begins with fc
-        self._rms = RmsNorm(c.rms_norm_eps, dtype, device)
+        self._arithmetic = arithmetic or fastest_arithmetic(device)
+        self._rms = self._arithmetic.norm(c.rms_norm_eps, dtype, device)
         self._norm = torch.empty(c.hidden_size, dtype=dtype, device=device)
 
         matrix, d = partial(Matrix.empty, dtype=dtype, device=device), c.hidden_size
@@ -167,15 +176,20 @@ class DraftInference:
         fused = m.inputs((norm(inputs_P2D) if c.is_eagle3 else inputs_P2D).flatten(1))
         residual_PD = fused[:, :start] if start else hidden_PD
         heads = fused[:, start:] if start else fused
-        heads_PAH = heads.view(-1, self._num_fused, c.head_dim)
-        apply_rope_(heads_PAH[:, : self._num_rotated], *self.rotary.lookup(position_ids_P))
+        heads_PAH = self._arithmetic.rotate(
+            heads.view(-1, self._num_fused, c.head_dim),
+            self._num_rotated,
+            self.rotary.lookup(position_ids_P),
+            norm,
+            None,
+        )
         context = attention.attend(0, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :])
-        residual_PD = m.output(context, residual_PD)
-        gate_PF, up_PF = m.gate_up(norm(residual_PD)).chunk(2, dim=-1)
-        output_PD = m.down(F.silu(gate_PF).mul_(up_PF), residual_PD)
-        if not c.is_eagle3:
-            return output_PD, output_PD
-        return output_PD, norm(output_PD, self._norm)
+        residual_PD, normed_PD = norm.after(m.output, context, residual_PD, None)
+        gated_PF = self._arithmetic.gate(*m.gate_up(normed_PD).chunk(2, dim=-1))
+        if c.is_eagle3:
+            return norm.after(m.down, gated_PF, residual_PD, self._norm)
+        output_PD = m.down(gated_PF, residual_PD)
+        return output_PD, output_PD
 
     def logits(self, head_input_PD: Tensor) -> Tensor:
         """Return [P, V] logits from the target's head; [P, C] of `ids_C` if these are fewer."""

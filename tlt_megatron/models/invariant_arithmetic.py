@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_megatron.models.arithmetic import Arithmetic
+from tlt_megatron.models.arithmetic import Arithmetic, rotate_in_place
 from tlt_megatron.models.attention.invariant_attention import (
     InvariantAttention,
     check_attention,
@@ -60,7 +60,7 @@ def invariant_arithmetic(
     return Arithmetic(
         matrix=InvariantMatrix,
         norm=InvariantNorm,
-        rotate_=apply_rope_unfused_,
+        rotate=partial(rotate_in_place, apply_rope_unfused_),
         gate=gate_silu,
         prefill=partial(table_prefill, InvariantAttention),
         paged=partial(TablePages, InvariantAttention),

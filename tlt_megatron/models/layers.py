@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,6 +30,17 @@ class RmsNorm:
         if normed.dtype != x.dtype:
             normed = normed.to(x.dtype)
         return normed if weight is None else normed.mul_(weight)
+
+    def after(
+        self,
+        layer: Callable[..., Tensor],
+        inputs: Tensor,
+        residual_PD: Tensor,
+        weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return x = layer(inputs) + residual, and the normalized x. `layer` takes (inputs, addend)."""
+        x_PD = layer(inputs, residual_PD)
+        return x_PD, self(x_PD, weight)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:

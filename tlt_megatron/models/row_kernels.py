@@ -7,6 +7,7 @@ input to its last, in blocks of one size. So its bits do not depend on the other
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,11 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_megatron.models.arithmetic import Arithmetic
+from tlt_megatron.models.arithmetic import Arithmetic, fastest_arithmetic
 from tlt_megatron.models.attention.fused_kernel import triton_wide
 from tlt_megatron.models.attention.ordered_kernel import OrderedAttention
 from tlt_megatron.models.attention.tables import TablePages, table_lanes, table_prefill
-from tlt_megatron.models.layers import RmsNorm, apply_rope_unfused_
 from tlt_megatron.models.matrix import Matrix
 
 
@@ -59,27 +59,6 @@ def _multiply(
     tl.store(out + places, sums, mask=is_row[:, None] & is_out[None, :])
 
 
-@triton.jit
-def _normalize(
-    x,
-    weight,
-    eps,
-    out,
-    num_weights,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Write x * weight / sqrt(mean(x^2) + eps) of one row."""
-    row, dims = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    is_dim = dims < SIZE
-    values = tl.load(x + row * SIZE + dims, mask=is_dim, other=0.0).to(WIDE)
-    scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / SIZE + tl.load(eps))
-    weights = tl.load(weight + row % num_weights * SIZE + dims, mask=is_dim, other=0.0)
-    normed = (values * scale).to(weights.dtype).to(WIDE) * weights.to(WIDE)
-    tl.store(out + row * SIZE + dims, normed, mask=is_dim)
-
-
 def tile_options(dtype: torch.dtype) -> dict[str, object]:
     """Return the compile-time arguments of `_multiply`. They depend on the dtype alone."""
     return {
@@ -113,37 +92,12 @@ def multiply(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return out
 
 
-def normalize(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """Return the normalized x [.., D]. `weight` is [D], or [A, D] for x [P, A, D]."""
-    x, size = x.contiguous(), x.shape[-1]
-    out = torch.empty_like(x)
-    block = triton.next_power_of_2(size)
-    _normalize[(x.numel() // size,)](  # pyright: ignore[reportIndexIssue]
-        x,
-        weight,
-        eps,
-        out,
-        weight.numel() // size,
-        SIZE=size,
-        BLOCK=block,
-        WIDE=triton_wide(x.dtype),
-    )
-    return out
-
-
 class RowMatrix(Matrix):
     """`Matrix` with tiles of one size and a fixed order over the inputs."""
 
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         out = multiply(x, self._weight, self._bias)
         return out if addend is None else out.add_(addend)
-
-
-class RowNorm(RmsNorm):
-    """`RmsNorm` with one program for each row."""
-
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        return normalize(x, weight, self.eps)
 
 
 def row_arithmetic(dtype: torch.dtype, device: torch.device) -> Arithmetic:
@@ -160,10 +114,9 @@ def row_arithmetic(dtype: torch.dtype, device: torch.device) -> Arithmetic:
                 f"rollout.batch_invariant=True: on this GPU a {dtype} product of rows"
                 f" {rows.start} to {rows.stop - 1} is not that of 96 rows"
             )
-    return Arithmetic(
+    return replace(
+        fastest_arithmetic(device),
         matrix=RowMatrix,
-        norm=RowNorm,
-        rotate_=apply_rope_unfused_,
         prefill=partial(table_prefill, OrderedAttention),
         paged=partial(TablePages, OrderedAttention),
         lanes=partial(table_lanes, OrderedAttention),

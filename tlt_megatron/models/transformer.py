@@ -195,30 +195,27 @@ class Transformer:
         """
         if not self._matrices:
             self.pack()
-        c = self.config
-        num_tokens = token_ids_P.shape[0]
+        c, norm = self.config, self._norm
         num_rotated = c.num_heads + c.num_kv_heads
-        num_fused = num_rotated + c.num_kv_heads
-        norm, rotate_ = self._norm, self.arithmetic.rotate_
-        cos_P1H, sin_P1H = self.rotary.lookup(position_ids_P)
+        shape = token_ids_P.shape[0], num_rotated + c.num_kv_heads, c.head_dim
+        angles = self.rotary.lookup(position_ids_P)
         x_PD = F.embedding(token_ids_P, self.embedding)
+        normed_PD = norm(x_PD, self.layers[0].input_norm)
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
         taps: list[Tensor] = []
-        for index, (layer, matrices) in enumerate(zip(self.layers, self._matrices, strict=True)):
-            qkv, output, mlp = matrices
-            fused = qkv(norm(x_PD, layer.input_norm))
-            heads_PAH = fused.view(num_tokens, num_fused, c.head_dim)
-            rotated = heads_PAH[:, :num_rotated]
-            if layer.qk_norm is not None:
-                rotated.copy_(norm(rotated, layer.qk_norm))
-            rotate_(rotated[..., : c.rotary_dim], cos_P1H, sin_P1H)
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+            qkv, output, mlp = self._matrices[index]
+            heads_PAH = self.arithmetic.rotate(
+                qkv(normed_PD).view(shape), num_rotated, angles, norm, layer.qk_norm
+            )
             context_PN = attention.attend(
                 index, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :]
             )
-            x_PD = output(context_PN, x_PD)
-            x_PD = mlp(norm(x_PD, layer.post_norm), x_PD)
+            x_PD, normed_PD = norm.after(output, context_PN, x_PD, layer.post_norm)
+            x_PD, normed_PD = norm.after(mlp, normed_PD, x_PD, next_norm)
             if index in tap_layers:
                 taps.append(x_PD)
-        hidden_PD = norm(x_PD, self.final_norm)
+        hidden_PD = normed_PD
         return hidden_PD, torch.cat((hidden_PD, *taps), dim=-1) if taps else hidden_PD
 
     def routes(self) -> Tensor:

@@ -47,13 +47,14 @@ def _gumbel(key, token_ids):
 
 
 @triton.jit
-def _argmax_of_block(logits, keys, largest, winners, vocab_size, BLOCK: tl.constexpr):
+def _argmax_of_block(logits, seeds, positions, largest, winners, vocab_size, BLOCK: tl.constexpr):
     """Of each block of token ids: the largest logit + noise and the first id that has it."""
     row = tl.program_id(0).to(tl.int64)
     token_ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = token_ids < vocab_size
     values = tl.load(logits + row * vocab_size + token_ids, mask=is_token, other=-float("inf"))
-    noisy = values.to(tl.float64) + _gumbel(tl.load(keys + row), token_ids)
+    key = _hash(tl.load(seeds + row), tl.load(positions + row))
+    noisy = values.to(tl.float64) + _gumbel(key, token_ids)
     best, index = tl.max(noisy, axis=0, return_indices=True)
     cell = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(largest + cell, best)
@@ -62,47 +63,55 @@ def _argmax_of_block(logits, keys, largest, winners, vocab_size, BLOCK: tl.const
 
 @triton.jit
 def _add(
-    logits, keys, scale, factors, ids, out, vocab_size, rows_per_key,
+    logits, seeds, positions, scale, factors, ids, out, vocab_size, rows_per_seed,
     BLOCK: tl.constexpr, HAS_IDS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = columns < vocab_size
     token_ids = tl.load(ids + columns, mask=is_token, other=0) if HAS_IDS else columns
-    request = row // rows_per_key
+    request = row // rows_per_seed
     kind = out.dtype.element_ty
-    offsets = (_gumbel(tl.load(keys + request), token_ids) * tl.load(factors + request)).to(kind)
+    key = _hash(tl.load(seeds + request), tl.load(positions + request))
+    offsets = (_gumbel(key, token_ids) * tl.load(factors + request)).to(kind)
     values = tl.load(logits + row * vocab_size + columns, mask=is_token, other=0.0).to(kind)
     noisy = values * tl.load(scale).to(kind) + offsets
     tl.store(out + row * vocab_size + columns, noisy, mask=is_token)
 
 
-def noisy_argmax(logits_BV: Tensor, keys_B: Tensor) -> Tensor:
+def noisy_argmax(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
     """Return [B] int64: the argmax over V of logits + noise. Of equal sums the lowest id wins."""
     num_rows, vocab_size = logits_BV.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
     largest_BK = logits_BV.new_empty((num_rows, num_blocks), dtype=torch.float64)
-    winners_BK = keys_B.new_empty((num_rows, num_blocks))
+    winners_BK = seeds_B.new_empty((num_rows, num_blocks))
     grid = (num_rows, num_blocks)
-    arguments = (logits_BV.contiguous(), keys_B, largest_BK, winners_BK, vocab_size)
+    keys = seeds_B.contiguous(), positions_B.contiguous()
+    arguments = (logits_BV.contiguous(), *keys, largest_BK, winners_BK, vocab_size)
     _argmax_of_block[grid](*arguments, BLOCK=_BLOCK, **_OPTIONS)  # pyright: ignore[reportIndexIssue]
     block_B1 = largest_BK.argmax(dim=1, keepdim=True)
     return winners_BK.gather(1, block_B1).squeeze(1)
 
 
 def add_noise(
-    logits: Tensor, keys_B: Tensor, scale: Tensor, factor: Tensor, ids_V: Tensor | None = None
+    logits: Tensor,
+    seeds_B: Tensor,
+    positions_B: Tensor,
+    scale: Tensor,
+    factor: Tensor,
+    ids_V: Tensor | None = None,
 ) -> Tensor:
-    """See `sampling.add_noise`; with `sampling.row_keys`."""
+    """See `sampling.add_noise`."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
-    vocab_size, num_keys = logits.shape[-1], keys_B.shape[0]
+    vocab_size, num_seeds = logits.shape[-1], seeds_B.shape[0]
     num_rows = logits.numel() // vocab_size
     grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
-    factor_B = factor.expand_as(keys_B).contiguous()
+    factor_B = factor.expand_as(seeds_B).contiguous()
     has_ids = ids_V is not None
-    ids = ids_V if has_ids else keys_B  # any pointer: without ids it is not read
-    arguments = (logits.contiguous(), keys_B, scale, factor_B, ids, out, vocab_size)
+    ids = ids_V if has_ids else seeds_B  # any pointer: without ids it is not read
+    keys = seeds_B.contiguous(), positions_B.contiguous()
+    arguments = (logits.contiguous(), *keys, scale, factor_B, ids, out, vocab_size)
     constants = {"BLOCK": _BLOCK, "HAS_IDS": has_ids}
-    _add[grid](*arguments, num_rows // num_keys, **constants, **_OPTIONS)  # pyright: ignore[reportIndexIssue]
+    _add[grid](*arguments, num_rows // num_seeds, **constants, **_OPTIONS)  # pyright: ignore[reportIndexIssue]
     return out

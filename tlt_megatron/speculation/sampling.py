@@ -108,7 +108,7 @@ def _exponential(hashes: Tensor) -> Tensor:
 def noisy_argmax(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
     """Return [B] int64: the argmax over V of logits + `gumbel_noise`, without making all of the noise where that is faster."""
     if _has_kernels(seeds_B):
-        return _kernels().noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
+        return _kernels().noisy_argmax(logits_BV, seeds_B, positions_B)
     if is_searched(logits_BV.shape[0], logits_BV.shape[1], logits_BV.device):
         return noise.noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
     noise_BV = gumbel_noise(seeds_B, positions_B, logits_BV.shape[-1])
@@ -302,14 +302,13 @@ def add_noise(
     The K rows of a request share its noise. `scale` is 0-dim, `factor` 0-dim or [B], both float64. `ids_V` are the token ids
     of the columns, ascending (None: 0 to V - 1). On CUDA the noise is not written.
     """
-    keys_B = row_keys(seeds_B, positions_B)
-    if _has_kernels(keys_B):
-        return _kernels().add_noise(logits, keys_B, scale, factor, ids_V)
+    if _has_kernels(seeds_B):
+        return _kernels().add_noise(logits, seeds_B, positions_B, scale, factor, ids_V)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if ids_V is None:
         noise_BV = gumbel_noise(seeds_B, positions_B, logits.shape[-1])
     else:
-        noise_BV = noise_of_ids(keys_B, ids_V)
+        noise_BV = noise_of_ids(row_keys(seeds_B, positions_B), ids_V)
     offset_BV = noise_BV.mul_(factor.expand_as(seeds_B).unsqueeze(1)).to(dtype)
     offset = offset_BV if logits.dim() == 2 else offset_BV.unsqueeze(1)
     return (logits.to(dtype) * scale).add_(offset)

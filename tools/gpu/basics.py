@@ -106,7 +106,7 @@ def launches(machine: Machine) -> Iterator[Figures]:
         yield {"triton": "missing"}
         return
     device = machine.kernel_device()
-    from tlt_megatron.models.row_kernels import normalize
+    from tlt_megatron.models.layer_kernels import normalize
 
     rows = torch.randn(8, machine.pick(3584, 64), device=device.torch_device)
     weight, eps = torch.ones_like(rows[0]), torch.tensor(1e-6, device=device.torch_device)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tlt_megatron.models.attention.kernels import attend_fused, attend_in_chunks
 from tlt_megatron.models.attention.ordered_kernel import attend_ordered
-from tlt_megatron.models.row_kernels import multiply, normalize
+from tlt_megatron.models.layer_kernels import normalize
+from tlt_megatron.models.row_kernels import multiply
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation import noise_kernel
 from tlt_megatron.speculation.sampling import gumbel_of, row_keys
@@ -81,11 +82,13 @@ def noise(machine: Machine) -> Iterator[Figures]:
         logits = torch.randn(num_rows, vocab_size, device=device.torch_device)
         keys = _keys(num_rows, device)
         ids = torch.arange(vocab_size, device=device.torch_device)
-        expected = (gumbel_of(keys, ids) + logits).argmax(dim=1)
-        found = noise_kernel.noisy_argmax(logits, keys)
+        expected = (gumbel_of(row_keys(*keys), ids) + logits).argmax(dim=1)
+        found = noise_kernel.noisy_argmax(logits, *keys)
         if (differing := int((found != expected).sum())) > 0:
             raise RuntimeError(f"{differing} of {num_rows} tokens differ")
-        return _timed(device, lambda _: noise_kernel.noisy_argmax(logits, keys), 0.0, logits.nbytes)
+        return _timed(
+            device, lambda _: noise_kernel.noisy_argmax(logits, *keys), 0.0, logits.nbytes
+        )
 
     def add(num_rows: int) -> Figures:
         dtype = torch.float32 if machine.is_cpu else torch.bfloat16
@@ -93,9 +96,9 @@ def noise(machine: Machine) -> Iterator[Figures]:
         keys, one = _keys(num_rows, device), torch.ones((), dtype=torch.float64)
         one = one.to(device.torch_device)
         ids = 3 * torch.arange(for_drafts, device=device.torch_device)
-        given = (logits, keys, one, one, ids)
+        given = (logits, *keys, one, one, ids)
         found = noise_kernel.add_noise(*given)
-        error = _check(found, gumbel_of(keys, ids) + logits, torch.float32)
+        error = _check(found, gumbel_of(row_keys(*keys), ids) + logits, torch.float32)
         return _timed(device, lambda _: noise_kernel.add_noise(*given), error)
 
     counts = machine.pick((1, 8, 64, 320), (1, 3))
@@ -104,9 +107,10 @@ def noise(machine: Machine) -> Iterator[Figures]:
     yield from _run_all(cases)
 
 
-def _keys(num_rows: int, device: Device) -> Tensor:
+def _keys(num_rows: int, device: Device) -> tuple[Tensor, Tensor]:
+    """Return seeds and positions."""
     seeds = torch.arange(num_rows, device=device.torch_device)
-    return row_keys(seeds * 7919, seeds + 5)
+    return seeds * 7919, seeds + 5
 
 
 def attention(machine: Machine, dtype_name: str) -> Iterator[Figures]:

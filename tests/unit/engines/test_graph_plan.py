@@ -21,10 +21,12 @@ from tlt_megatron.engines.embedded.graph_plan import (
     Role,
 )
 from tlt_megatron.engines.embedded.lane_steps import LaneSteps, Rows
+from tlt_megatron.models.arithmetic import Arithmetic
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftConfig, DraftModel
 from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.layers import RmsNorm
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.types import SamplingParams
 from tools.bench.graph_bytes import bytes_naive, bytes_single
@@ -226,14 +228,34 @@ def test_estimate_is_what_a_dry_run_of_the_drafter_takes(
         length=length,
         strategy=parsed,
     )
-    check_estimate(model_config, key, DraftInference(drafter, torch.bfloat16))
+    check_estimate(model_config, key, DraftInference(drafter, torch.bfloat16, arithmetic=DRY))
+
+
+class DryNorm(RmsNorm):
+    """As the fused kernel: it makes one tensor."""
+
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return torch.empty_like(x)
+
+    def after(
+        self, layer: Callable[..., Tensor], inputs: Tensor, residual_PD: Tensor, weight: object
+    ) -> tuple[Tensor, Tensor]:
+        x_PD = layer(inputs, None)
+        return x_PD, self(x_PD)
+
+
+DRY = Arithmetic(
+    norm=DryNorm,
+    rotate=lambda heads_PAH, *_: torch.empty_like(heads_PAH),
+    gate=lambda gate_PF, _: gate_PF.new_empty(gate_PF.shape),
+)
 
 
 def check_estimate(
     model_config: ModelConfig, key: GraphKey, draft: DraftInference | None = None
 ) -> None:
     meta, dtype = torch.device("meta"), torch.bfloat16
-    model = Transformer(model_config, dtype, meta)
+    model = Transformer(model_config, dtype, meta, DRY)
     for rotary in (model.rotary, *([draft.rotary] if draft else [])):
         rotary.reserve(key.length)
     cache = KvCache(

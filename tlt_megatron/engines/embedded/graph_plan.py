@@ -26,16 +26,12 @@ _MIN_LENGTH = 512  # shortest length bucket; each next one is twice as long
 # Driver memory per captured kernel: 63-66 KB measured with empty kernels on CUDA 11.2
 # (forums.developer.nvidia.com/t/244901).
 _KERNEL_BYTES = 64 << 10
-# Kernels of a decoder layer, of its query and key norms, of TARGET outside its layers, of DRAFT outside
-# its depths, and of a depth beside its layer. Counted from a bfloat16 model: torch calls that are not
-# views, and two for attention.
-_LAYER_KERNELS, _HEAD_NORM_KERNELS, _TARGET_KERNELS, _DRAFT_KERNELS, _DEPTH_KERNELS = (
-    27,
-    8,
-    95,
-    20,
-    32,
-)
+# Kernels of a decoder layer; of TARGET outside its layers, and more if it verifies; of DRAFT outside its
+# depths, of a depth beside its layer, and more of a tree. Counted from a bfloat16 model: torch calls that
+# are not views, and fused kernels.
+_LAYER_KERNELS = 11
+_TARGET_KERNELS, _VERIFY_KERNELS = 75, 35
+_DRAFT_KERNELS, _DEPTH_KERNELS, _TREE_KERNELS = 20, 25, 10
 _WIDE_BYTES = 4  # bytes per element of softmax's dtype
 
 
@@ -159,12 +155,13 @@ class GraphPlan:
         """Estimate a step on CUDA that samples at temperature 1 from all tokens. A draft step is a layer for each depth."""
         c, item_bytes, num_tokens, s = self._model, self._item_bytes, key.num_tokens, key.strategy
         num_sampled = num_tokens
-        layer_kernels = _LAYER_KERNELS + _HEAD_NORM_KERNELS * c.has_qk_norm
-        num_kernels = c.num_layers * layer_kernels + _TARGET_KERNELS
+        num_kernels = c.num_layers * _LAYER_KERNELS + _TARGET_KERNELS
+        num_kernels += _VERIFY_KERNELS * (key.num_rows > 1)
         if s is not None:
             num_sampled = key.batch_size * s.topk
             num_tokens = max(num_tokens, num_sampled)
-            num_kernels = _DRAFT_KERNELS + s.num_steps * (_LAYER_KERNELS + _DEPTH_KERNELS)
+            of_depth = _LAYER_KERNELS + _DEPTH_KERNELS + _TREE_KERNELS * (not s.is_chain)
+            num_kernels = _DRAFT_KERNELS + s.num_steps * of_depth
         num_fused = c.num_heads + 2 * c.num_kv_heads
         # Alive all the time, or left from the previous layer: states and heads.
         per_token = 2 * c.hidden_size + (num_fused + c.num_heads + 2) * c.head_dim

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.models.arithmetic import PLAIN
+from tlt_megatron.models.arithmetic import fastest_arithmetic
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.models.invariant_arithmetic import invariant_arithmetic
@@ -44,7 +44,7 @@ class PolicyWeights:
         self.config = config
         self.dtype: torch.dtype = getattr(torch, section.dtype)
         self._device = device
-        self._arithmetic = PLAIN
+        self._arithmetic = fastest_arithmetic(device)
         if section.batch_invariant:
             self._arithmetic = invariant_arithmetic(config, self.dtype, device)
         self._model: Transformer | None = None

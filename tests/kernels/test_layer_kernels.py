@@ -1,0 +1,195 @@
+"""The Triton kernels between two matrices of a layer against their torch forms.
+
+`make test-sglang` runs them on a CPU, with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny_task import REPO
+from tlt_megatron.models.arithmetic import PLAIN
+from tlt_megatron.models.layers import RmsNorm
+
+pytest.importorskip(
+    "triton", reason="the CPU build of torch comes without triton: make test-sglang"
+)
+if torch.cuda.is_available():
+    DEVICE = "cuda"
+elif os.environ.get("TRITON_INTERPRET") == "1":
+    DEVICE = "cpu"
+else:
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from torch.utils._pytree import tree_map
+from triton.runtime.interpreter import GridExecutor
+
+from tests.pretend_cuda import PretendTensor, pretend_device
+from tests.tiny_models import tiny_config
+from tests.unit.engines.conftest import checksum
+from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
+from tlt_megatron.models.layer_kernels import FusedNorm, gate_silu, rotate
+from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.types import Prompt, SamplingParams
+
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+DTYPES = list(CLOSE)
+EPS = 1e-6
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tlt_megatron.models.attention.fused_kernel import triton_wide
+from tlt_megatron.models import layer_kernels as kernels
+import torch
+
+sizes = {kernels._normalize: (3584, 4096), kernels._rotate: (128, 128), kernels._gate: (0, 1024)}
+for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)):
+    for kernel, (size, block) in sizes.items():
+        options = {"SIZE": size, "BLOCK": block, "HALF": 64, "WIDE": triton_wide(dtype)}
+        options |= {"HAS_ADDEND": True, "HAS_WEIGHT": True}
+        pointers = dict.fromkeys(("x", "addend", "weight", "out", "heads", "cos", "sin", "gate", "up"), "*" + name)
+        pointers["eps"] = "*fp64" if name == "fp64" else "*fp32"
+        constants = {p.name: options[p.name] for p in kernel.params if p.is_constexpr}
+        signature = {p.name: pointers.get(p.name, "i32") for p in kernel.params}
+        signature |= dict.fromkeys(constants, "constexpr")
+        for capability in (80, 89, 90):
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+            made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+            assert made.asm["cubin"]
+"""
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def norms(dtype: torch.dtype) -> tuple[RmsNorm, FusedNorm]:
+    device = torch.device(DEVICE)
+    return RmsNorm(EPS, dtype, device), FusedNorm(EPS, dtype, device)
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    tolerance = CLOSE[expected.dtype]
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_a_sum_and_its_norm_are_those_of_the_torch_form(
+    dtype: torch.dtype, has_weight: bool
+) -> None:
+    """The residual is a part of wider rows, as that of an EAGLE drafter is."""
+    x, weight = normal(5, 100, dtype=dtype), normal(100, dtype=dtype, seed=1)
+    residual = normal(5, 140, dtype=dtype, seed=2)[:, :100]
+    plain, fused = norms(dtype)
+
+    def layer(inputs: Tensor, addend: Tensor | None) -> Tensor:
+        return inputs * 2 if addend is None else inputs * 2 + addend
+
+    expected = plain.after(layer, x, residual, weight if has_weight else None)
+    found = fused.after(layer, x, residual, weight if has_weight else None)
+    for one, other in zip(found, expected, strict=True):
+        check(one, other)
+    check(fused(x, weight), plain(x, weight))
+    pairs = normal(5, 2, 50, dtype=dtype, seed=3)
+    check(fused(pairs), plain(pairs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("head_dim, rotary_dim", [(24, 24), (32, 16)])
+def test_heads_are_normalized_and_rotated_as_in_the_torch_form(
+    dtype: torch.dtype, has_norm: bool, head_dim: int, rotary_dim: int
+) -> None:
+    """Four heads of queries, two of keys, and two of values, which stay."""
+    wide = normal(5, 8 * head_dim + 40, dtype=dtype)
+    heads = wide[:, 40:].view(5, 8, head_dim)
+    angles = normal(5, 1, 2 * rotary_dim, dtype=dtype, seed=1).chunk(2, dim=-1)
+    weight = normal(6, head_dim, dtype=dtype, seed=2) if has_norm else None
+    plain, fused = norms(dtype)
+    found = rotate(heads, 6, angles, fused, weight)
+    check(found, PLAIN.rotate(heads.clone(), 6, angles, plain, weight))
+    assert torch.equal(found[:, 6:], heads[:, 6:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gate_is_that_of_the_torch_form(dtype: torch.dtype) -> None:
+    gate, up = normal(5, 2 * 1100, dtype=dtype).mul_(20).chunk(2, dim=1)
+    check(gate_silu(gate, up), PLAIN.gate(gate, up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_in_every_batch(dtype: torch.dtype) -> None:
+    x, heads = normal(81, 100, dtype=dtype), normal(81, 4, 24, dtype=dtype, seed=1)
+    weight, scales = normal(100, dtype=dtype, seed=2), normal(3, 24, dtype=dtype, seed=3)
+    cos, sin = normal(81, 1, 48, dtype=dtype, seed=4).chunk(2, dim=-1)
+    _, norm = norms(dtype)
+
+    def run(rows: slice) -> tuple[Tensor, ...]:
+        given = x[rows]
+        return (
+            *norm.after(lambda inputs, _: inputs.clone(), given, given, weight),
+            rotate(heads[rows], 3, (cos[rows], sin[rows]), norm, scales),
+            gate_silu(*given.chunk(2, dim=1)),
+        )
+
+    whole = run(slice(None))
+    for size in (1, 3, 17, 64):
+        rows = slice(81 - size, None)
+        assert all(torch.equal(a, b[rows]) for a, b in zip(run(rows), whole, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real one")
+@pytest.mark.parametrize(("model_type", "most"), [("qwen2", 10), ("qwen3", 10)])
+def test_a_layer_of_a_plain_pass_is_few_nodes_of_its_graph(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, most: int
+) -> None:
+    """And one more to merge the parts of more than 512 keys."""
+    launch = GridExecutor.__call__
+
+    def on_host(self: GridExecutor, *args: object, **kwargs: object) -> None:
+        device.gpu.note_launch()
+        inner = tree_map(lambda x: x.inner if isinstance(x, PretendTensor) else x, args)
+        launch(self, *inner, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", on_host)
+    device, nodes = pretend_device(), []
+    params = SamplingParams(max_new_tokens=8, seed=5)
+    prompts = [Prompt(prompt_id="0", draw_index=0, token_ids=(8, 9, 10))]
+    for num_layers in (1, 3):
+        config = tiny_config(vocab_size=48, num_layers=num_layers, model_type=model_type)
+        section = RolloutSection(dtype="float64", max_batch_size=1, num_samples=1, max_new_tokens=8)
+        named = Transformer(config, torch.float64, torch.device("cpu")).named_hf_tensors()
+        weights = [
+            (name, 0.1 * normal(*tensor.shape, dtype=torch.float64)) for name, tensor in named
+        ]
+        with device.gpu:
+            engine = EmbeddedEngine(config, section, device, max_prompt_tokens=32)
+            engine.load_weights(weights, version=1, checksum=partial(checksum, weights))
+            before = device.gpu.num_nodes
+            engine.generate(prompts, params, policy_version=1)
+            nodes.append((device.gpu.num_nodes - before) / engine.stats().num_graph_replays)
+        assert engine.stats().eager_passes == {}
+    few, many = nodes
+    assert (many - few) / 2 <= most
+    assert few - most <= 60  # embedding, masks, head, sampling and bookkeeping
+
+
+def test_kernels_compile(tmp_path: Path) -> None:
+    """By Triton's own compiler and assembler, which need no GPU. Where they are interpreted, nothing is compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(REPO), "TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE], env=environment, check=True)
