@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt import runtime_context
 
+from tests.pretend_cuda import CUDA, pretend_device
 from tlt_megatron.engines.sglang.sglang_noise import (
     MARK,
     NoiseSampling,
     tree_draws,
 )
+from tlt_megatron.runtime.device import has_triton
 from tlt_megatron.speculation.sampling import sample
 from tlt_megatron.types import SamplingParams
 
@@ -53,3 +56,26 @@ def test_no_requests_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     noise.spec_logprobs(lambda *_: None, None, found, none, accept_index=accepted_BA)
     assert found.next_token_logprobs.shape == accepted_BA.shape
     assert found.next_token_top_logprobs_val == []
+
+
+def test_what_top_p_and_top_k_kept_is_read_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # compiles for no pretended GPU
+    has_triton.cache_clear()
+    noise, device = NoiseSampling(), pretend_device()
+    noise.params = CUT
+    logits_BV = 2 * torch.randn(5, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    given = logits_BV, torch.arange(5) * 7919, torch.arange(5)
+    expected, found = SimpleNamespace(), SimpleNamespace()
+    tokens_B = noise.sample(expected, *given, [1] * 5)
+    with device.gpu:
+        on_gpu = [tensor.to(CUDA) for tensor in given]
+        device.gpu.read_backs.clear()
+        drawn_B = noise.sample(found, *on_gpu, [1] * 5)
+        assert device.gpu.read_backs.total() == 1
+        assert drawn_B.tolist() == tokens_B.tolist()
+    has_triton.cache_clear()
+    for ours, theirs in zip(
+        found.next_token_top_logprobs_idx, expected.next_token_top_logprobs_idx, strict=True
+    ):
+        assert len(ours) > 1
+        assert ours.tolist() == theirs.tolist()

@@ -112,6 +112,7 @@ def normalize(
     x: Tensor, weight: Tensor | None, eps: Tensor, addend_PD: Tensor | None = None
 ) -> Tensor:
     """Return the normalized x [.., D], times `weight` [D]. An addend is added to x, in place, before."""
+    assert addend_PD is None or x.is_contiguous()
     x, size = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
     _normalize[(x.numel() // size,)](  # pyright: ignore[reportIndexIssue]

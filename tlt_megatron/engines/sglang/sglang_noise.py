@@ -128,8 +128,9 @@ class NoiseSampling:
                 sampled.policy_logprobs_B if is_greedy else sampled.logprobs_B
             )
             if any(top_logprobs_nums):
-                kept = () if sampled.kept is None else kept_ids(sampled.kept)
-                _write_top(logits_output, sampled.token_ids_B, sampled.policy_logprobs_B, kept)
+                _write_top(
+                    logits_output, sampled.token_ids_B, sampled.policy_logprobs_B, sampled.kept
+                )
         return sampled.token_ids_B
 
     # ---- verification
@@ -192,11 +193,12 @@ class NoiseSampling:
             allowed_PV = _allowed(logits_PV, params)
             sampled.append(allowed_PV.log_softmax(-1).gather(1, tokens_P1[rows]))
             policy.append(logits_PV.log_softmax(-1).gather(1, tokens_P1[rows]))
-            kept.extend(kept_ids(kept_table(allowed_PV)) if params.is_cut else ())
+            kept.append(kept_table(allowed_PV))
         # Rows after the accepted ones hold no sample, so their token may be outside the cut.
         sampled_P1 = torch.cat(sampled).clamp(min=torch.finfo(torch.float32).min)
         logits_output.next_token_logprobs = sampled_P1.view(accept_index.shape)
-        _write_top(logits_output, tokens_P1.squeeze(1), torch.cat(policy).squeeze(1), kept)
+        table = torch.cat(kept) if params.is_cut else None
+        _write_top(logits_output, tokens_P1.squeeze(1), torch.cat(policy).squeeze(1), table)
 
 
 def tree_draws(
@@ -231,15 +233,19 @@ def _write_top(
     logits_output: LogitsProcessorOutput,
     tokens_B: Tensor,
     policy_logprobs_B: Tensor,
-    kept: Sequence[Tensor],
+    kept: Tensor | None,
 ) -> None:
     """Write what responses carry as "top log-probabilities" and their ids: first the token with the raw policy's
-    log-probability, then the ids that top-p and top-k kept, with the same value."""
+    log-probability, then the ids that top-p and top-k kept, with the same value. `kept` is a `kept_table`."""
     values, ids = list(policy_logprobs_B.unsqueeze(1)), list(tokens_B.unsqueeze(1))
-    if kept:
-        ids = [
-            torch.cat((token, k)) for token, k in zip(tokens_B.cpu().split(1), kept, strict=True)
-        ]
-        values = [v.expand(len(row)) for v, row in zip(policy_logprobs_B.cpu(), ids, strict=True)]
+    if (
+        kept is not None
+    ):  # one read-back: ids of one dtype, and the bits of float32 log-probabilities
+        bits_B = policy_logprobs_B.view(torch.int32)
+        table = torch.cat((kept.int(), torch.stack((tokens_B, bits_B), dim=1).int()), dim=1).cpu()
+        policy_B1 = table[:, -1:].contiguous().view(torch.float32)
+        tokens_B1 = table[:, -2:-1]
+        ids = [torch.cat(row) for row in zip(tokens_B1, kept_ids(table[:, :-2]), strict=True)]
+        values = [v.expand(len(row)) for v, row in zip(policy_B1, ids, strict=True)]
     logits_output.next_token_top_logprobs_val = values
     logits_output.next_token_top_logprobs_idx = ids
