@@ -1,13 +1,12 @@
 """Converts the policy between a Hugging Face folder and a Megatron torch_dist checkpoint.
 
-It takes one process, on the CPU. Towards Hugging Face it holds one file of 4 GB and one tensor in memory; towards Megatron
-the whole model with its optimizer.
+It takes one process, on the CPU, and holds one parameter in memory, beside one file of 4 GB towards Hugging Face.
 
     tlt convert --from runs/mine --to exported
     tlt convert --from Qwen/Qwen3-0.6B --to megatron
 
 `--from` sets the direction. A folder with config.json and safetensors, or an id of the Hub, becomes a torch_dist
-checkpoint (weights, and the optimizer before its first step), like `policy/` of a run's checkpoint.
+checkpoint of the weights alone.
 A run, its checkpoints, one of them or its `policy/` becomes a Hugging Face model, for any layout
 that it was saved with. Config and tokenizer come from `--model`; for a run, the default is the
 folder that it was started with.
@@ -23,32 +22,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 import yaml
 from torch import Tensor
 
 from tlt_megatron.config.hub import TOKENIZER, check_push, fetch_model, push_folder
 from tlt_megatron.config.model_shape import tensor_shapes
-from tlt_megatron.config.schema import (
-    McoreSection,
-    ModelSection,
-    OptimizerSection,
-    ParallelSection,
-)
+from tlt_megatron.config.preflight import check_model
 from tlt_megatron.mcore.checkpoint_reader import read_common
-from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
-from tlt_megatron.mcore.policy_model import McorePolicyModel
-from tlt_megatron.mcore.stored_weights import iter_stored_weights
+from tlt_megatron.mcore.stored_weights import iter_stored_weights, write_stored_weights
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.hf_io import save_hf_model
-from tlt_megatron.runtime.device import select_device
+from tlt_megatron.models.hf_io import HfReader, save_hf_model
 from tlt_megatron.runtime.durable import new_folder
-from tlt_megatron.runtime.process_groups import Group, init_world
 from tlt_megatron.runtime.progress import Progress
 from tools.saved_run import find_saved, run_of
 
 _COMMON_FILE = "common.pt"  # Megatron's plain values
-_TIMEOUT_S = 600.0
 
 
 def main() -> None:
@@ -64,11 +52,7 @@ def main() -> None:
             "--push-to-hub: takes a Hugging Face folder; a torch_dist checkpoint is none"
         )
     if is_hf_folder(source):
-        world = init_world("gloo", _TIMEOUT_S)
-        try:
-            hf_to_megatron(source, target, world, dtype=options.dtype or "float32")
-        finally:
-            dist.destroy_process_group()
+        hf_to_megatron(source, target, dtype=options.dtype or "float32")
     else:
         name = options.model
         model = fetch_model("--model", name, TOKENIZER) if name else find_model(source)
@@ -97,20 +81,14 @@ def find_model(path: Path) -> Path:
     return Path(yaml.safe_load((run / "config.yaml").read_text("utf-8"))["model"]["path"])
 
 
-def hf_to_megatron(source: Path, target: Path, world: Group, *, dtype: str = "float32") -> None:
-    """Write the Hugging Face model in `source` as a torch_dist checkpoint to the new folder
-    `target`.
-
-    A run can load it only if its model.dtype is `dtype`.
-    """
+def hf_to_megatron(source: Path, target: Path, *, dtype: str = "float32") -> None:
+    """Write the Hugging Face model in `source` as a torch_dist checkpoint to the new folder `target`."""
     if target.exists():
         raise ValueError(f"--to {target}: must not exist")
-    policy = _build(source, dtype, world)
-    try:
-        with new_folder(target) as temporary:
-            policy.save(temporary)
-    finally:
-        destroy_model_parallel()
+    config = check_model("--from", str(source))
+    with new_folder(target) as temporary:
+        temporary.mkdir(exist_ok=True)
+        write_stored_weights(temporary, config, HfReader(source), dtype)
 
 
 def megatron_to_hf(source: Path, target: Path, model: Path, *, dtype: str | None = None) -> None:
@@ -135,19 +113,6 @@ def _shown(tensors: Iterator[tuple[str, Tensor]], model: Path) -> Iterator[tuple
         if number % max(1, num_tensors // 20) == 0:
             progress.step(number, {})
     progress.close()
-
-
-def _build(model: Path, dtype: str, world: Group) -> McorePolicyModel:
-    parallel = ParallelSection()
-    return McorePolicyModel(
-        model=ModelSection(path=str(model), dtype=dtype),
-        parallel=parallel,
-        mcore=McoreSection(),
-        optimizer=OptimizerSection(),
-        groups=initialize_model_parallel(parallel, world, seed=0),
-        device=select_device("cpu"),
-        keep_reference=False,
-    )
 
 
 def _parse() -> argparse.Namespace:

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from tests.mcore_policy import Layout, build_policy, train
+from tests.mcore_policy import Layout, build_policy, export, train
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
+from tlt_megatron.mcore.checkpoint_reader import load_state
 from tlt_megatron.models.hf_io import HfReader
-from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.trainer.manifest import Manifest, hash_file, list_files, write_manifest
 from tools.convert_checkpoint import (
     find_model,
@@ -26,21 +25,17 @@ from tools.convert_checkpoint import (
 )
 
 
-def world() -> Group:
-    return Group(handle=dist.group.WORLD, rank=0, size=1, global_ranks=(0,))
-
-
-@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [("llama", False), ("qwen2", True), ("qwen3", False), ("qwen3_moe", True), ("glm4_moe", False)],
+)
 def test_there_and_back_is_the_identity(kind: str, tied: bool, tmp_path: Path) -> None:
     source = make_tiny_hf(tmp_path / "hf", kind, tied=tied, num_layers=2)
     (source / "made_with.json").write_text("{}")  # of tools/make_tiny_policy.py: says what it made
     megatron, back = tmp_path / "megatron", tmp_path / "back"
 
-    def convert() -> None:
-        hf_to_megatron(source, megatron, world())
-        megatron_to_hf(megatron, back, source)
-
-    run_ranks(1, convert)
+    hf_to_megatron(source, megatron)
+    megatron_to_hf(megatron, back, source)
     assert not (back / "made_with.json").exists()
     assert is_hf_folder(source)
     assert not is_hf_folder(megatron)
@@ -91,6 +86,45 @@ def test_a_trained_checkpoint_of_any_layout_becomes_its_model(
         assert torch.equal(tensor, weights[name]), name
 
 
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("qwen3", Layout(world=4, tensor=2, pipeline=2)),
+        ("qwen3_moe", Layout(world=4, pipeline=2, expert=2)),
+        ("glm4_moe", Layout(world=2, tensor=2, expert=2)),
+    ],
+    ids=str,
+)
+def test_megatron_finds_every_weight_of_a_converted_model(
+    tmp_path: Path, kind: str, layout: Layout
+) -> None:
+    source = make_tiny_hf(tmp_path / "hf", kind, num_layers=2)
+    other = make_tiny_hf(tmp_path / "other", kind, num_layers=2, seed=1)
+    hf_to_megatron(source, tmp_path / "megatron", dtype="bfloat16")
+
+    def load() -> dict[str, torch.Tensor]:
+        policy, _ = build_policy(other, layout, dtype="bfloat16")
+        state = policy._stage.sharded_state_dict()
+        wanted = {name: part for name, part in state.items() if "_extra_state" not in name}
+        loaded = load_state({"model": wanted}, tmp_path / "megatron")["model"]
+        policy._stage.load_state_dict(loaded, strict=False)
+        return export(policy)
+
+    for weights in run_ranks(layout.world, load):
+        for name, tensor in HfReader(source).items():
+            assert torch.equal(weights[name], tensor.to(weights[name].dtype)), name
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    source = make_tiny_hf(tmp_path / "hf", "llama", num_layers=2)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"hf: model\.norm\.weight: not finite"):
+        hf_to_megatron(source, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
+
+
 def seal(folder: Path) -> None:
     """The manifest that a run writes."""
     files = {name: hash_file(folder / name) for name in list_files(folder)}
@@ -102,11 +136,11 @@ def test_a_conversion_that_is_cut_short_leaves_no_model(tmp_path: Path) -> None:
     source = make_tiny_hf(tmp_path / "hf", "llama", num_layers=2)
 
     def convert() -> None:
-        hf_to_megatron(source, tmp_path / "megatron", world())
+        hf_to_megatron(source, tmp_path / "megatron")
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, most))
         with pytest.raises(OSError, match="File too large"):
-            hf_to_megatron(source, tmp_path / "other", world())
+            hf_to_megatron(source, tmp_path / "other")
         with pytest.raises(OSError, match="File too large"):
             megatron_to_hf(tmp_path / "megatron", tmp_path / "back", source)
 
@@ -125,7 +159,7 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_damaged_or_of_another_model_is_refused(tmp_path: Path) -> None:
     source = make_tiny_hf(tmp_path / "hf", "llama", num_layers=2)
-    run_ranks(1, lambda: hf_to_megatron(source, tmp_path / "megatron", world()))
+    hf_to_megatron(source, tmp_path / "megatron")
     deeper = make_tiny_hf(tmp_path / "deeper", "llama", num_layers=3)
     with pytest.raises(ValueError, match=r"layers\.self_attention.* lacks a part"):
         megatron_to_hf(tmp_path / "megatron", tmp_path / "back", deeper)

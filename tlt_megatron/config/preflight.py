@@ -32,7 +32,7 @@ _DERIVED_TENSORS = (".rotary_emb.inv_freq",)  # in old Llama checkpoints; never 
 
 def check_files(config: RunConfig) -> None:
     """Raise a ValueError of one line for what a run would hit later. Reads no weights."""
-    policy = _check_model("model.path", config.model.path)
+    policy = check_model("model.path", config.model.path)
     _check_tokenizer(config.model.path)
     if config.has_critic and config.critic.path:
         _check_critic(config.critic.path, policy)
@@ -64,14 +64,14 @@ def _check_trackers(names: Sequence[str]) -> None:
 
 
 def _check_critic(path: str, policy: ModelConfig) -> None:
-    found = _check_model("critic.path", path).vocab_size
+    found = check_model("critic.path", path).vocab_size
     if found < policy.vocab_size:
         raise ValueError(
             f"critic.path={path!r}: vocab_size={found} must be >= {policy.vocab_size}, the policy's"
         )
 
 
-def _check_model(key: str, path: str) -> ModelConfig:
+def check_model(key: str, path: str) -> ModelConfig:
     config, folder = load_model_config(path, key), Path(path)
     try:
         tensors = find_tensors(folder)

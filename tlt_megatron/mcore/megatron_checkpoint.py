@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from tlt_megatron.mcore.checkpoint_reader import load_state, read_common, read_metadata
 from tlt_megatron.mcore.optimizer import PolicyOptimizer
@@ -30,6 +32,18 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 
+class ShardWriter(FileSystemWriter):
+    """Torch's synchronous writer: one file per rank, no worker processes."""
+
+    def write_data(self, *args: Any) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(*args)
+        except RuntimeError as error:  # of torch's zip writer, while it closes after another
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
 def save_checkpoint(
     path: Path, model: GPTModel, optimizer: PolicyOptimizer, groups: ProcessGroups
 ) -> None:
@@ -38,7 +52,6 @@ def save_checkpoint(
     A collective of all ranks. When it returns on any rank, all files are on disk (fsynced). ValueError if the folder is not
     empty, RuntimeError if a weight is not finite, OSError if a rank cannot write.
     """
-    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
     _require_finite(model, groups)
@@ -53,15 +66,22 @@ def save_checkpoint(
     try:
         _write_shards(path, sharded)
     except CheckpointException as error:
-        raise OSError(_first_failure(error)) from None
+        raise OSError(first_failure(error)) from None
     if groups.world.is_first:
-        data = io.BytesIO()
-        torch.save(common, data)
-        (path / "common.pt").write_bytes(data.getvalue())
-        save_config(CheckpointingConfig("torch_dist", 1), str(path))
-        for name in ("common.pt", "metadata.json", "."):
-            sync_path(path / name)
+        write_common(path, common)
     barrier(groups.world)
+
+
+def write_common(path: Path, common: dict[str, Any]) -> None:
+    """Write the plain values and what says that the checkpoint is complete."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+    data = io.BytesIO()
+    torch.save(common, data)
+    (path / "common.pt").write_bytes(data.getvalue())
+    save_config(CheckpointingConfig("torch_dist", 1), str(path))
+    for name in ("common.pt", "metadata.json", "."):
+        sync_path(path / name)
 
 
 def load_checkpoint(path: Path, model: GPTModel, optimizer: PolicyOptimizer) -> None:
@@ -88,7 +108,7 @@ def load_checkpoint(path: Path, model: GPTModel, optimizer: PolicyOptimizer) -> 
     try:
         loaded = load_state(state, path)
     except CheckpointException as error:
-        raise ValueError(f"checkpoint {path} is not loaded: {_first_failure(error)}") from None
+        raise ValueError(f"checkpoint {path} is not loaded: {first_failure(error)}") from None
     model.load_state_dict(loaded["model"] | extra)
     load_optimizer_state(optimizer.megatron, loaded["optimizer"])
     optimizer.scheduler.num_steps = 0  # its load adds the saved position to the current one
@@ -128,7 +148,7 @@ def _require_finite(model: GPTModel, groups: ProcessGroups) -> None:
             )
 
 
-def _first_failure(error: CheckpointException) -> str:
+def first_failure(error: CheckpointException) -> str:
     """Return the first line of the first failed rank's error. The exception's own text holds the stack of every rank."""
     rank, (cause, _) = min(error.failures.items())
     lines = str(cause).splitlines()
@@ -136,26 +156,13 @@ def _first_failure(error: CheckpointException) -> str:
 
 
 def _write_shards(path: Path, sharded: Any) -> None:
-    """Write torch_dist with torch's synchronous writer: one file per rank, no worker processes."""
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-    from torch.distributed.checkpoint import FileSystemWriter, save
-    from torch.distributed.checkpoint.storage import WriteResult
-    from torch.futures import Future
-
-    class Writer(FileSystemWriter):
-        def write_data(self, *args: Any) -> Future[list[WriteResult]]:
-            try:
-                return super().write_data(*args)
-            except RuntimeError as error:  # of torch's zip writer, while it closes after another
-                if isinstance(error.__context__, OSError):
-                    raise error.__context__ from None
-                raise
 
     shards, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
         sharded, keep_only_main_replica=True
     )
     save(
         torch_dist.mcore_to_pyt_state_dict(shards),
-        storage_writer=Writer(path, sync_files=True),
+        storage_writer=ShardWriter(path, sync_files=True),
         planner=torch_dist.MCoreSavePlanner(flatten_state_dict=False),
     )

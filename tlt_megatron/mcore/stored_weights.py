@@ -1,4 +1,4 @@
-"""Reads the policy's weights out of a torch_dist checkpoint of any layout, one tensor at a time, without building a model.
+"""Reads the policy's weights out of a torch_dist checkpoint of any layout, and writes one, tensor by tensor and without a model.
 
 Megatron stores whole tensors in chunks, one per shard. Equal layers lie in one tensor with an axis of layers in front,
 and the experts of a layer in one with an axis of experts.
@@ -14,21 +14,34 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, SavePlan, save
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from tlt_megatron.mcore import cpu
 from tlt_megatron.mcore.checkpoint_reader import read_metadata
+from tlt_megatron.mcore.megatron_checkpoint import ShardWriter, first_failure, write_common
 from tlt_megatron.mcore.weight_map import (
     EMBEDDING_ROW,
     FINAL_NORM_ROW,
     Row,
     expert_rows,
+    head_problem,
     hf_shapes,
     layer_rows,
     lm_head_row,
     merge,
     num_local_experts,
+    shard_shape,
+    split,
 )
 from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.models.hf_io import HfReader, dtype_of
 from tlt_megatron.runtime.process_groups import SINGLE
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
@@ -52,6 +65,72 @@ def iter_stored_weights(path: Path, config: ModelConfig) -> Iterator[tuple[str, 
             yield name, tensor
     if stored.num_left:
         raise ValueError(f"checkpoint {path}: holds weights that the model does not have")
+
+
+def write_stored_weights(path: Path, config: ModelConfig, source: HfReader, dtype: str) -> None:
+    """Write the policy in `source` as a torch_dist checkpoint of one file into the empty folder `path`, without an optimizer.
+
+    Holds one parameter in memory. ValueError for weights that are not finite, or tied to another output layer.
+    """
+    cpu.install()
+    if problem := head_problem(config, source):
+        raise ValueError(f"{source.path}: {problem}")
+    try:
+        planner = _WeightPlanner(config, source, getattr(torch, dtype))
+        save({}, storage_writer=ShardWriter(path, sync_files=True), planner=planner, no_dist=True)
+    except CheckpointException as error:
+        (cause, _), *_ = error.failures.values()
+        raise cause if isinstance(cause, ValueError) else OSError(first_failure(error)) from None
+    write_common(path, {"identity": {"model.dtype": dtype}})
+
+
+class _WeightPlanner(DefaultSavePlanner):
+    """Names the parameters as Megatron stores those of a model of Transformer Engine, and reads each when it is written."""
+
+    def __init__(self, config: ModelConfig, source: HfReader, dtype: torch.dtype) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._config, self._source, self._dtype = config, source, dtype
+        self._rows = {self._index(row): row for row in _rows(config)}
+
+    def _place(self, row: Row) -> tuple[str, tuple[int, ...]]:
+        """Return the name of the whole tensor, and the indices of `row` on its first axes."""
+        places = list(_places(row.mcore_names[0 if row.is_expert else -1]))
+        # Megatron stacks the layers of a model without experts.
+        return places[-1 if self._config.experts is None else 0]
+
+    def _index(self, row: Row) -> MetadataIndex:
+        name, place = self._place(row)
+        shape = shard_shape(row, self._config, 1)
+        return MetadataIndex(name, torch.Size((*place, *(0 for _ in shape))))
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for index, row in self._rows.items():
+            shape, (_, place) = shard_shape(row, self._config, 1), self._place(row)
+            axes = (self._config.num_layers,) if self._config.experts is None else ()
+            if row.is_expert:
+                assert self._config.experts is not None
+                axes = (self._config.experts.num_experts,)
+            assert index.offset is not None
+            about = TensorWriteData(
+                chunk=ChunkStorageMetadata(
+                    offsets=index.offset, sizes=torch.Size((*(1 for _ in place), *shape))
+                ),
+                properties=TensorProperties(dtype=dtype_of(row.hf_names[0], self._dtype)),
+                size=torch.Size((*axes[: len(place)], *shape)),
+            )
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=about))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        row = self._rows[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
+        whole = split(row, [self._source[name] for name in row.hf_names], self._config, 0, 1)
+        if not whole.isfinite().all():
+            raise ValueError(f"{self._source.path}: {', '.join(row.hf_names)}: not finite")
+        assert write_item.tensor_data is not None
+        sizes = write_item.tensor_data.chunk.sizes
+        return whole.to(dtype_of(row.hf_names[0], self._dtype)).reshape(sizes).contiguous()
 
 
 def _rows(config: ModelConfig) -> Iterator[Row]:

@@ -241,12 +241,9 @@ def load_hf_weights(
     Every rank must call it. `config.preflight` has compared names and shapes. ValueError on every
     rank for tied embeddings beside another output layer.
     """
-    has_other_head = groups.world.is_first and _has_other_head(config, source)
-    if broadcast_object(has_other_head, groups.world):
-        raise ValueError(
-            f"model.path={str(source.path)!r}: tie_word_embeddings=true, but lm_head.weight is not "
-            "model.embed_tokens.weight: set it to false in config.json, or remove lm_head.weight"
-        )
+    problem = head_problem(config, source) if groups.world.is_first else ""
+    if problem := broadcast_object(problem, groups.world):
+        raise ValueError(f"model.path={str(source.path)!r}: {problem}")
     parameters = named_tensors(model)
     rows = stage_rows(model, config, groups.ep)
     assert parameters.keys() <= {name for row in rows for name in row.mcore_names}
@@ -262,9 +259,14 @@ def load_hf_weights(
         parameter.data.copy_(shard)
 
 
-def _has_other_head(config: ModelConfig, source: HfReader) -> bool:
-    """Return whether embeddings are tied but the files hold another output layer."""
+def head_problem(config: ModelConfig, source: HfReader) -> str:
+    """Return what is wrong if embeddings are tied but the files hold another output layer; else ""."""
     head, embedding = "lm_head.weight", EMBEDDING_ROW.hf_names[0]
     if not config.tie_word_embeddings or head not in source or embedding not in source:
-        return False
-    return not torch.equal(source[head].float(), source[embedding].float())
+        return ""
+    if torch.equal(source[head].float(), source[embedding].float()):
+        return ""
+    return (
+        f"tie_word_embeddings=true, but {head} is not {embedding}:"
+        f" set it to false in config.json, or remove {head}"
+    )
