@@ -104,34 +104,39 @@ class KvCache:
 
     # ---- taking and freeing pages
 
-    def take_response_page(self, pages: list[int], at: int | None = None) -> bool:
-        """Append the lowest free page, or the free page `at`. Return False if none is free."""
-        page = self._state.find(_FREE) if at is None else at
+    def take_response_page(self, pages: list[int]) -> bool:
+        """Append the lowest free page. Return False if none is free."""
+        page = self._state.find(_FREE)
         if page < 0:
             return False
-        self._take(page, _RESPONSE, pages)
+        self._take(range(page, page + 1), _RESPONSE, pages)
         return True
+
+    def take_lane(self, pages: list[int], lane: range) -> None:
+        """Append these pages, which must be free."""
+        self._take(lane, _RESPONSE, pages)
 
     def take_prompt_pages(self, pages: list[int], count: int) -> bool:
         """Append `count` pages from the top. If fewer are free, take none and return False."""
         if count > self.num_free:
             return False
         for _ in range(count):
-            self._take(self._state.rfind(_FREE), _PROMPT, pages)
+            page = self._state.rfind(_FREE)
+            self._take(range(page, page + 1), _PROMPT, pages)
         return True
 
     def num_free_from(self, page: int) -> int:
         """Return the number of free pages from `page` on."""
         return self._state.count(_FREE, page)
 
-    def _take(self, page: int, state: int, pages: list[int]) -> None:
-        assert self._state[page] == _FREE, f"page {page} is taken already"
-        self._state[page] = state
-        self._holder[page] = pages
-        pages.append(page)
-        start = page * self.page_size
-        self.bias_T[start : start + self.page_size].fill_(-torch.inf)
-        self.num_free -= 1
+    def _take(self, taken: range, state: int, pages: list[int]) -> None:
+        for page in taken:
+            assert self._state[page] == _FREE, f"page {page} is taken already"
+            self._state[page] = state
+            self._holder[page] = pages
+        pages += taken
+        self.bias_T[taken.start * self.page_size : taken.stop * self.page_size].fill_(-torch.inf)
+        self.num_free -= len(taken)
         self.peak_pages = max(self.peak_pages, self.num_pages - self.num_free)
 
     def free(self, pages: list[int]) -> None:

@@ -162,6 +162,20 @@ def test_a_step_is_few_launches_and_one_read_back(
     assert max(launches for launches, _ in usual) <= most
 
 
+def test_a_rollout_takes_as_many_launches_in_long_lanes_as_in_short_ones(
+    tiny_path: Path, device: PretendDevice
+) -> None:
+    counts = []
+    for max_new_tokens in (32, 960):  # lanes of 17 and of 31 pages
+        engine = make_engine(tiny_path, device, "off", max_new_tokens=max_new_tokens)
+        run(engine)
+        before = device.gpu.num_launches
+        run(engine)
+        counts.append(device.gpu.num_launches - before)
+        assert engine.stats().eager_passes == {}
+    assert counts[0] == counts[1]
+
+
 def alive_caches() -> list[KvCache]:
     return [thing for thing in gc.get_objects() if type(thing) is KvCache]
 

@@ -181,8 +181,8 @@ class KvLayout:
         """Take all pages of lane `row`, which no other request uses."""
         request.kv.prompt = None
         lane_pages = self._cache.pages_for(self._lane)
-        for page in range(row * lane_pages, (row + 1) * lane_pages):
-            self._cache.take_response_page(request.kv.pages, at=page)
+        lane = range(row * lane_pages, (row + 1) * lane_pages)
+        self._cache.take_lane(request.kv.pages, lane)
 
     def _reserve_lanes(self, scheduler: Scheduler) -> bool:
         """Reserve lanes as long as planned, which keeps captured graphs, or else as needed."""
