@@ -125,6 +125,19 @@ def test_lanes_as_needed_where_those_planned_do_not_fit(
     assert stats.peak_kv_tokens <= stats.kv_capacity_tokens == 64 * 8
 
 
+def test_a_narrow_tree_at_the_end_of_a_length_is_verified_where_the_widest_one_fits(
+    tiny_path: Path, device: RecordingDevice
+) -> None:
+    """All strategies share one verify capture, and its rows after a narrow tree need positions too."""
+    found = []
+    for where in (None, device):
+        engine = engine_over(tiny_path, device=where, **SIZES)
+        speculate(engine, "2_1_2 4_4_16")
+        found.append(run(engine, 490)[0])
+    assert found[0] == found[1]
+    assert engine.stats().num_graph_replays > 20
+
+
 def test_sleeping_or_another_speculation_gives_graphs_back(
     tiny_path: Path, device: RecordingDevice
 ) -> None:

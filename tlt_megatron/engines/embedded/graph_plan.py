@@ -122,7 +122,10 @@ class GraphPlan:
             for key in self._keys[self.batch_sizes[at_size]]
             if key.role is role and key.strategy == strategy and key.num_rows >= num_rows
         ]
-        long = (key for key in wide if key.length >= longest)
+        if role is Role.TARGET:  # rows of padding have positions too
+            long = (key for key in wide if key.length >= longest + key.num_rows - num_rows)
+        else:
+            long = (key for key in wide if key.length >= longest)
         return next(long, EagerReason.LENGTH if wide else EagerReason.ROWS)
 
     def _keys_of(self, batch_size: int) -> list[GraphKey]:
