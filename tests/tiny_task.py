@@ -132,15 +132,21 @@ def run_ending(
     return said
 
 
-def launch(
-    num_ranks: int, *arguments: str | Path, timeout_s: float = 600
-) -> subprocess.CompletedProcess:
-    """`torchrun --nproc-per-node num_ranks launch/pretrain_rl.py arguments`; output is captured as text."""
+def python(
+    *words: object,
+    cwd: Path = REPO,
+    given: str | None = None,
+    timeout_s: float = 600,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """`python words` on this checkout, with `given` as its input; what it says is captured."""
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
     try:
         return subprocess.run(
-            torchrun(num_ranks, *arguments),
-            cwd=REPO,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
+            [sys.executable, *map(str, words)],
+            cwd=cwd,
+            env=os.environ | own | environment,
+            input=given,
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -148,6 +154,14 @@ def launch(
     except subprocess.TimeoutExpired as late:
         said = b"\n".join((late.stdout or b"", late.stderr or b"")).decode(errors="replace")
         raise AssertionError(f"not ended in {timeout_s:g} s:\n{said[-8000:]}") from None
+
+
+def launch(
+    num_ranks: int, *arguments: str | Path, timeout_s: float = 600, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc-per-node num_ranks launch/pretrain_rl.py arguments`."""
+    words = torchrun(num_ranks, *arguments)[1:]
+    return python(*words, timeout_s=timeout_s, **environment)
 
 
 def torchrun(num_ranks: int, *arguments: str | Path) -> list[str]:

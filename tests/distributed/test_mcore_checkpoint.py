@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from tests.mcore_policy import LENGTHS, Layout, build_policy, check_weights, make_batch, train
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
+from tests.unit.mcore.test_checkpoint_reader import Call
 from tlt_megatron.config.schema import OptimizerSection
 from tlt_megatron.mcore.megatron_checkpoint import _sharded_state
 
@@ -175,33 +176,25 @@ def test_the_schedule_goes_on_with_the_settings_of_the_resumed_run(
     assert [s.lr for s in resumed[0][0]["stats"]] == pytest.approx([1e-3, 5e-4])
 
 
-def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path, model_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-
-    def save() -> None:
-        build_policy(model_path, Layout(world=1))[0].save(path)
-
-    def load() -> None:
-        policy, _ = build_policy(model_path, Layout(world=1), dtype="bfloat16")
-        with pytest.raises(ValueError, match=r"model\.dtype='float32'"):
-            policy.load(path)
-
-    run_ranks(1, save)
-    run_ranks(1, load)
-
-
-def test_a_used_folder_and_an_unfinished_checkpoint_are_refused(
+def test_a_checkpoint_of_another_kind_a_used_folder_and_an_unfinished_one_are_refused(
     tmp_path: Path, model_path: Path
 ) -> None:
-    def run() -> None:
-        policy, _ = build_policy(model_path, DP2)
+    path = tmp_path / "checkpoint"
+
+    def run(dtype: str) -> None:
+        policy, _ = build_policy(model_path, DP2, dtype=dtype)
         with pytest.raises(ValueError, match="no complete torch_dist checkpoint"):
             policy.load(tmp_path)
-        policy.save(tmp_path / "checkpoint")
+        if dtype == "float32":
+            policy.save(path)
+        else:
+            with pytest.raises(ValueError, match=r"model\.dtype='float32'"):
+                policy.load(path)
         with pytest.raises(ValueError, match="must be an empty folder"):
-            policy.save(tmp_path / "checkpoint")
+            policy.save(path)
 
-    run_ranks(2, run)
+    run_ranks(2, run, "float32")
+    run_ranks(2, run, "bfloat16")
 
 
 def test_a_checkpoint_is_written_by_one_file_per_saving_rank_and_complete(
@@ -262,16 +255,12 @@ def test_an_entry_of_bytes_in_place_of_a_tensor_is_refused(
     """Torch would unpickle it without a limit, whatever the run asked for."""
     path, trace = tmp_path / "checkpoint", tmp_path / "trace"
 
-    class Mkdir:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(trace),)
-
     def run() -> None:
         policy, _ = build_policy(model_path, Layout(world=1))
         policy.save(path)
         metadata = pickle.loads((path / ".metadata").read_bytes())
         (index, place) = next((i, p) for i, p in metadata.storage_data.items() if "norm" in i.fqn)
-        torch.save(Mkdir(), path / "evil")
+        torch.save(Call(os.mkdir, str(trace)), path / "evil")
         size = (path / "evil").stat().st_size
         evil = dataclasses.replace(place, relative_path="evil", offset=0, length=size)
         metadata.storage_data[MetadataIndex(index.fqn)] = evil

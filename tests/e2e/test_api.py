@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.tiny_task import REPO, rollouts
+from tests.tiny_task import REPO, python, rollouts
 
 SCRIPT = """
 import math
@@ -54,15 +54,8 @@ def run_script(folder: Path, text: str, *arguments: object) -> tuple[int, list[s
     """Run `text` as a script in `folder`. Return the exit code and what it printed."""
     script = folder / "script.py"
     script.write_text(text)
-    done = subprocess.run(
-        [sys.executable, script, *map(str, arguments)],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return done.returncode, done.stdout.splitlines()
+    done = python(script, *arguments, cwd=folder)
+    return done.returncode, (done.stdout + done.stderr).splitlines()
 
 
 def test_a_script_trains_and_generates(config: Path, tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.tiny_models import make_tiny_hf
-from tests.tiny_task import REPO, metric_rows, run, run_ending
+from tests.tiny_task import metric_rows, python, run, run_ending
+from tests.unit.mcore.test_checkpoint_reader import Call
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors
 from tlt_megatron.trainer.manifest import (
@@ -81,9 +81,7 @@ def test_a_used_folder_is_refused_before_torch_is_imported(straight: Path, confi
         "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)\n"
         "print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=False
-    )
+    done = python("-c", program)
     assert done.stdout.split() == ["2", "False", "1"], done.stderr
     (line,) = done.stderr.splitlines()
     assert f"run.dir='{straight}': holds an earlier run (checkpoints, metrics.jsonl" in line
@@ -122,16 +120,6 @@ def test_a_run_goes_on_from_an_older_checkpoint_by_name(copy: Path, config: Path
 # ---- crafted files
 
 
-class MakeFolder:
-    """Unpickling it makes the folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (str(self.path),)
-
-
 def seal(folder: Path, order: int) -> None:
     """What anybody can do who can write to the folder."""
     files = {name: hash_file(folder / name) for name in list_files(folder)}
@@ -140,13 +128,13 @@ def seal(folder: Path, order: int) -> None:
 
 def test_a_crafted_index_runs_no_code_on_resume(copy: Path, config: Path, tmp_path: Path) -> None:
     trace, newest = tmp_path / "trace", copy / "checkpoints" / NEWEST
-    (newest / "policy" / ".metadata").write_bytes(pickle.dumps(MakeFolder(trace)))
+    (newest / "policy" / ".metadata").write_bytes(pickle.dumps(Call(os.mkdir, str(trace))))
     seal(newest, order=3)
     stderr = run_ending(2, 1, config, copy, *RESUME, "run.num_steps=4")
     assert not trace.exists()
     assert ".metadata is not loaded: posix.mkdir is not a class of" in stderr
     common = newest / "policy" / "common.pt"
-    torch.save({"identity": MakeFolder(trace)}, common)
+    torch.save({"identity": Call(os.mkdir, str(trace))}, common)
     seal(newest, order=3)
     stderr = run_ending(2, 1, config, copy, *RESUME, "run.num_steps=4")
     assert not trace.exists()

@@ -5,13 +5,11 @@ script runs when a GPU is there.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_task import REPO
+from tests.tiny_task import python
 
 pytestmark = pytest.mark.e2e
 SKIPPED = {"private_groups_cuda", "spot_session_cuda", "mcore_cuda", "pretrain_cuda", "graph_pool_cuda", "graph_engine_cuda"}  # fmt: skip
@@ -20,13 +18,7 @@ MAY_BE_MISSING = {"noise", "attention", "attention_float32", "attention_float64"
 
 def test_all_items_run_on_a_pretended_gpu(tmp_path: Path) -> None:
     given = ["--device", "cpu", "--tiny", "--out", f"{tmp_path}/out", "--scratch", f"{tmp_path}/s"]
-    done = subprocess.run(
-        [sys.executable, "tools/gpu_check.py", *given],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = python("tools/gpu_check.py", *given, timeout_s=900)
     said = (tmp_path / "out" / "log.txt").read_text()
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{said[-8000:]}"
     _, *rows = map(json.loads, (tmp_path / "out" / "results.jsonl").read_text().splitlines())

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import pytest
 import yaml
 
 from tests.fake_hub import COMMIT, FakeHub, serve
-from tests.tiny_task import REPO, rollouts
+from tests.tiny_task import REPO, python, rollouts
 
 IDS = (
     "model.path=tiny/policy",
@@ -46,27 +43,13 @@ def tlt(hub: FakeHub, home: Path, *words: object, offline: bool = False) -> tupl
 
 def run(hub: FakeHub, home: Path, *words: object, offline: bool = False) -> tuple[int, str]:
     """Run Python with a cache of its own. Return the exit code and all that it says."""
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(home),
-        "HF_HUB_OFFLINE": str(int(offline)),
-        "PYTHONPATH": str(REPO),
-    }
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": str(int(offline))}
+    done = python(*words, **own)
     return done.returncode, done.stdout + done.stderr
 
 
 def test_a_run_fetches_once_and_repeats_offline(hub: FakeHub, config: Path, tmp_path: Path) -> None:
-    words = (
-        "train",
-        config,
-        *IDS,
-        "run.num_steps=1",
-        "eval.num_prompts=2",
-        "--nproc-per-node",
-        "2",
-    )
+    words = ("train", config, *IDS, "run.num_steps=1", "eval.num_prompts=2", "--nproc-per-node=2")
     for number, offline in enumerate((False, True)):
         asked = len(hub.requests)
         code, output = tlt(
@@ -130,14 +113,9 @@ def test_init_reads_no_weights_and_pins_the_commit(
     assert settings["model"]["path"] == f"tiny/policy@{COMMIT}"
 
 
-def test_a_conversion_takes_an_id(hub: FakeHub, tmp_path: Path) -> None:
-    target = tmp_path / "megatron"
-    code, output = tlt(hub, tmp_path / "hf", "convert", "--from", "tiny/policy", "--to", target)
-    assert code == 0, output
-    assert any(target.iterdir())
-
-
-def test_an_export_is_uploaded(hub: FakeHub, config: Path, tmp_path: Path) -> None:
+def test_a_conversion_takes_an_id_and_an_export_is_uploaded(
+    hub: FakeHub, config: Path, tmp_path: Path
+) -> None:
     megatron, target = tmp_path / "megatron", tmp_path / "exported"
     code, output = tlt(hub, tmp_path / "hf", "convert", "--from", "tiny/policy", "--to", megatron)
     assert code == 0, output

@@ -5,17 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.tiny_task import (
-    REPO,
     answers,
     metric_rows,
+    python,
     rollouts,
     run,
     run_ending,
@@ -143,8 +141,7 @@ def test_a_risky_setting_is_warned_of_and_an_unusable_row_is_named_once(
 def test_printed_config_is_a_config(config: Path, tmp_path: Path) -> None:
     printed = []
     for path in (config, tmp_path / "printed.yaml"):
-        program = [sys.executable, "launch/pretrain_rl.py", "--print-config", "--config", str(path)]
-        printed.append(subprocess.run(program, cwd=REPO, stdout=subprocess.PIPE, text=True).stdout)
+        printed.append(python("launch/pretrain_rl.py", "--print-config", "--config", path).stdout)
         (tmp_path / "printed.yaml").write_text(printed[0])
     assert printed[0] == printed[1]
     assert "num_samples: 4" in printed[0]

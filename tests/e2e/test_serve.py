@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from tests.tiny_task import REPO, run
+from tests.tiny_task import REPO, python, run
 from tlt_megatron import Engine
 from tlt_megatron.trainer.model_card import base_model
 
+TLT = ("-m", "tlt_megatron.cli")
 SPOT = ("speculation.enabled=true", "speculation.strategies=[2_1_2]", "spot.enabled=true")
 
 
@@ -32,16 +33,12 @@ def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "tlt_megatron.cli", *map(str, words)]
-
-
 @pytest.fixture(scope="module")
 def address(finished: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = command("serve", finished, "--port", port, "--max-tokens", 48)
+    words = [sys.executable, *TLT, "serve", finished, "--port", str(port), "--max-tokens", "48"]
     with subprocess.Popen(words, cwd=REPO, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         said = []
@@ -119,15 +116,9 @@ def test_another_engine_is_started_with_the_exported_drafter(
     stand_in = tmp_path / program
     stand_in.write_text('#!/bin/sh\necho "started: $@"\n')
     stand_in.chmod(stat.S_IRWXU)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
     for _ in range(2):  # the second time the drafter is there
-        done = subprocess.run(
-            command("serve", finished, "--engine", engine, "--port", 8123),
-            cwd=REPO,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        done = python(*TLT, "serve", finished, "--engine", engine, "--port", 8123, PATH=path)
         assert done.returncode == 0, done.stderr
         printed, started = done.stdout.splitlines()
         assert str(finished / f"hf_drafter_{engine}") in printed
@@ -158,13 +149,8 @@ def test_the_base_model_is_named_as_the_hub_names_it(path: str, name: str) -> No
 
 def test_chat_answers_each_line(finished: Path, address: str) -> None:
     for model in (finished, address):
-        done = subprocess.run(
-            command("chat", model, "--max-new-tokens", 8),
-            cwd=REPO,
-            input="12+7=\n3*4=\n\n",
-            capture_output=True,
-            text=True,
-        )
+        words = (*TLT, "chat", model, "--max-new-tokens", 8)
+        done = python(*words, given="12+7=\n3*4=\n\n")
         if model == address:  # this tokenizer has no chat template
             assert done.returncode == 2
             assert "no chat template" in done.stderr.splitlines()[-1]

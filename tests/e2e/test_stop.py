@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.tiny_task import REWARD, make_tiny_task
 from tests.torchrun_job import HOLDING, LIMIT_S, Job, saved_step
+from tests.unit.mcore.test_checkpoint_reader import Call
 
 pytestmark = pytest.mark.e2e
 
@@ -66,16 +67,6 @@ def check_loopback(job: Job) -> None:
     assert {address.removeprefix("::ffff:") for address, _ in ports} <= {"127.0.0.1", "::1"}, ports
 
 
-class _Planted:
-    """A pickle that creates a file when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return open, (str(self.path), "w")
-
-
 def test_second_ctrl_c_ends_at_once_although_a_rank_is_frozen(start: Callable[..., Job]) -> None:
     """And until then nothing listens beyond the loopback, and nobody loads a pickle from a store."""
     job = start("frozen")
@@ -83,7 +74,7 @@ def test_second_ctrl_c_ends_at_once_although_a_rank_is_frozen(start: Callable[..
     family = job.family()
     ranks = [p for p in family if os.getpgid(p.pid) == p.pid and p.ppid() == job.process.pid]
     check_loopback(job)
-    state = base64.b64encode(pickle.dumps(_Planted(job.folder / "loaded")))
+    state = base64.b64encode(pickle.dumps(Call(open, str(job.folder / "loaded"), "w")))
     launcher = psutil.Process(job.process.pid).net_connections("tcp")
     for port in {c.laddr.port for c in launcher if c.status == psutil.CONN_LISTEN}:
         store = dist.TCPStore("127.0.0.1", port)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from tests.qwen_shapes import QWEN_7B, QWEN_30B_A3B, QWEN_32B, QWEN_235B_A22B
-from tests.tiny_task import REPO
+from tests.tiny_task import python
 from tests.unit.config.test_example_settings import EXAMPLES, write_example
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.schema import RunConfig
@@ -92,10 +91,8 @@ def test_sglang_resolves_the_options_of_an_example_and_changes_none(
 ) -> None:
     asked = started.arguments
     (tmp_path / "options.json").write_text(json.dumps(asked), encoding="utf-8")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.sglang.resolve_arguments"]
-    told = subprocess.run(
-        [*command, str(tmp_path / "options.json")], cwd=REPO, capture_output=True, text=True
-    )
+    program = ("-W", "ignore", "-m", "tests.sglang.resolve_arguments", tmp_path / "options.json")
+    told = python(*program, PYTHONPATH=os.environ["PYTHONPATH"])
     assert told.returncode == 0, told.stderr[-3000:]
     resolved = json.loads(told.stdout.splitlines()[-1])
     assert {key: resolved[key] for key in asked} == asked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +14,11 @@ from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import (
     REPO,
     answers,
+    launch,
     make_tiny_task,
     metric_rows,
     patient_engine,
     rollouts,
-    torchrun,
 )
 
 STAND_INS = REPO / "tests" / "sglang" / "stand_ins"
@@ -88,14 +87,8 @@ def run(
     config: Path, run_dir: Path, *arguments: str, num_ranks: int = 2
 ) -> subprocess.CompletedProcess:
     """The run of SETTINGS."""
-    return subprocess.run(
-        torchrun(num_ranks, "--config", config, f"run.dir={run_dir}", *SETTINGS, *arguments),
-        cwd=REPO,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}:{STAND_INS}"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    words = ("--config", config, f"run.dir={run_dir}", *SETTINGS, *arguments)
+    return launch(num_ranks, *words, timeout_s=900, PYTHONPATH=f"{REPO}:{STAND_INS}")
 
 
 def finish(done: subprocess.CompletedProcess) -> None:

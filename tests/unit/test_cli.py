@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_task import REPO
+from tests.tiny_task import REPO, python
 from tlt_megatron.cli import COMMANDS, help_of, main, train_command
 from tools import print_ledger
 
@@ -20,18 +20,13 @@ EXAMPLE = "examples/quickstart.yaml"
 def tlt(
     *arguments: object, root: Path | str = REPO, cwd: Path = REPO
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tlt_megatron.cli", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(root)},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-    )
+    words = ("-m", "tlt_megatron.cli", *arguments)
+    return python(*words, cwd=cwd, PYTHONPATH=str(root))
 
 
 def test_help_names_every_command_and_does_not_import_torch() -> None:
     source = "import sys; from tlt_megatron.cli import main; main(['--help'])\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", source], cwd=REPO, capture_output=True, text=True)
+    done = python("-c", source)
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
         assert f"\n  {name} " in done.stdout

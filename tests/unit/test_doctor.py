@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_task import REPO
+from tests.tiny_task import REPO, python
 from tlt_megatron import doctor
 from tlt_megatron.mcore.model import has_transformer_engine
 
@@ -28,12 +28,7 @@ def install(folder: Path, name: str, version: str, source: str) -> None:
 
 def run_doctor(*folders: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(map(str, (REPO, *folders)))
-    return subprocess.run(
-        [sys.executable, "-m", "tlt_megatron.doctor"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    return python("-m", "tlt_megatron.doctor", PYTHONPATH=path)
 
 
 def test_doctor_says_what_runs_here() -> None:

@@ -56,17 +56,6 @@ def test_more_ranks_than_cards_are_refused_on_every_rank(
         select_device("auto")
 
 
-def test_cpu_talks_gloo_and_has_memory() -> None:
-    device = select_device("cpu")
-    assert (device.torch_device, device.backend, device.is_cuda) == (
-        torch.device("cpu"),
-        "gloo",
-        False,
-    )
-    assert device.free_bytes() > 0
-    device.synchronize()
-
-
 @pytest.mark.parametrize("has_proc", [True, False])
 def test_a_system_that_tells_no_peak_costs_the_number_and_not_the_run(
     has_proc: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
