@@ -1,9 +1,8 @@
-"""The job's store: where it listens, and what a stranger sees."""
+"""The job's store: where it listens, and what a stranger sees. tests/e2e/test_stop.py looks at the ports of whole jobs."""
 
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -19,25 +18,6 @@ def port_of(store: dist.Store) -> int:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.port
-
-
-def test_a_job_on_one_machine_listens_on_the_loopback_alone() -> None:
-    def body() -> list[str]:
-        store = open_job_store(world_group(), 60.0)
-        port = port_of(store.part("x"))
-        dist.barrier()
-        rows = [
-            row.split()
-            for name in ("tcp", "tcp6")
-            for row in Path("/proc/net", name).read_text().splitlines()[1:]
-        ]
-        listening = [row[1].split(":") for row in rows if row[3] == "0A"]
-        found = [address for address, number in listening if int(number, 16) == port]
-        dist.barrier()
-        return found
-
-    for addresses in run_ranks(2, body):
-        assert addresses == ["0100007F"]  # 127.0.0.1
 
 
 def test_keys_of_two_jobs_never_meet_and_parts_of_one_do_not_either() -> None:

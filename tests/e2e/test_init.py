@@ -106,20 +106,14 @@ def test_gpus_get_the_smallest_layout_that_fits(
     [
         (("--gpus", -1), r"--gpus -1: must be 0, at most 8, or a multiple of it"),
         (("--gpus", 0, "--eval", "absent.jsonl"), r"absent\.jsonl: no such file"),
+        (("--gpus", 2), r"does not fit into 2 GPUs of 80 GiB: memory: .* MiB"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused(
+def test_what_cannot_be_or_fit_is_refused_and_nothing_is_written(
     config: Path, tmp_path: Path, options: tuple[object, ...], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        init(config.parent, tmp_path / "out", *options)
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_cannot_fit_is_refused_and_nothing_is_written(config: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(config.parent / "model", model)
+    model = shutil.copytree(config.parent / "model", tmp_path / "model")
     (model / "config.json").write_text(json.dumps(QWEN_32B))
-    with pytest.raises(ValueError, match=r"does not fit into 2 GPUs of 80 GiB: memory: .* MiB"):
-        init(config.parent, tmp_path / "out", "--gpus", 2, model=model)
+    with pytest.raises(ValueError, match=message):
+        init(config.parent, tmp_path / "out", *options, model=model)
     assert not (tmp_path / "out").exists()

@@ -128,13 +128,3 @@ def test_gae_sums_the_discounted_errors_of_the_critic() -> None:
     assert torch.allclose(raw - raw.mean(), expected * std)
     assert torch.allclose(torch.cat([advantages[0][0], advantages[1][0]]), expected, atol=1e-5)
     assert advantages[0][0].dtype == returns[0][0].dtype == torch.float32
-
-
-def test_undiscounted_gae_without_a_critic_is_the_whitened_reward_to_go() -> None:
-    rewards = [[torch.tensor([0.5, 0.0, 1.0]).double(), torch.tensor([0.25]).double()]]
-    values = [[torch.zeros(3), torch.zeros(1)]]
-    gae = load_extension("algorithm.advantage", "gae")
-    advantages, returns = gae(rewards=rewards, values=values, gamma=1.0, lam=1.0)
-    assert [r.tolist() for r in returns[0]] == [[1.5, 1.0, 1.0], [0.25]]
-    [expected] = load_extension("algorithm.advantage", "reinforce_plus_plus")(rewards=rewards)
-    assert all(map(torch.equal, advantages[0], expected))

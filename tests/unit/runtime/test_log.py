@@ -33,26 +33,17 @@ def messages(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_consoles_show_warnings_and_that_of_rank_0_our_lines(
-    rank: int, capsys: pytest.CaptureFixture[str]
+def test_consoles_show_warnings_and_rank_0s_our_lines_and_every_rank_keeps_a_file_with_all(
+    rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    configure_logging(rank, None)
-    log_some()
-    ours = ["INFO of tlt_megatron.trainer.loop"] if rank == 0 else []
-    warnings = ["WARNING of tlt_megatron.trainer.loop", "WARNING of megatron.core"]
-    assert messages(capsys.readouterr().err) == ours + warnings
-
-
-@pytest.mark.parametrize("rank", [0, 3])
-def test_every_rank_keeps_a_file_with_all_lines(rank: int, tmp_path: Path) -> None:
     configure_logging(rank, tmp_path)
     log_some()
+    names = ("tlt_megatron.trainer.loop", "megatron.core")
+    ours = ["INFO of tlt_megatron.trainer.loop"] if rank == 0 else []
+    assert messages(capsys.readouterr().err) == ours + [f"WARNING of {name}" for name in names]
     text = (tmp_path / "logs" / f"rank_{rank:05d}.log").read_text(encoding="utf-8")
-    assert messages(text) == [
-        f"{level} of {name}"
-        for name in ("tlt_megatron.trainer.loop", "megatron.core")
-        for level in ("INFO", "WARNING")
-    ]
+    kept = [f"{level} of {name}" for name in names for level in ("INFO", "WARNING")]
+    assert messages(text) == kept
     assert all(f" rank {rank} " in line for line in text.splitlines())
 
 
