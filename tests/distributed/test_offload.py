@@ -62,9 +62,9 @@ def _train_whole_run(config: Path, run_dir: Path, *arguments: str) -> list[int]:
     """The program on this rank; the bytes of its gradient buffers whenever an engine receives weights."""
     held: list[int] = []
 
-    def noting(policy: McorePolicyModel, *args: Any, **kwargs: Any) -> None:
+    def noting(policy: McorePolicyModel, *args: Any, **kwargs: Any) -> dict[str, float]:
         held.append(gradient_bytes(policy))
-        push(policy, *args, **kwargs)
+        return push(policy, *args, **kwargs)
 
     push = build.push_policy
     build.push_policy = loop.push_policy = noting

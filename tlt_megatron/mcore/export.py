@@ -2,14 +2,14 @@
 
 It exports one layer at a time. The owning stage packs the rank's shards into one flat buffer and broadcasts it to the pipeline
 group, so each rank receives 1/tp of a layer. The tensor-parallel group then gathers the parts. This takes two collectives per
-layer. Experts follow in the same way, one of each expert-parallel rank at a time. Memory is bounded by one layer or the
-embedding, whichever is larger.
+layer. Experts follow in the same way, one of each expert-parallel rank at a time. A layer is broadcast while the one before it is used,
+so memory is bounded by two layers or embeddings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,25 +47,48 @@ def iter_hf_weights(
     """
     parameters = named_tensors(model)
     first = next(model.parameters())
+    sent: _Sent | None = None
     for stage, rows_of_ranks in _blocks(model, config, groups):
         has_experts = rows_of_ranks[0][0].is_expert
         group = groups.ep if has_experts else groups.tp
         rows = rows_of_ranks[group.rank if has_experts else 0]
         dtype = torch.float32 if rows[0].is_float32 else first.dtype
-        shapes = [shard_shape(row, config, groups.tp.size) for row in rows]
-        sizes = [shape.numel() for shape in shapes]
+        num_elements = sum(shard_shape(row, config, groups.tp.size).numel() for row in rows)
         if stage == groups.pp.rank:
             flat = _pack(rows, parameters, dtype)
-            assert flat.numel() == sum(sizes), (rows[0].mcore_names, flat.numel(), sizes)
+            assert flat.numel() == num_elements, (rows[0].mcore_names, flat.numel(), num_elements)
         else:
-            flat = torch.empty(sum(sizes), dtype=dtype, device=first.device)
+            flat = torch.empty(num_elements, dtype=dtype, device=first.device)
+        following = _Sent(rows_of_ranks, flat, group, _send(flat, stage, groups.pp))
+        if sent is not None:
+            yield from sent.tensors(config, groups.tp.size)
+        sent = following
+    assert sent is not None
+    yield from sent.tensors(config, groups.tp.size)
+
+
+class _Sent(NamedTuple):
+    """A unit on its way through the pipeline group, while the one before it is used."""
+
+    rows_of_ranks: list[list[Row]]
+    flat: Tensor
+    group: Group
+    work: dist.Work | None
+
+    def tensors(self, config: ModelConfig, tp_size: int) -> Iterator[tuple[str, Tensor]]:
+        """Gather the shards and yield the Hugging Face tensors."""
+        if self.work is not None:
+            self.work.wait()
+        has_experts = self.rows_of_ranks[0][0].is_expert
+        shapes = [shard_shape(row, config, tp_size) for row in self.rows_of_ranks[0]]
+        sizes = [shape.numel() for shape in shapes]
         shards = [
             [part.view(shape) for part, shape in zip(rank.split(sizes), shapes, strict=True)]
-            for rank in _share(flat, stage, groups.pp, group)
+            for rank in _gather(self.flat, self.group)
         ]
         # An expert is on one rank; of other tensors each rank has a shard.
         parts_of_rows = [[rank] for rank in shards] if has_experts else [shards]
-        for rows, ranks in zip(rows_of_ranks, parts_of_rows, strict=True):
+        for rows, ranks in zip(self.rows_of_ranks, parts_of_rows, strict=True):
             for row, *parts in zip(rows, *ranks, strict=True):
                 yield from zip(row.hf_names, merge(row, parts, config), strict=True)
 
@@ -107,13 +130,15 @@ def _pack(rows: list[Row], parameters: Mapping[str, Tensor], dtype: torch.dtype)
     return torch.cat(parts)
 
 
-def _share(flat: Tensor, stage: int, pp: Group, group: Group) -> list[Tensor]:
-    """Return `flat` of every rank of `group` in `stage`, in order, on every rank.
+def _send(flat: Tensor, stage: int, pp: Group) -> dist.Work | None:
+    """Begin to broadcast `flat` of `stage` to the pipeline group. Buffers must be contiguous: gloo reads others wrongly."""
+    if pp.size == 1:
+        return None
+    return dist.broadcast(flat, src=pp.global_ranks[stage], group=pp.of_torch, async_op=True)
 
-    Buffers must be contiguous: gloo reads others wrongly without an error.
-    """
-    if pp.size > 1:
-        dist.broadcast(flat, src=pp.global_ranks[stage], group=pp.of_torch)
+
+def _gather(flat: Tensor, group: Group) -> list[Tensor]:
+    """Return `flat` of every rank of `group`, in order, on every rank."""
     if group.size == 1:
         return [flat]
     gathered = flat.new_empty(group.size * flat.numel())

@@ -165,7 +165,8 @@ def policy_claims(
     buffers = 4 * largest * (_WRITTEN + _JOINED * (num_shares > 1))
     if resumes:  # a load comes before anything is away
         buffers = max(buffers, larger_state * _LOAD_BYTES - away)
-    exported = 2 * max(sizes.layer, sizes.table) * 4
+    num_units = 2 + (parallel.pipeline > 1)  # one is sent while another is gathered
+    exported = num_units * max(sizes.layer, sizes.table) * 4
 
     layout = f"parallel.tensor={parallel.tensor} or parallel.pipeline={parallel.pipeline}"
     layout += f" or parallel.expert={parallel.expert}" if sizes.experts else ""

@@ -79,8 +79,8 @@ class RLTrainer:
         learned = self._update_critic(inference) | self._update_policy(inference)
         self.engine.wake()
         self.step, self.carried = self.step + 1, collected.carried
-        self._push_policy()  # weights
-        metrics = learned | {"training/epoch": float(self.sampler.epoch)}
+        pushed = self._push_policy()  # weights
+        metrics = learned | pushed | {"training/epoch": float(self.sampler.epoch)}
         return TrainedStep(collected, inference, metrics, self.policy_trainer.engine_differences)
 
     def _collect(self) -> Collected:
@@ -146,11 +146,11 @@ class RLTrainer:
         model.leave_device()
         return metrics
 
-    def _push_policy(self) -> None:
+    def _push_policy(self) -> dict[str, float]:
         """Load the policy of this step into every engine."""
         model, dtype = self.policy_trainer.model, self.settings.engine_dtype
         with self.phases("SYNC", "update_weights", version=self.step):
-            push_policy(model, self.engine, self.step, dtype=dtype, world=self.world)
+            return push_policy(model, self.engine, self.step, dtype=dtype, world=self.world)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON types. Policy, drafter, engine and `carried` have files of their own."""

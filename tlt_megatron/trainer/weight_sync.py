@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -26,9 +27,18 @@ class ChecksummedTensors:
         self._dtype = dtype
         self._checksum = Checksum()
         self._are_finite: list[tuple[str, Tensor]] = []
+        self.num_bytes = 0  # as the trainer holds them
+        self.gather_s = 0.0  # in which the consumer waited for the next tensor
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._tensors:
+        tensors = iter(self._tensors)
+        while True:
+            started = time.perf_counter()
+            name, tensor = next(tensors, ("", None))
+            self.gather_s += time.perf_counter() - started
+            if tensor is None:
+                return
+            self.num_bytes += tensor.nbytes
             tensor = tensor.detach().to(dtype_of(name, self._dtype))
             self._checksum.add(name, tensor)
             self._are_finite.append((name, torch.isfinite(tensor).all()))
@@ -45,14 +55,16 @@ class ChecksummedTensors:
 
 def push_policy(
     model: PolicyModel, engine: RolloutEngine, version: int, *, dtype: torch.dtype, world: Group
-) -> None:
-    """Load the policy into every engine as `version`. A collective.
+) -> dict[str, float]:
+    """Load the policy into every engine as `version`, and return metrics of this rank. A collective.
 
-    Extra memory is at most one layer. On every rank, RuntimeError names the ranks that were sent
+    Extra memory is at most two layers. On every rank, RuntimeError names the ranks that were sent
     other weights, and UnhealthyTrainingError the weights that are not finite.
     """
     stream = ChecksummedTensors(model.export_hf_weights(), dtype)
+    started = time.perf_counter()
     engine.load_weights(stream, version=version, checksum=stream.checksum)
+    load_s = time.perf_counter() - started - stream.gather_s
     sent = gather_objects((stream.checksum(), stream.nonfinite()), world)
     check_weights(version, [nonfinite for _, nonfinite in sent])
     checksums = [checksum for checksum, _ in sent]
@@ -61,3 +73,8 @@ def push_policy(
         raise RuntimeError(
             f"policy version {version}: ranks {strays} were sent other weights than rank 0"
         )
+    return {
+        "weight_sync/gb": stream.num_bytes / 1e9,
+        "weight_sync/gather_s": stream.gather_s,
+        "weight_sync/load_s": load_s,
+    }

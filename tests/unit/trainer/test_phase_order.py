@@ -116,7 +116,7 @@ def gpu(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     sizes, world_size = (QWEN_7B, 8) if "7b" in request.param else (QWEN_32B, 32)
     config, device = write_example(tmp_path, EXAMPLES / f"{request.param}.yaml", sizes)
     shared = SharedGpu(make_ledger(config, world_size, device))
-    monkeypatch.setattr(loop, "push_policy", lambda *_, **__: shared.enter(Phase.WEIGHT_SYNC))
+    monkeypatch.setattr(loop, "push_policy", lambda *_, **__: shared.enter(Phase.WEIGHT_SYNC) or {})
     shared.wake()
     return shared
 
