@@ -141,28 +141,33 @@ class _Scoring:
 
     def best(self, logits: Tensor, depth: int, count: int) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and token ids of the `count` best children, [B, count] or [B, K, count]."""
-        log_probs = self.log_probs(logits, depth)
-        values, columns = log_probs.max(-1, keepdim=True) if count == 1 else log_probs.topk(count)
-        return values, columns if self.ids_V is None else self.ids_V[columns]
+        values, columns = self._scores(logits, depth).log_softmax(-1).topk(count)
+        return values, self._ids(columns)
 
-    def log_probs(self, logits: Tensor, depth: int) -> Tensor:
-        """Return log softmax(logits * scale + offset) in at least float32. `logits` is [B, V] or [B, K, V]."""
+    def likeliest(self, logits_BV: Tensor, depth: int) -> Tensor:
+        """Return the token id of the best child, [B, 1]."""
+        return self._ids(self._scores(logits_BV, depth).argmax(-1, keepdim=True))
+
+    def _ids(self, columns: Tensor) -> Tensor:
+        return columns if self.ids_V is None else self.ids_V[columns]
+
+    def _scores(self, logits: Tensor, depth: int) -> Tensor:
+        """Return logits * scale + offset in at least float32. `logits` is [B, V] or [B, K, V]."""
         if self.offsets is None and self.keys is None:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            return (logits * self.scale).log_softmax(-1)
+            return logits * self.scale
         if self.top_p < 1.0 or self.top_k > 0:
             logits = self._cut(logits)
         if self.keys is not None:
             seeds_B, positions_B = self.keys
             factor = self.scale * self.temperature
             positions_B = positions_B + depth
-            noisy = add_noise(logits, seeds_B, positions_B, self.scale, factor, self.ids_V)
-            return noisy.log_softmax(-1)
+            return add_noise(logits, seeds_B, positions_B, self.scale, factor, self.ids_V)
         assert self.offsets is not None
         offset = self.offsets[depth]
         if logits.dim() == 3:
             offset = offset.unsqueeze(1)
-        return torch.addcmul(offset, logits, self.scale).log_softmax(-1)
+        return torch.addcmul(offset, logits, self.scale)
 
     def _cut(self, logits: Tensor) -> Tensor:
         """Drop tokens that the target's top-p and top-k most likely exclude, because noise could rank them high.
@@ -247,7 +252,7 @@ class TreeGrower:
         zeros_B1 = torch.zeros(logits_BV.shape[0], 1, dtype=torch.int64, device=logits_BV.device)
         tokens = []
         for depth in range(steps):
-            _, token_B1 = scoring.best(logits_BV, depth, 1)
+            token_B1 = scoring.likeliest(logits_BV, depth)
             tokens.append(token_B1)
             if depth + 1 < steps:
                 logits_BV = expand(token_B1, zeros_B1).squeeze(1)

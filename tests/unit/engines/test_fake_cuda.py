@@ -93,8 +93,19 @@ def test_tokens_are_those_of_the_cpu(tiny_path: Path, device: PretendDevice, str
 def test_every_way_to_sample(
     deep_path: Path, device: PretendDevice, params: SamplingParams
 ) -> None:
-    engine = make_engine(deep_path, device, "3_2_6", "eagle3")
-    assert run(engine, params) == run(make_engine(deep_path, None, "off"), params)
+    def rollouts(engine: EmbeddedEngine) -> list[Rollout]:
+        groups = engine.generate(PROMPTS, params, policy_version=1)
+        return [rollout for group in groups for rollout in group.rollouts]
+
+    found = rollouts(make_engine(deep_path, device, "3_2_6", "eagle3"))
+    for ours, theirs in zip(found, rollouts(make_engine(deep_path, None, "off")), strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        torch.testing.assert_close(ours.logprobs, theirs.logprobs)
+        torch.testing.assert_close(ours.policy_logprobs, theirs.policy_logprobs)
+        assert (ours.kept is None) == (theirs.kept is None) == (params is GREEDY)
+        if ours.kept is not None and theirs.kept is not None:
+            assert torch.equal(ours.kept.token_ids, theirs.kept.token_ids)
+            assert torch.equal(ours.kept.counts, theirs.kept.counts)
 
 
 @pytest.mark.parametrize("strategy", ["off", "3_2_6"])

@@ -174,9 +174,8 @@ class GraphPlan:
         attention = num_tokens * c.num_heads * (c.head_dim * item_bytes + num_parts * part_bytes)
         mlp = num_tokens * (3 if s is None else 4) * c.ffn_size * item_bytes
         bias = num_tokens * key.length * item_bytes
-        # Logits, wide logits, their log-probabilities; of a draft also scaled logits and those of the roots.
-        wide_bytes = max(item_bytes, _WIDE_BYTES)
-        head = num_sampled * c.vocab_size * (item_bytes + (2 if s is None else 3) * wide_bytes)
+        # Logits, wide logits, their log-probabilities; of a draft also the logits of the roots.
+        head = num_sampled * c.vocab_size * (item_bytes + 2 * max(item_bytes, _WIDE_BYTES))
         head += 0 if s is None else key.batch_size * c.vocab_size * item_bytes
         return CaptureCost(
             num_kernels=num_kernels,
