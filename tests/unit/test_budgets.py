@@ -30,7 +30,7 @@ CODE_LINES = {
     "tlt_megatron/policy": 1_090,
     "tlt_megatron/rewards": 950,
     "tlt_megatron/runtime": 1_880,
-    "tlt_megatron/speculation": 1_170,
+    "tlt_megatron/speculation": 1_175,
     "tlt_megatron/spot": 1_020,
     "tlt_megatron/trainer": 2_925,
     "tools": 6_860,
