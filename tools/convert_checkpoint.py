@@ -15,6 +15,7 @@ folder that it was started with.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 from pathlib import Path
 
@@ -36,12 +37,14 @@ from tlt_megatron.runtime.durable import new_folder
 from tlt_megatron.runtime.progress import Progress
 from tools.saved_run import find_saved, run_of
 
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _COMMON_FILE = "common.pt"  # Megatron's plain values
 
 
 def main() -> None:
     """Convert and print what was done. ValueError if that is impossible."""
     options = _parse()
+    _give_tensors_their_own_pages()
     if options.push_to_hub:
         check_push(options.push_to_hub)
     source, target = fetch_model("--from", options.source), Path(options.to)
@@ -60,6 +63,12 @@ def main() -> None:
     print(f"{source} -> {target}")
     if options.push_to_hub:
         print(push_folder(target, options.push_to_hub))
+
+
+def _give_tensors_their_own_pages() -> None:
+    """Let glibc give the memory of a freed tensor back, where else tensors that are kept would lie between holes."""
+    if set_option := getattr(ctypes.CDLL(None), "mallopt", None):
+        set_option(_MMAP_THRESHOLD, 1 << 17)
 
 
 def is_hf_folder(path: Path) -> bool:
