@@ -54,26 +54,34 @@ def one_rank_tied(tied_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "shares"),
+    ("layout", "shares", "mcore"),
     [
-        (Layout(world=2, tensor=2), ALL),
-        (Layout(world=2, pipeline=2), ALL),
-        (Layout(world=4, tensor=2, pipeline=2), ALL),
-        (Layout(world=2, context=2), ALL),
-        (Layout(world=4, context=2, tensor=2), ALL),
-        (Layout(world=4, context=2, pipeline=2), ALL),
-        (Layout(world=4, context=2), (4, 1)),
-        (Layout(world=2), (3, 2)),
-        (Layout(world=4, tensor=2), (1, 4)),
-        (Layout(world=2), (5, 0)),
-        (Layout(world=4, pipeline=2), (0, 5)),
+        (Layout(world=2, tensor=2), ALL, {}),
+        (Layout(world=2, pipeline=2), ALL, {}),
+        (Layout(world=4, tensor=2, pipeline=2), ALL, {}),
+        (Layout(world=2, context=2), ALL, {}),
+        (Layout(world=4, context=2, tensor=2), ALL, {}),
+        (Layout(world=4, context=2, pipeline=2), ALL, {}),
+        (Layout(world=4, context=2), (4, 1), {}),
+        (Layout(world=2), (3, 2), {}),
+        (Layout(world=4, tensor=2), (1, 4), {}),
+        (Layout(world=2), (5, 0), {}),
+        (Layout(world=4, pipeline=2), (0, 5), {}),
+        (Layout(world=4, pipeline=2), (2, 3), {"recompute": "full"}),
+        (Layout(world=2, tensor=2), ALL, {"recompute": "selective"}),
+        (Layout(world=2, context=2), ALL, {"recompute": "full"}),
+        (Layout(world=2, context=2), ALL, {"recompute": "selective"}),
     ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
+    ids=str,
 )
 def test_three_steps_at_any_layout_equal_one_rank(
-    model_path: Path, one_rank: dict[str, Any], layout: Layout, shares: tuple[int, ...]
+    model_path: Path,
+    one_rank: dict[str, Any],
+    layout: Layout,
+    shares: tuple[int, ...],
+    mcore: dict[str, Any],
 ) -> None:
-    results = run_ranks(layout.world, _train, model_path, layout, shares, {})
+    results = run_ranks(layout.world, _train, model_path, layout, shares, mcore)
     check_trained(results, one_rank, 5e-6)
 
 
@@ -90,27 +98,6 @@ def test_three_steps_with_embeddings_shared_by_stages_equal_one_rank(
 ) -> None:
     results = run_ranks(layout.world, _train, tied_path, layout, shares, {})
     check_trained(results, one_rank_tied)
-
-
-@pytest.mark.parametrize(
-    ("layout", "shares", "recompute"),
-    [
-        (Layout(world=4, pipeline=2), (2, 3), "full"),
-        (Layout(world=2, tensor=2), ALL, "selective"),
-        (Layout(world=2, context=2), ALL, "full"),
-        (Layout(world=2, context=2), ALL, "selective"),
-    ],
-)
-def test_three_steps_with_recomputation_equal_one_rank(
-    model_path: Path,
-    one_rank: dict[str, Any],
-    layout: Layout,
-    shares: tuple[int, ...],
-    recompute: str,
-) -> None:
-    settings = {"recompute": recompute}
-    results = run_ranks(layout.world, _train, model_path, layout, shares, settings)
-    check_trained(results, one_rank)
 
 
 @pytest.mark.parametrize("layout", [ONE_RANK, Layout(world=2, tensor=2)])
