@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -81,45 +80,33 @@ class RandomBatches:
 
 
 class HookedStore(dist.Store):
-    """A store that calls `hook(operation, key)` ahead of every operation, for delays and deaths.
+    """A store that calls `hook(key)` ahead of every operation on it.
 
     Who holds it natively (a PrefixStore) does not keep its Python half alive.
     """
 
-    def __init__(self, inner: dist.Store, hook: Callable[[str, str], None]) -> None:
+    def __init__(self, inner: dist.Store, hook: Callable[[str], None]) -> None:
         super().__init__()
-        self._inner = inner
-        self._hook = hook
+        self.inner = inner
+        self.hook = hook
 
-    def set(self, key, value):
-        self._hook("set", key)
-        self._inner.set(key, value)
 
-    def get(self, key):
-        self._hook("get", key)
-        return self._inner.get(key)
+def _hooked(operation: str) -> Callable[..., Any]:
+    def call(self: HookedStore, key: str | list[str], *rest: Any) -> Any:
+        self.hook(key if isinstance(key, str) else key[0])
+        return getattr(self.inner, operation)(key, *rest)
 
-    def append(self, key, value):
-        self._hook("append", key)
-        self._inner.append(key, value)
+    return call
 
-    def check(self, keys):
-        self._hook("check", keys[0])
-        return self._inner.check(keys)
 
-    def wait(self, keys, timeout=datetime.timedelta(seconds=20)):
-        self._hook("wait", keys[0])
-        self._inner.wait(keys, timeout)
-
-    def delete_key(self, key):
-        self._hook("delete", key)
-        return self._inner.delete_key(key)
+for _name in ("set", "get", "append", "check", "wait", "delete_key"):
+    setattr(HookedStore, _name, _hooked(_name))
 
 
 def make_spot(
     *,
     source: Any | None = None,
-    hook: Callable[[str, str], None] | None = None,
+    hook: Callable[[str], None] | None = None,
     replica_size: int = 1,
     before: Callable[[int], None] = lambda count: None,
     measure_candidate: Callable[[StopWatch], None] | None = None,

@@ -48,11 +48,6 @@ def one_rank(model_path: Path) -> dict[str, Any]:
     return run_ranks(1, _train, model_path, ONE_RANK, ALL, {})[0]
 
 
-@pytest.fixture(scope="module")
-def one_rank_tied(tied_path: Path) -> dict[str, Any]:
-    return run_ranks(1, _train, tied_path, ONE_RANK, ALL, {})[0]
-
-
 @pytest.mark.parametrize(
     ("layout", "shares", "mcore"),
     [
@@ -85,19 +80,14 @@ def test_three_steps_at_any_layout_equal_one_rank(
     check_trained(results, one_rank, 5e-6)
 
 
-@pytest.mark.parametrize(
-    ("layout", "shares"),
-    [
+def test_three_steps_with_embeddings_shared_by_stages_equal_one_rank(tied_path: Path) -> None:
+    (expected,) = run_ranks(1, _train, tied_path, ONE_RANK, ALL, {})
+    for layout, shares in (
         (Layout(world=4, tensor=2, pipeline=2), ALL),
         (Layout(world=4, pipeline=2), (4, 1)),
         (Layout(world=4, pipeline=2), (5, 0)),
-    ],
-)
-def test_three_steps_with_embeddings_shared_by_stages_equal_one_rank(
-    tied_path: Path, one_rank_tied: dict[str, Any], layout: Layout, shares: tuple[int, ...]
-) -> None:
-    results = run_ranks(layout.world, _train, tied_path, layout, shares, {})
-    check_trained(results, one_rank_tied)
+    ):
+        check_trained(run_ranks(4, _train, tied_path, layout, shares, {}), expected)
 
 
 @pytest.mark.parametrize("layout", [ONE_RANK, Layout(world=2, tensor=2)])

@@ -94,7 +94,7 @@ def test_a_member_that_dies_between_plan_and_group_is_left_out(
     def body() -> SpotReport:
         rank = dist.get_rank()
 
-        def hook(operation: str, name: str) -> None:
+        def hook(name: str) -> None:
             if rank == 2 and key in name:
                 markers.set("dies")
                 die()

@@ -26,34 +26,19 @@ PPO = (
 )
 
 
-@pytest.fixture(scope="module")
-def straight(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps at DP2 without a break."""
-    run_dir = tmp_path_factory.mktemp("straight")
-    run(2, config, run_dir, *PPO)
-    return run_dir
-
-
-def learned(run_dir: Path) -> list[dict[str, float]]:
-    """What a run measured of actor and critic in each step."""
-    return [
-        {name: value for name, value in row.items() if name.startswith(("critic/", "actor/"))}
-        for row in metric_rows(run_dir)
-    ]
-
-
-def test_only_the_critic_learns_in_warm_up(config: Path, straight: Path) -> None:
-    first, *others = learned(straight)
+def test_only_the_critic_learns_in_warm_up(config: Path, tmp_path: Path) -> None:
+    run(2, config, tmp_path, *PPO)
+    first, *others = rows = metric_rows(tmp_path)
     assert "actor/pg_loss" not in first
     assert first["critic/vf_loss"] > 0
     assert first["critic/values/max"] == 0.0
     assert all(row["actor/skipped_response_share"] == 0 for row in others)
     assert all(row["actor/grad_norm"] > 0 and row["critic/values/max"] != 0 for row in others)
-    assert all("train/train_rollout_logprob_abs_diff" in row for row in metric_rows(straight))
-    assert all(row["timing_s/update_critic"] > 0 for row in metric_rows(straight))
+    assert all("train/train_rollout_logprob_abs_diff" in row for row in rows)
+    assert all(row["timing_s/update_critic"] > 0 for row in rows)
     before = dict(HfReader(config.parent / "model").items())
-    assert any(not torch.equal(before[name], new) for name, new in weights(straight).items())
-    trace = json.loads((straight / "trace.json").read_text())["traceEvents"]
+    assert any(not torch.equal(before[name], new) for name, new in weights(tmp_path).items())
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {"VALUES", "CRITIC"} <= {event["name"] for event in trace if event["ph"] == "X"}
 
 

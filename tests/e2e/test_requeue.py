@@ -64,26 +64,22 @@ SETTINGS = (
 )
 
 
-@pytest.fixture
-def task(tmp_path: Path) -> Path:
-    config = make_tiny_task(tmp_path)
-    config.write_text(config.read_text().replace(":compute_score", ":held_score"))
+def test_a_job_of_two_nodes_that_was_stopped_in_mid_step_and_requeued_equals_the_straight_run(
+    tmp_path: Path, start_job: Callable[..., Job]
+) -> None:
+    task, run_dir = make_tiny_task(tmp_path), tmp_path / "run"
+    task.write_text(task.read_text().replace(":compute_score", ":held_score"))
     (tmp_path / "reward.py").write_text(HELD)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    return config
-
-
-@pytest.fixture
-def start(task: Path, start_job: Callable[..., Job]) -> Callable[[], Job]:
-    """One start of the batch script by Slurm: the first one, or that of a requeued job."""
 
     def start() -> Job:
+        """One start of the batch script by Slurm: the first one, or that of a requeued job."""
         slurm = {
-            "PATH": f"{task.parent}:{os.environ['PATH']}",
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "PYTHON": sys.executable,
-            "NOTES": str(task.parent),
+            "NOTES": str(tmp_path),
             "RENDEZVOUS_PORT": str(free_port()),
             "SLURM_SUBMIT_DIR": str(REPO),
             "SLURM_JOB_ID": "77",
@@ -92,16 +88,9 @@ def start(task: Path, start_job: Callable[..., Job]) -> Callable[[], Job]:
             "SLURM_GPUS_ON_NODE": "1",
         }
         script = REPO / "launch" / "slurm" / "multi_node.sbatch"
-        return start_job(task, task.parent / "run", *SETTINGS, script=script, environment=slurm)
+        return start_job(task, run_dir, *SETTINGS, script=script, environment=slurm)
 
-    return start
-
-
-def test_a_job_of_two_nodes_that_was_stopped_in_mid_step_and_requeued_equals_the_straight_run(
-    task: Path, start: Callable[[], Job]
-) -> None:
-    run_dir, straight = task.parent / "run", task.parent / "straight"
-    requeued = task.parent / "scontrol.txt"  # what scontrol was asked
+    requeued = tmp_path / "scontrol.txt"  # what scontrol was asked
 
     # Preempted in its second step: Slurm decides whether the job comes back.
     job = start()
@@ -121,5 +110,5 @@ def test_a_job_of_two_nodes_that_was_stopped_in_mid_step_and_requeued_equals_the
     assert requeued.read_text() == "requeue 77\n"
 
     run(2, task, run_dir, *SETTINGS, "--resume", "auto")
-    run(2, task, straight, *SETTINGS)
-    check_same_run(run_dir, straight)
+    run(2, task, tmp_path / "straight", *SETTINGS)
+    check_same_run(run_dir, tmp_path / "straight")

@@ -103,30 +103,25 @@ def calls_of(name: str) -> list[tuple[Any, ...]]:
 WANDB = ("logging.trackers=['wandb']", "logging.project=p")
 
 
-def test_wandb_gets_every_step_and_the_same_run_after_a_resume(tmp_path: Path) -> None:
+def test_wandb_gets_every_step_in_the_same_run_after_a_resume_and_another_run_if_it_is_fresh(
+    tmp_path: Path,
+) -> None:
+    """In the earlier one, wandb would drop all steps that it has."""
     track(tmp_path / "run", *WANDB)
     track(tmp_path / "run", *WANDB, resume_step=2, first=2)
+    (tmp_path / "run").rename(tmp_path / "run.1")
+    track(tmp_path / "run", *WANDB)
+    track(tmp_path / "run", *WANDB)
     calls = calls_of("wandb")
-    assert [call[0] for call in calls] == ["init", *["log"] * 4, "finish"] * 2
-    assert calls[0] == calls[6]
-    options = calls[0][1]
+    assert [call[0] for call in calls] == ["init", *["log"] * 4, "finish"] * 4
+    (first, options), resumed, *fresh = [call for call in calls if call[0] == "init"]
+    assert (first, options) == resumed
+    assert len({call[1]["id"] for call in (resumed, *fresh)}) == 3
     assert (options["project"], options["resume"], options["name"]) == ("p", "allow", "run")
     assert options["config"]["logging"]["project"] == "p"
     assert calls[1][2]["responses"].rows == [ROW]
-    assert [call[1] for call in calls if call[0] == "log"] == [1, 1, 2, 2, 2, 2, 3, 3]
+    assert [call[1] for call in calls if call[0] == "log"][:8] == [1, 1, 2, 2, 2, 2, 3, 3]
     assert calls[2][2]["val-core/math/acc/mean@4"] == 1.5
-
-
-def test_a_fresh_run_in_a_used_place_is_another_run_of_wandb(tmp_path: Path) -> None:
-    """In the earlier one, wandb would drop all steps that it has."""
-    track(tmp_path / "run", *WANDB)
-    (tmp_path / "run").rename(tmp_path / "run.1")
-    track(tmp_path / "run", *WANDB)
-    track(tmp_path / "run", *WANDB, resume_step=2, first=2)
-    track(tmp_path / "run", *WANDB)
-    ids = [call[1]["id"] for call in calls_of("wandb") if call[0] == "init"]
-    assert ids[1] == ids[2]
-    assert len(set(ids)) == 3
 
 
 def test_mlflow_gets_names_that_it_allows_and_a_run_of_its_own_after_a_resume(
