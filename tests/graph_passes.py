@@ -176,7 +176,7 @@ class LanePasses:
             tree = DraftTree(
                 *(t.clone() for t in tree.tensors), depth=tree.depth, is_chain=tree.is_chain
             )
-        done, roots_B = steps.target(view, state_FB, tree, LANE), state_FB[-1]
+        done, roots_B = steps.target(view, state_FB, tree, PROMPT + 1 + tree.num_rows), state_FB[-1]
         seen = slice(strategy.depth + 1)
         kv = self.cache.kv_LKTH[: -1 if strategy.is_off else None]
         found = (
