@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # (API, Hub, mixtures, exchange, planner, server) the wish was 18,800 for the package, 5,200 for tools
 # and 25,000 for tests.
 CODE_LINES = {
-    "tlt_megatron": 21_570,
+    "tlt_megatron": 21_630,
     "tlt_megatron/api": 310,
     "tlt_megatron/config": 1_950,
     "tlt_megatron/data": 500,
@@ -32,7 +32,7 @@ CODE_LINES = {
     "tlt_megatron/runtime": 1_880,
     "tlt_megatron/speculation": 1_175,
     "tlt_megatron/spot": 1_020,
-    "tlt_megatron/trainer": 2_925,
+    "tlt_megatron/trainer": 2_985,
     "tools": 6_860,
     "tests": 27_815,
 }

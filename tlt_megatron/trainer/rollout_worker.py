@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from tlt_megatron.trainer.rollout_metrics import (
     speculation_sums,
     token_sums,
 )
+from tlt_megatron.trainer.slow_rank import pass_costs, slowest_rank
 from tlt_megatron.trainer.speculation_log import PassTotals, add_pass_spans, sum_passes
 from tlt_megatron.types import (
     Prompt,
@@ -137,6 +138,7 @@ class RolloutWorker:
         carried = rules.carry(responses.groups(), batch)
         if rules.round_tokens:
             metrics |= carried_metrics(batch, carried, policy_version=policy_version)
+        metrics |= max((each.slowest for each in rounds), key=_cost_s)
         metrics["bubble/idle_s"] = sum(each.idle_s for each in rounds)
         if drafter:
             metrics |= _spot_metrics(rounds)
@@ -177,6 +179,7 @@ class RolloutWorker:
                 "seconds": self.engine.stats().seconds,
                 "counts": counts,
                 "passes": speculation_sums(passes),
+                "costs": pass_costs(passes),
             }
         finished_at = self.phases.timeline.now_s()
         if drafter:
@@ -197,6 +200,7 @@ class RolloutWorker:
             passes=passes,
             shares=shares,
             spots=spots,
+            slowest=slowest_rank([each["costs"] for each in shares], ends),
             idle_s=sum(max(ends) - end for end in ends),
         )
 
@@ -289,8 +293,13 @@ class _Round:
     passes: list[PassTotals]  # of this rank
     shares: list[dict[str, Any]]  # of each rank: numbers of its engine and reward workers
     spots: Sequence[dict[str, float]]  # `SpotReport.metrics` of each rank
+    slowest: dict[str, float]  # see `slow_rank.slowest_rank`
     # From the end of each rank's rollouts to the end of the last rank's, with and without spot training.
     idle_s: float
+
+
+def _cost_s(slowest: Mapping[str, float]) -> float:
+    return slowest.get("perf/slowest_rank/cost_s", -1.0)
 
 
 def _spot_metrics(rounds: Sequence[_Round]) -> dict[str, float]:

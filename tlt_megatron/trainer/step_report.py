@@ -19,6 +19,7 @@ from tlt_megatron.trainer.flops import Utilization
 from tlt_megatron.trainer.loop import TrainedStep
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
+from tlt_megatron.trainer.slow_rank import describe
 from tlt_megatron.trainer.speculation_log import SpeculationLog
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class RunReport:
         self._rollouts = rollouts
         self._utilization = utilization
         self._ledger = ledger
+        self._slow_rank: float | None = None  # of which was warned
         self._seconds_before = 0.0  # of the run before a resume
         self._started = time.perf_counter()
         self._step_started = time.perf_counter()
@@ -85,6 +87,7 @@ class RunReport:
             metrics |= self._utilization.metrics(inference, metrics)
         metrics["training/global_step"] = metrics["training/policy_version"] = float(step)
         metrics |= self._memory()
+        self._tell_slow_rank(step, metrics)
         self._write(step, metrics)
         self.phases.progress.step(step, metrics)
         self.phases.timeline.flush()
@@ -105,6 +108,14 @@ class RunReport:
                 f"step {step}: held-out accuracy {result['eval/accuracy']:.3f}"
                 + (f" ({', '.join(parts)})" if parts else "")
             )
+
+    def _tell_slow_rank(self, step: int, metrics: dict[str, float]) -> None:
+        """Warn of a rank that costs the step much, once until another one does."""
+        sentence = describe(metrics, metrics["timing_s/step"])
+        slow_rank = metrics["perf/slowest_rank/rank"] if sentence else None
+        if sentence and slow_rank != self._slow_rank and self.world.is_first:
+            log.warning("step %d: %s", step, sentence)
+        self._slow_rank = slow_rank if sentence else self._slow_rank
 
     def _memory(self) -> dict[str, float]:
         """Return the peak memory of each phase since the last step, the maximum over ranks, and what was planned."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from tlt_megatron.config.policy_sections import EXACT_DTYPES, MAX_DIFF_EXACT, MEAN_DIFF_ROUNDED
+from tlt_megatron.trainer.slow_rank import describe
 
 _NUM_STEPS = 5  # a state must last for so many steps
 _MIN_FALL = 0.1  # of the reward, as a share of the range of rewards
@@ -29,8 +30,21 @@ def find_alarms(rows: Sequence[Row], config: Sections) -> list[str]:
         _low_entropy(rows),
         _engines_differ(rows, config),
         _stall(rows),
+        _slow_rank(rows),
     ]
     return [sentence for sentence in found if sentence]
+
+
+def _slow_rank(rows: Sequence[Row]) -> str:
+    """Say which rank slows the last steps down, if in each of them it is the same."""
+    last = [row for row in rows if "perf/slowest_rank/rank" in row][-_NUM_STEPS:]
+    found = [describe(row, row.get("timing_s/step") or 0.0) for row in last]
+    ranks = {row["perf/slowest_rank/rank"] for row in last}
+    return (
+        f"In the last {_NUM_STEPS} steps {found[-1]}."
+        if all(found) and len(found) == _NUM_STEPS and len(ranks) == 1
+        else ""
+    )
 
 
 def _last(rows: Sequence[Row], name: str, num_steps: int = _NUM_STEPS) -> list[float]:

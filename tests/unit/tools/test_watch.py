@@ -272,6 +272,11 @@ def test_the_newest_responses_are_shown(tmp_path: Path) -> None:
 FLOAT32 = {"model": {"dtype": "float32"}, "rollout": {"dtype": "float32"}}
 BFLOAT16 = {"model": {"dtype": "float32"}, "rollout": {"dtype": "bfloat16"}}
 DIFF = "train/train_rollout_logprob_abs_diff"
+SLOW_RANK = {
+    "perf/slowest_rank/rank": 7.0,
+    "perf/slowest_rank/slowdown": 3.0,
+    "perf/slowest_rank/cost_s": 0.5,
+}
 HEALTHY = {
     "critic/rewards/mean": 0.8,
     "critic/rewards/min": 0.0,
@@ -301,6 +306,8 @@ HEALTHY = {
         ({DIFF: 0.2}, 1, BFLOAT16, [f"0.2 nats ({DIFF}); allowed is 0.1"]),
         ({DIFF: 0.2}, 1, BFLOAT16 | {"algorithm": {"max_logprob_diff": 0.3}}, []),
         ({"bubble/stall_s": 0.5}, 5, FLOAT32, ["for 25% of their time"]),
+        (SLOW_RANK, 5, FLOAT32, ["last 5 steps rank 7 decodes 3.0 times as slow"]),
+        (SLOW_RANK, 4, FLOAT32, []),
     ],
 )  # fmt: skip
 def test_alarms_say_what_goes_wrong(
