@@ -38,6 +38,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return round(4 * sum(c < ground_truth for c in digits) / max(1, len(digits))) / 4
 '''
 
+# <eos> 0 = > # t: a random policy ends its responses and turns early with one of them.
+STOPS = (1, 2, 16, 18, 23, 43)
+ENVIRONMENT = """
+def answer(messages, data_source, ground_truth, extra_info):
+    assert ground_truth == "5"
+    turn = messages[-1]["content"]
+    return [{"role": "tool", "content": "12+" * (len(turn) % 3)}], len(turn) % 5 == 4
+"""
+
 PATIENT_ENGINE = """
 import time
 
@@ -98,6 +107,14 @@ logging: {{rollouts: true, progress: lines}}
 run: {{num_steps: 3}}
 """)
     return config
+
+
+def write_environment(task: Path) -> str:
+    """Let the policy of the folder `task` end its turns early. Returns the setting of an environment that answers them."""
+    stops = json.dumps({"eos_token_id": STOPS})
+    (task / "model" / "generation_config.json").write_text(stops)
+    (task / "environment.py").write_text(ENVIRONMENT)
+    return f"rollout.environment={task}/environment.py:answer"
 
 
 def run(num_ranks: int, config: Path, run_dir: Path, *arguments: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import metric_rows, python, run, run_ending
 from tests.unit.mcore.test_checkpoint_reader import Call
+from tests.unit.trainer.test_run_checkpoint import flip_bit
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors
 from tlt_megatron.trainer.manifest import (
@@ -62,12 +63,6 @@ def steps_of(run_dir: Path) -> list[int]:
     evaluated = [row["step"] for row in rows if "eval/accuracy" in row]
     assert len(evaluated) == len(set(evaluated))
     return [row["step"] for row in rows if "actor/pg_loss" in row]
-
-
-def flip_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 # ---- the run folder

@@ -20,25 +20,11 @@ from tests.tiny_task import (
     rollouts,
     run,
     run_forked,
+    write_environment,
 )
 
 pytestmark = pytest.mark.e2e
 
-STOPS = (
-    1,
-    2,
-    16,
-    18,
-    23,
-    43,
-)  # <eos> 0 = > # t: the random policy ends a turn early with one of them
-
-ENVIRONMENT = """
-def answer(messages, data_source, ground_truth, extra_info):
-    assert ground_truth == "5"
-    turn = messages[-1]["content"]
-    return [{"role": "tool", "content": "12+" * (len(turn) % 3)}], len(turn) % 5 == 4
-"""
 SETTINGS = (
     *("rollout.max_turns=3", "rollout.num_prompts=8"),
     *("rollout.max_observation_tokens=12", "data.eval=", "logging.trackers=[]"),
@@ -49,14 +35,12 @@ SETTINGS = (
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a task whose policy ends its turns."""
     config = make_tiny_task(tmp_path_factory.mktemp("task"))
-    settings = config.parent / "model" / "generation_config.json"
-    settings.write_text(json.dumps({"eos_token_id": STOPS}))
-    (config.parent / "environment.py").write_text(ENVIRONMENT)
+    write_environment(config.parent)
     return config
 
 
 def test_pipeline_with_tlt_draws_the_tokens_of_plain_runs(task: Path, tmp_path: Path) -> None:
-    environment = f"rollout.environment={task.parent}/environment.py:answer"
+    environment = write_environment(task.parent)
     single, plain, tlt = (tmp_path / name for name in ("single", "plain", "tlt"))
     run(1, task, single, *SETTINGS, environment)
     run(2, task, plain, *SETTINGS, environment, "parallel.pipeline=2")

@@ -5,26 +5,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_task import check_same_run, check_same_weights, make_tiny_task, run
+from tests.tiny_task import (
+    check_same_run,
+    check_same_weights,
+    make_tiny_task,
+    run,
+    write_environment,
+)
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import load_config
 
 pytestmark = pytest.mark.e2e
 
 NUM_DRAWS = int(os.environ.get("RANDOM_SETTINGS", "2"))
-STOPS = (1, 2, 16, 18, 23, 43)  # a random policy ends its responses with one of them
-ENVIRONMENT = """
-def answer(messages, data_source, ground_truth, extra_info):
-    turn = messages[-1]["content"]
-    return [{"role": "tool", "content": "12+" * (len(turn) % 3)}], len(turn) % 5 == 4
-"""
 LAYOUTS = ((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2))  # tensor, pipeline
 # A setting is left out more often than it is drawn.
 SETTINGS = {
@@ -75,9 +74,7 @@ STRATEGIES = ("1_1_1", "4_1_4", "4_2_8", "6_4_16", "2_2_6", "ngram_5")
 @pytest.mark.parametrize("number", range(NUM_DRAWS))
 def test_speculation_and_a_resume_change_nothing(number: int, tmp_path: Path) -> None:
     config = make_tiny_task(tmp_path, kind=("llama", "qwen3")[number % 2], num_layers=4)
-    settings = config.parent / "model" / "generation_config.json"
-    settings.write_text(json.dumps({"eos_token_id": STOPS}))
-    (config.parent / "environment.py").write_text(ENVIRONMENT)
+    write_environment(config.parent)
     num_ranks, plain, tlt = draw_run(config, random.Random(number))
     print(num_ranks, *plain, *tlt)  # pytest shows it if the test fails
     keep_all = ("checkpoint.interval=1", "checkpoint.keep=0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from tests.tiny_task import (
     metric_rows,
     patient_engine,
     rollouts,
+    write_environment,
 )
 
 STAND_INS = REPO / "tests" / "sglang" / "stand_ins"
@@ -45,11 +45,6 @@ PARTIAL = (
     *("rollout.num_samples=2", "rollout.over_sampling_prompts=5", "algorithm.tis_cap=2"),
     "rollout.partial_rollout_tokens=6",
 )
-ENVIRONMENT = """
-def answer(messages, data_source, ground_truth, extra_info):
-    turn = messages[-1]["content"]
-    return [{"role": "tool", "content": "12+" * (len(turn) % 3)}], len(turn) % 5 == 4
-"""
 TURNS = ("rollout.max_turns=3", "rollout.max_observation_tokens=12")
 
 
@@ -67,9 +62,7 @@ def short(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The task with more stop tokens: most responses have fewer than 16 tokens."""
     folder = tmp_path_factory.mktemp("short")
     shutil.copytree(config.parent, folder, dirs_exist_ok=True)
-    settings = folder / "model" / "generation_config.json"
-    settings.write_text(json.dumps({"eos_token_id": [1, 2, 16, 18, 23, 43]}))
-    (folder / "environment.py").write_text(ENVIRONMENT)
+    write_environment(folder)
     path = folder / "config.yaml"
     path.write_text(config.read_text().replace(str(config.parent), str(folder)))
     return path
@@ -132,7 +125,7 @@ def test_responses_in_parts_are_those_of_the_embedded_engine(
     short: Path, tmp_path: Path, name: str
 ) -> None:
     """Responses that are carried to later steps, and conversations with an environment."""
-    environment = f"rollout.environment={short.parent}/environment.py:answer"
+    environment = write_environment(short.parent)
     settings = PARTIAL if name == "partial" else (*TURNS, environment)
     engines = {"embedded": (), "sglang": SGLANG}
 
