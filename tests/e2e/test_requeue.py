@@ -1,4 +1,4 @@
-"""A job of two nodes that is stopped in the middle of a step and comes back:
+"""A job of two nodes that is stopped in the middle of a step, or loses a node, and comes back:
 launch/slurm/multi_node.sbatch, run by bash.
 
 srun is a stand-in that starts the script's command twice on this machine; scontrol only notes what
@@ -64,22 +64,25 @@ SETTINGS = (
 )
 
 
-def test_a_job_of_two_nodes_that_was_stopped_in_mid_step_and_requeued_equals_the_straight_run(
-    tmp_path: Path, start_job: Callable[..., Job]
-) -> None:
-    task, run_dir = make_tiny_task(tmp_path), tmp_path / "run"
-    task.write_text(task.read_text().replace(":compute_score", ":held_score"))
-    (tmp_path / "reward.py").write_text(HELD)
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+class Cluster:
+    """Two nodes in `folder`, and a job on them whose steps hold."""
 
-    def start() -> Job:
+    def __init__(self, folder: Path, start_job: Callable[..., Job]) -> None:
+        self.task, self.run_dir = make_tiny_task(folder), folder / "run"
+        self.requeued = folder / "scontrol.txt"  # what scontrol was asked
+        self._folder, self._start_job = folder, start_job
+        self.task.write_text(self.task.read_text().replace(":compute_score", ":held_score"))
+        (folder / "reward.py").write_text(HELD)
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+
+    def start(self, *settings: str) -> Job:
         """One start of the batch script by Slurm: the first one, or that of a requeued job."""
         slurm = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PATH": f"{self._folder}:{os.environ['PATH']}",
             "PYTHON": sys.executable,
-            "NOTES": str(tmp_path),
+            "NOTES": str(self._folder),
             "RENDEZVOUS_PORT": str(free_port()),
             "SLURM_SUBMIT_DIR": str(REPO),
             "SLURM_JOB_ID": "77",
@@ -88,12 +91,19 @@ def test_a_job_of_two_nodes_that_was_stopped_in_mid_step_and_requeued_equals_the
             "SLURM_GPUS_ON_NODE": "1",
         }
         script = REPO / "launch" / "slurm" / "multi_node.sbatch"
-        return start_job(task, run_dir, *SETTINGS, script=script, environment=slurm)
+        return self._start_job(
+            self.task, self.run_dir, *SETTINGS, *settings, script=script, environment=slurm
+        )
 
-    requeued = tmp_path / "scontrol.txt"  # what scontrol was asked
+
+def test_a_job_of_two_nodes_that_was_stopped_in_mid_step_and_requeued_equals_the_straight_run(
+    tmp_path: Path, start_job: Callable[..., Job]
+) -> None:
+    cluster = Cluster(tmp_path, start_job)
+    run_dir, requeued = cluster.run_dir, cluster.requeued
 
     # Preempted in its second step: Slurm decides whether the job comes back.
-    job = start()
+    job = cluster.start()
     job.wait_until_held()
     job.process.terminate()
     job.end(0)
@@ -101,7 +111,7 @@ def test_a_job_of_two_nodes_that_was_stopped_in_mid_step_and_requeued_equals_the
     assert not requeued.exists()
 
     # It comes back, and its time limit is near in the third.
-    job = start()
+    job = cluster.start()
     job.wait_until_held()
     job.process.send_signal(signal.SIGUSR1)
     job.end(0)
@@ -109,6 +119,38 @@ def test_a_job_of_two_nodes_that_was_stopped_in_mid_step_and_requeued_equals_the
     assert saved_step(run_dir) == 2
     assert requeued.read_text() == "requeue 77\n"
 
-    run(2, task, run_dir, *SETTINGS, "--resume", "auto")
-    run(2, task, tmp_path / "straight", *SETTINGS)
+    run(2, cluster.task, run_dir, *SETTINGS, "--resume", "auto")
+    run(2, cluster.task, tmp_path / "straight", *SETTINGS)
     check_same_run(run_dir, tmp_path / "straight")
+
+
+def kill_agent(job: Job, node: int) -> None:
+    """As if the node had died: of its processes only the launcher is killed, and the others end with it."""
+    for process in job.family():
+        is_launcher = "launch/torchrun.py" in process.cmdline()
+        if is_launcher and process.environ().get("SLURM_NODEID") == str(node):
+            process.kill()
+            return
+    raise AssertionError(f"node {node} has no launcher")
+
+
+def test_a_job_that_loses_a_node_goes_on_from_its_checkpoint_with_two_nodes_or_with_one(
+    tmp_path: Path, start_job: Callable[..., Job]
+) -> None:
+    cluster, saving = Cluster(tmp_path, start_job), "checkpoint.interval=1"
+    job = cluster.start(saving)
+    job.wait_until_held()  # in its second step
+    (tmp_path / "called").unlink()
+    kill_agent(job, node=1)
+    job.wait_until_held()  # in its third: the script has started it again
+    assert "restart 1 of 3, from checkpoint 1" in job.output
+    assert saved_step(cluster.run_dir) == 2
+    (tmp_path / "hold").unlink()
+    assert job.process.wait(timeout=300) == 0
+    assert not cluster.requeued.exists()
+    straight = tmp_path / "straight"
+    run(2, cluster.task, straight, *SETTINGS, saving)
+    check_same_run(cluster.run_dir, straight)
+    second = cluster.run_dir / "checkpoints" / "iter_0000002"
+    run(1, cluster.task, tmp_path / "one", *SETTINGS, f"checkpoint.resume={second}")
+    assert saved_step(tmp_path / "one") == 3

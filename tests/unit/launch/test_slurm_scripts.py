@@ -86,7 +86,8 @@ class Job:
         (signal.SIGUSR1, 1, None),  # it could not save: it would fail again
         (signal.SIGTERM, 0, None),  # Slurm's decision
         (None, 0, None),
-        (None, 1, None),
+        (None, 1, "requeue 77"),  # it failed again without a new checkpoint: other nodes may help
+        (None, 2, None),  # its settings are refused
     ],
 )
 def test_a_job_saves_when_signalled_and_comes_back_when_it_ran_out_of_time(
@@ -125,3 +126,37 @@ trap() {{ sleep 0.2; builtin trap "$@"; }}
 run_until_stopped bash -c 'trap "exit 3" USR1; kill -USR1 $PPID; while :; do sleep 0.02; done'
 """
     assert subprocess.run(["bash", "-c", script], timeout=300).returncode == 3
+
+
+RUN_THAT_FAILS = """#!/usr/bin/env bash
+echo start >> starts
+mkdir -p run/checkpoints
+step=$(wc -l < starts)
+if [[ $step -le $NUM_SAVING ]]; then echo $step > run/checkpoints/latest_checkpointed_iteration.txt; fi
+exit 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_saving", "settings", "num_starts", "is_requeued"),
+    [
+        (9, {}, 4, True),  # three restarts
+        (2, {}, 3, True),  # the third start saved nothing
+        (9, {"RESTARTS": "0"}, 1, True),
+        (9, {"SLURM_RESTART_COUNT": "3"}, 4, False),  # it was requeued three times
+        (9, {"SLURM_JOB_ID": ""}, 4, False),  # without Slurm
+    ],
+)
+def test_a_run_that_fails_is_started_again_while_checkpoints_are_added(
+    tmp_path: Path, num_saving: int, settings: dict[str, str], num_starts: int, is_requeued: bool
+) -> None:
+    for name, text in (("fail", RUN_THAT_FAILS), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    script = f"set -euo pipefail; source {REPO}/launch/slurm/stop.sh; run_with_restarts ./fail run.dir=other run.dir=run"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(tmp_path)}
+    environment |= {"NUM_SAVING": str(num_saving), "SLURM_JOB_ID": "77"} | settings
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, timeout=300)
+    assert done.returncode == 1
+    assert len((tmp_path / "starts").read_text().split()) == num_starts
+    assert (tmp_path / "scontrol.txt").exists() is is_requeued
