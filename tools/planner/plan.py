@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tlt_megatron.config.schema import RolloutSection, RunConfig
 from tools.bench.measure import print_table
-from tools.planner.recorded_machine import PHASES, Machine
-from tools.planner.recording import Batch, Group, Recording, read_recording
+from tools.planner.recorded_machine import Machine
+from tools.planner.recording import PHASES, Batch, Group, Recording, read_recording
 from tools.planner.simulation import Prediction, Variant, simulate
 
 _NUM_STEPS = 10  # of lengths that are assumed

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
-from tools.planner.recording import Batch, Passes, Recording, num_tokens
+from tools.planner.recording import PHASES, Batch, Passes, Recording, num_tokens
 
 _MIN_REQUESTS = 300  # of which acceptance is the mean; more only if a row has more
-# The phases of a step after its rollouts, and "rest", which is what no phase names.
-PHASES = (
-    "reward",
-    "publish_drafter",
-    "values",
-    "old_log_prob",
-    "update_critic",
-    "update_actor",
-    "update_weights",
-    "rest",
-)
 _CONSTANT = ("publish_drafter", "update_weights", "rest")  # whatever the batch
 
 
@@ -50,9 +39,8 @@ class Machine:
         self._phase_lines = {
             phase: _fit_phase(recordings, phase) for phase in ("gen_rest", *PHASES)
         }
-        used_s = sum(row.get("bubble/used_s", 0.0) for r in recordings for row in r.metrics)
-        idle_s = sum(row.get("bubble/idle_s", 0.0) for r in recordings for row in r.metrics)
-        updates = sum(row.get("spot/updates", 0.0) for r in recordings for row in r.metrics)
+        totals = ("bubble/used_s", "bubble/idle_s", "spot/updates")
+        used_s, idle_s, updates = (sum(r.total(name) for r in recordings) for name in totals)
         self.updates_per_idle_s = updates / idle_s if used_s else 0.0
         self.max_updates = max(r.updates[-1] for r in recordings)
 
@@ -145,26 +133,6 @@ def _fit_seconds(rows: Sequence[Passes]) -> tuple[float, float]:
 def _fit_phase(recordings: Sequence[Recording], phase: str) -> tuple[float, float]:
     x, y = [], []
     for recording in recordings:
-        steps = zip(recording.batches, recording.metrics, recording.passes, strict=True)
-        for batch, row, passes in steps:
-            x.append(_tokens(phase, batch, recording.num_replicas))
-            if phase == "gen_rest":
-                y.append(_gen_rest(row, passes))
-            else:
-                y.append(_rest(row) if phase == "rest" else row.get(f"timing_s/{phase}", 0.0))
-    if phase in _CONSTANT:
-        return sum(y) / len(y), 0.0
-    return _line(x, y, [1.0] * len(x))
-
-
-def _rest(row: Mapping[str, float]) -> float:
-    named = sum(row.get(f"timing_s/{phase}", 0.0) for phase in ("gen", *PHASES))
-    return max(row["timing_s/step"] - named, 0.0)
-
-
-def _gen_rest(row: Mapping[str, float], passes: Sequence[Passes]) -> float:
-    """Return the seconds of a rollout phase in which no decode pass ran: prefill, and refreshes of the drafter."""
-    of_rank: dict[int, float] = {}
-    for each in passes:
-        of_rank[each.rank] = of_rank.get(each.rank, 0.0) + each.seconds
-    return max(row["timing_s/gen"] - max(of_rank.values()), 0.0)
+        x += [_tokens(phase, batch, recording.num_replicas) for batch in recording.batches]
+        y += [seconds.get(phase, 0.0) for seconds in recording.phases]
+    return (sum(y) / len(y), 0.0) if phase in _CONSTANT else _line(x, y, [1.0] * len(x))

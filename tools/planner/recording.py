@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,12 @@ from typing import NamedTuple
 
 from tools.run_report.data import read_metrics
 from tools.run_report.files import errors_named, read_lines
+
+# The phases of a step after its rollouts, and "rest", which is what no phase names.
+PHASES = (
+    *("reward", "publish_drafter", "values", "old_log_prob", "update_critic"),
+    *("update_actor", "update_weights", "rest"),
+)
 
 
 class Group(NamedTuple):
@@ -48,6 +55,7 @@ class Recording:
     metrics: Sequence[Mapping[str, float]]
     batches: Sequence[Batch]
     passes: Sequence[Sequence[Passes]]
+    phases: Sequence[Mapping[str, float]]  # seconds by name; see `_phases`
     updates: Sequence[float]  # optimizer steps of the drafter, before each RL step
 
     @property
@@ -57,7 +65,11 @@ class Recording:
 
     def seconds(self, phase: str) -> float:
         """Return the mean seconds of a phase in a step, on its slowest rank; 0.0 for one that never ran."""
-        return sum(row.get(f"timing_s/{phase}", 0.0) for row in self.metrics) / len(self.metrics)
+        return sum(row.get(phase, 0.0) for row in self.phases) / len(self.phases)
+
+    def total(self, metric: str) -> float:
+        """Return the sum of a metric over the steps; 0.0 for one that was never written."""
+        return sum(row.get(metric, 0.0) for row in self.metrics)
 
 
 def read_recording(path: Path) -> Recording:
@@ -92,8 +104,25 @@ def read_recording(path: Path) -> Recording:
                 for step, row in zip(passes, metrics, strict=True)
             ],
             passes=list(passes.values()),
+            phases=[_phases(row, passes[int(row["step"])]) for row in metrics],
             updates=updates,
         )
+
+
+def _phases(row: Mapping[str, float], passes: Sequence[Passes]) -> Mapping[str, float]:
+    """Return the seconds of phases by name.
+
+    "gen_rest" is the part of a rollout in which no decode pass ran: prefill, and refreshes of the drafter. "rest" is what no
+    phase names.
+    """
+    start = "timing_s/"
+    seconds = {name.removeprefix(start): row[name] for name in row if name.startswith(start)}
+    of_rank: Counter[int] = Counter()
+    for each in passes:
+        of_rank[each.rank] += each.seconds  # pyright: ignore[reportArgumentType]
+    named = sum(seconds.get(phase, 0.0) for phase in ("gen", *PHASES))
+    gen_rest = max(seconds["gen"] - max(of_rank.values()), 0.0)
+    return seconds | {"gen_rest": gen_rest, "rest": max(seconds["step"] - named, 0.0)}
 
 
 def _read_batch(path: Path, step: int, *, skips: bool) -> Batch:

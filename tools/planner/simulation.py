@@ -10,8 +10,8 @@ import numpy as np
 
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.selector import StrategySelector, make_selector
-from tools.planner.recorded_machine import PHASES, Machine
-from tools.planner.recording import Batch
+from tools.planner.recorded_machine import Machine
+from tools.planner.recording import PHASES, Batch
 
 _PASS_BY_PASS = (
     8  # replicas; further ones decode with the mean speed that these have at a batch size
