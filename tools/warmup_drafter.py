@@ -103,10 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _generate(
-    policy: LoadedPolicy,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    minutes: float,
+    policy: LoadedPolicy, prompts: Sequence[Prompt], params: SamplingParams, minutes: float
 ) -> list[DraftSequence]:
     """Return the responses to `prompts`, or to the first of them if half of `minutes` is over."""
     started = time.monotonic()

@@ -158,10 +158,7 @@ def measure_blocking(trainer: DrafterTrainer, folder: Path, rounds: int) -> dict
         checkpointer.wait()  # the next variant finds the disk idle
         return seconds
 
-    variants: dict[str, Callable[[], None]] = {
-        FULL: save_all,
-        ASYNCHRONOUS: save_own,
-    }
+    variants: dict[str, Callable[[], None]] = {FULL: save_all, ASYNCHRONOUS: save_own}
     seconds = interleave(variants, rounds, blocked_seconds)
     checkpointer.close()
     return seconds

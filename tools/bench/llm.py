@@ -37,13 +37,7 @@ from tools.bench.speed import bench_batch_invariant, bench_long_tail
 from tools.bench.step import Launcher, bench_speed, print_by_step
 from tools.run_report.data import read_metrics
 
-QUICK = {
-    "rounds": 1,
-    "steps": 2,
-    "learn_steps": 2,
-    "num_requests": 4,
-    "num_tokens": 8,
-}
+QUICK = {"rounds": 1, "steps": 2, "learn_steps": 2, "num_requests": 4, "num_tokens": 8}
 _DTYPES = ("bfloat16", "float32")
 Part = Callable[[argparse.Namespace, RunConfig], dict[str, object]]
 
@@ -110,11 +104,7 @@ def _launcher(options: argparse.Namespace, root: str, *overrides: str) -> Launch
     )
 
 
-PARTS: dict[str, Part] = {
-    "decode": bench_decode,
-    "step": bench_step,
-    "learn": bench_learn,
-}
+PARTS: dict[str, Part] = {"decode": bench_decode, "step": bench_step, "learn": bench_learn}
 
 
 def add_options(add: Callable[..., object]) -> None:

@@ -83,9 +83,7 @@ def ratios(slow: Sequence[float], fast: Sequence[float]) -> Spread:
     return spread([s / f for s, f in zip(slow, fast, strict=True)])
 
 
-def first_differences(
-    pairs: Iterable[tuple[Sequence[int], Sequence[int]]],
-) -> tuple[int, int]:
+def first_differences(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, int]:
     """Return (responses that differ, tokens compared).
 
     Two candidates closer than the rounding error may swap. Tokens after the first difference of a

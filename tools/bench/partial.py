@@ -30,12 +30,7 @@ _CARRY = (
     "rollout.over_sampling_prompts=12",
     "algorithm.tis_cap=2",
 )
-_VARIANTS = {
-    "synchronous": _PLAIN,
-    "tlt": (),
-    "partial": (*_PLAIN, *_CARRY),
-    "tlt_partial": _CARRY,
-}
+_VARIANTS = {"synchronous": _PLAIN, "tlt": (), "partial": (*_PLAIN, *_CARRY), "tlt_partial": _CARRY}
 
 
 def add_options(add: Callable[..., object]) -> None:

@@ -107,11 +107,7 @@ class Decoding:
 
 def run(options: argparse.Namespace) -> dict[str, object]:  # noqa: ARG001
     """Compute and print the tables. Return the values of the JSON."""
-    return {
-        "computed": _speeds(),
-        "speedups": _speedups(),
-        "graph_pool_bytes": bench_graph_bytes(),
-    }
+    return {"computed": _speeds(), "speedups": _speedups(), "graph_pool_bytes": bench_graph_bytes()}
 
 
 def _speeds() -> Mapping[str, object]:

@@ -22,13 +22,7 @@ from tools.bench.measure import (
     ratios,
     told,
 )
-from tools.bench.setting import (
-    BEG_MAB,
-    COST_MODEL,
-    load_policy,
-    long_prompts,
-    parse_strategies,
-)
+from tools.bench.setting import BEG_MAB, COST_MODEL, load_policy, long_prompts, parse_strategies
 from tools.load_engine import LoadedPolicy
 
 _LEAST_REQUESTS = 4  # of a run

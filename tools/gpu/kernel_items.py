@@ -20,13 +20,7 @@ from tlt_megatron.models.row_kernels import multiply
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation import noise_kernel
 from tlt_megatron.speculation.sampling import gumbel_of, row_keys
-from tools.gpu.machine import (
-    Figures,
-    Machine,
-    copies_beyond_cache,
-    kernel_seconds,
-    relative_error,
-)
+from tools.gpu.machine import Figures, Machine, copies_beyond_cache, kernel_seconds, relative_error
 from tools.gpu.shapes import QWEN_2_5_7B, TINY
 
 # Largest relative error. Inputs and outputs are rounded to 8, 24 and 53 bits.

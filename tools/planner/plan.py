@@ -19,12 +19,7 @@ _P99 = 2.326  # standard deviations
 
 
 def print_plan(
-    config: RunConfig,
-    ranks: int,
-    runs: Sequence[str],
-    *,
-    lengths: str = "",
-    against: str = "",
+    config: RunConfig, ranks: int, runs: Sequence[str], *, lengths: str = "", against: str = ""
 ) -> None:
     """Print the predictions from recorded `runs`. ValueError names what a run or an option lacks.
 

@@ -65,12 +65,7 @@ class _Speeds:
 
 
 def simulate(
-    machine: Machine,
-    variant: Variant,
-    steps: Sequence[Batch],
-    *,
-    num_replicas: int,
-    max_batch: int,
+    machine: Machine, variant: Variant, steps: Sequence[Batch], *, num_replicas: int, max_batch: int
 ) -> Prediction:
     """Predict these steps, whose responses have known lengths. Each replica answers an equal share of the prompts."""
     found = Prediction(num_steps=len(steps), updates=variant.updates)

@@ -46,10 +46,7 @@ class Live:
 
 
 def render_page(
-    run: RunData,
-    panels: Sequence[Panel],
-    responses: Sequence[Response],
-    live: Live | None = None,
+    run: RunData, panels: Sequence[Panel], responses: Sequence[Response], live: Live | None = None
 ) -> str:
     """Return the page of `run`; it reloads itself if it is `live`."""
     return _render(

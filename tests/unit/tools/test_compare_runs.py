@@ -10,10 +10,7 @@ def make_run(*tokens: int, reward: float = 1.0, grad_norm: float = 0.5) -> Run:
     return {
         step: StepRecord(
             metrics={"actor/grad_norm": grad_norm},
-            responses={
-                (0, 0): ((7, token), reward),
-                (0, 1): ((8,), 0.0),
-            },
+            responses={(0, 0): ((7, token), reward), (0, 1): ((8,), 0.0)},
         )
         for step, token in enumerate(tokens, start=1)
     }
