@@ -43,6 +43,7 @@ def _attend_part(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     PART: tl.constexpr,
+    SCANNED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Attend with one block of queries over one part of the keys, into `out` and `lse` [.., M]."""
@@ -58,12 +59,12 @@ def _attend_part(
     biases = bias + batch * bias_batch + (rows // queries_per_bias)[:, None] * bias_row
     begin, limit = part * PART, tl.minimum(part * PART + PART, num_keys)
     end = begin
-    for start in range(begin, limit, KEYS):
-        at = start + keys
+    for start in range(begin, limit, SCANNED):
+        at = start + tl.arange(0, SCANNED)
         is_pair = is_row[:, None] & (at < limit)[None, :]
         seen = tl.load(biases + at[None, :], mask=is_pair, other=-float("inf"))
-        is_seen = tl.max(seen.to(WIDE)) > -float("inf")
-        end = tl.where(is_seen, tl.minimum(start + KEYS, limit), end)
+        is_seen = tl.max(seen.to(WIDE), axis=0) > -float("inf")
+        end = tl.maximum(end, tl.max(tl.where(is_seen, at + 1, begin), axis=0))
 
     places = batch * query_batch + head * query_head + rows[:, None] * query_row + dims[None, :]
     queries = tl.load(query + places, mask=is_row[:, None] & is_dim[None, :], other=0.0)
@@ -138,20 +139,24 @@ def triton_wide(dtype: torch.dtype) -> tl.dtype:
 # By bytes of an item: keys of a block, most queries of one, and blocks of keys and values that are loaded ahead. Together
 # they fit into the shared memory of compute capability 8.9, the smallest of those that are compiled for in tests: 99 KiB.
 _BLOCKS = {2: (64, 64, 2), 4: (32, 64, 2), 8: (16, 32, 2)}
+_SCANNED_BIASES = 8192  # of one load, at most 64 for each thread
 
 
 def options_of(dtype: torch.dtype, num_queries: int, head_dim: int) -> dict[str, object]:
-    """Return the compile-time arguments of `_attend_part` for queries of `dtype`, and its `num_stages`."""
+    """Return the compile-time arguments of `_attend_part` for queries of `dtype`, and how it is launched."""
     keys, most_queries, num_stages = _BLOCKS[dtype.itemsize]
+    block = min(max(triton.next_power_of_2(num_queries), 16), most_queries)
     return {
         "SCALE": head_dim**-0.5,
         "HEAD_DIM": head_dim,
         "HEAD_BLOCK": max(triton.next_power_of_2(head_dim), 16),
-        "QUERIES": min(max(triton.next_power_of_2(num_queries), 16), most_queries),
+        "QUERIES": block,
         "KEYS": keys,
         "PART": PART_KEYS,
+        "SCANNED": min(_SCANNED_BIASES // block, PART_KEYS),
         "WIDE": triton_wide(dtype),
         "num_stages": num_stages,
+        "num_warps": 4 if block == 16 else 8,  # with 4, a larger block does not fit into registers
     }
 
 
