@@ -19,14 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # (API, Hub, mixtures, exchange, planner, server) the wish was 18,800 for the package, 5,200 for tools
 # and 25,000 for tests.
 CODE_LINES = {
-    "tlt_megatron": 21_630,
+    "tlt_megatron": 21_635,
     "tlt_megatron/api": 310,
     "tlt_megatron/config": 1_950,
     "tlt_megatron/data": 500,
     "tlt_megatron/drafter": 775,
     "tlt_megatron/engines": 3_975,
     "tlt_megatron/mcore": 2_350,
-    "tlt_megatron/models": 2_445,
+    "tlt_megatron/models": 2_450,
     "tlt_megatron/policy": 1_090,
     "tlt_megatron/rewards": 950,
     "tlt_megatron/runtime": 1_880,
