@@ -3,7 +3,8 @@
 This is the bucketed graph pool of TLT (arXiv 2511.16665): bucketed batch sizes, separate target and
 drafter captures, one capture per shape, one memory pool. A strategy is planned for batches whose verify
 pass has at most _VERIFY_TOKENS rows. All strategies of a batch bucket share one verify capture, as
-wide as the widest of them: a pass of so many rows costs about as much as one row.
+wide as the widest of them: a pass of so many rows costs about as much as one row. Each has its own
+draft capture, of all depths of its trees.
 """
 
 from __future__ import annotations

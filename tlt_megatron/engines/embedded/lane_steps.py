@@ -60,9 +60,8 @@ class Report(NamedTuple):
     num_committed: list[int]
     num_accepted: list[int]  # drafted tokens, also after the end
     first_by_depth: list[int]  # of all rows together: see `verify.first_on_path`; 0 for a chain
-    kept: list[
-        list[Tensor]
-    ]  # the ids that top-p and top-k kept at each committed token; [] without
+    # the ids that top-p and top-k kept at each committed token; [] without
+    kept: list[list[Tensor]]
 
 
 class Committed(NamedTuple):
@@ -90,7 +89,11 @@ class Committed(NamedTuple):
             starts = range(0, len(ids), num_slots)
             kept = [ids[i : i + n] for i, n in zip(starts, num_committed, strict=True)]
         return Report(
-            [flag == 1 for flag in ended], num_committed, num_accepted, [*map(sum, first)], kept
+            has_ended=[flag == 1 for flag in ended],
+            num_committed=num_committed,
+            num_accepted=num_accepted,
+            first_by_depth=[sum(flags) for flags in first],
+            kept=kept,
         )
 
 
