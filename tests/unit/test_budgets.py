@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # (API, Hub, mixtures, exchange, planner, server) the wish was 18,800 for the package, 5,200 for tools
 # and 25,000 for tests.
 CODE_LINES = {
-    "tlt_megatron": 21_635,
+    "tlt_megatron": 21_640,
     "tlt_megatron/api": 310,
     "tlt_megatron/config": 1_950,
     "tlt_megatron/data": 500,
