@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import socketserver
 from collections.abc import Sequence
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,14 +26,11 @@ if TYPE_CHECKING:
 _HOST = "127.0.0.1"
 
 
-class WatchServer(socketserver.ThreadingTCPServer):
+class WatchServer(ThreadingHTTPServer):
     """Serves the pages of `runs` at /0/, /1/, ..., of several also one that compares them at /all/.
 
     The version of a page is at <address>version. Port 0: any free one.
     """
-
-    allow_reuse_address = True
-    daemon_threads = True
 
     def __init__(self, runs: Sequence[LiveRun], port: int) -> None:
         from tools.run_report.live import LiveComparison

@@ -30,6 +30,7 @@ from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import config_of
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch, pack_sequences
+from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.spot.drafter_checkpoint import AsyncDrafterCheckpointer, DrafterCheckpoint
@@ -43,20 +44,11 @@ from tools.bench.measure import (
     told,
     wall_seconds,
 )
-from tools.gpu.shapes import QWEN_2_5_7B
+from tools.gpu.shapes import MODEL_CONFIGS
 from tools.load_engine import LoadedPolicy
 
 FULL, ASYNCHRONOUS = "full", "async"
-_REAL_TARGET = dataclasses.replace(
-    QWEN_2_5_7B,
-    vocab_size=32768,
-    hidden_size=512,
-    ffn_size=1536,
-    num_layers=16,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-)
+_REAL_TARGET = load_model_config(MODEL_CONFIGS / "80m")
 _NUM_REQUESTS, _NUM_SAMPLES, _MAX_NEW_TOKENS, _SEED = 256, 8, 600, 2
 
 
