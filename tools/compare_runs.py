@@ -70,13 +70,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN")
     folders = parser.parse_args().runs
-    for wanted, problem in (
-        ("", "no such run folder"),
-        ("rollouts", "no rollouts/: the run needs logging.rollouts=true"),
-    ):
-        missing = [str(folder) for folder in folders if not (folder / wanted).is_dir()]
-        if missing:
-            raise ValueError(f"{', '.join(missing)}: {problem}")
+    if missing := [str(folder) for folder in folders if not folder.is_dir()]:
+        raise ValueError(f"{', '.join(missing)}: no such run folder")
     one, other = (read_run(folder) for folder in folders)
     if not one.keys() & other.keys():
         raise ValueError(f"{folders[0]} and {folders[1]} have no step in common")

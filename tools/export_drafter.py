@@ -119,11 +119,10 @@ def server_command(format: str, policy: str, drafter: Path | None) -> list[str]:
     command = ["python", "-m", "sglang.launch_server", "--model-path", policy]
     if drafter is None:
         return command
-    names = ("algorithm", "draft-model-path", "num-steps", "eagle-topk", "num-draft-tokens")
-    values = (method.upper(), str(drafter), "4", "1", "5")
-    return command + [
-        w for n, v in zip(names, values, strict=True) for w in (f"--speculative-{n}", v)
-    ]
+    start = ["--speculative-algorithm", method.upper()]
+    start += ["--speculative-draft-model-path", str(drafter), "--speculative-num-steps", "4"]
+    start += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "5"]
+    return command + start
 
 
 def find_drafter(path: Path) -> Path:

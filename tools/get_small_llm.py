@@ -10,6 +10,8 @@ import argparse
 import importlib.util
 from pathlib import Path
 
+from tlt_megatron.runtime.durable import new_folder
+
 
 def make_folder(gguf: Path, out: Path) -> None:
     """Write config, tokenizer and float32 safetensors of the model in `gguf` to the folder `out`."""
@@ -24,10 +26,9 @@ def make_folder(gguf: Path, out: Path) -> None:
         config, dtype=torch.float32
     )  # the read model is marked as quantized
     plain.load_state_dict(read.state_dict())
-    partial = out.with_name(f"{out.name}.partial")
-    plain.save_pretrained(partial)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(partial)
-    partial.replace(out)  # only a complete folder counts as made
+    with new_folder(out) as folder:  # only a complete one counts as made
+        plain.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
 def main() -> None:

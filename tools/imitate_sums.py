@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from tlt_megatron.runtime.durable import new_folder
 from tools import sum_task
 from tools.imitation import NO_LABEL, Row, pack, pad
 
@@ -55,11 +55,9 @@ def main(arguments: list[str] | None = None) -> None:
         optimizer.step()
         optimizer.zero_grad()
         print(f"step {step}/{options.steps} loss {loss.item():.3f}", flush=True)
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    tokenizer.save_pretrained(partial)
-    model.save_pretrained(partial)
-    partial.rename(out)
+    with new_folder(out) as folder:
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
     print(f"made {out}")
 
 
