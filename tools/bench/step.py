@@ -118,8 +118,7 @@ def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
     share = _sum(base, timed, ROLLOUT_SECONDS) / _sum(base, timed, STEP_SECONDS)
     print_speed(found, f"median (min-max), {len(timed)} timed steps")
     print(
-        f"equal tokens: out of {len(later)} steps;"
-        f" without speculation rollouts take {share:.0%} of a step"
+        f"equal tokens: out of {len(later)} steps; without speculation rollouts take {share:.0%} of a step"
     )
     return {"variants": found, "rollout_share": share, "num_timed_steps": len(timed)}
 

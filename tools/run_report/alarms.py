@@ -112,10 +112,7 @@ def _engines_differ(rows: Sequence[Row], config: Sections) -> str:
     values = _last(rows, name, 1)
     if not values or values[0] <= bound:
         return ""
-    return (
-        f"Log-probs of rollout and training differ by {values[0]:.3g} nats ({name}); allowed is "
-        f"{bound:g}."
-    )
+    return f"Log-probs of rollout and training differ by {values[0]:.3g} nats ({name}); allowed is {bound:g}."
 
 
 def _stall(rows: Sequence[Row]) -> str:
