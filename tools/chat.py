@@ -92,3 +92,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt chat")

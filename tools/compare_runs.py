@@ -111,3 +111,7 @@ def compare(one: Run, other: Run) -> tuple[list[str], bool]:
 
 def _num_same(one: StepRecord, other: StepRecord) -> int:
     return sum(response == other.responses.get(key) for key, response in one.responses.items())
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt compare")

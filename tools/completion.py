@@ -36,3 +36,7 @@ def main() -> None:
         for field in dataclasses.fields(getattr(config, section.name))
     ]
     print(_SCRIPT.format(commands=" ".join(COMMANDS), settings=" ".join(settings)), end="")
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt completion")

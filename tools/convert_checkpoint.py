@@ -134,3 +134,7 @@ def _parse() -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), help=by_default)
     add("--push-to-hub", metavar="ID", help="upload the Hugging Face folder")
     return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt convert")

@@ -73,3 +73,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--out", type=Path, help="new run folder; default runs/evaluation-<time>")
     add("--nproc-per-node", metavar="N", help="ranks; default tensor x pipeline")
     return parser.parse_known_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt evaluate")

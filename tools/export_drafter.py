@@ -312,3 +312,7 @@ def _parse() -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
     add("--push-to-hub", metavar="ID", help="upload the folder")
     return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt export-drafter")

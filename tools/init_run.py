@@ -186,3 +186,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--label-key", default="", help="default label or reward_model.ground_truth")
     add("--out", type=Path, default=Path(), help="folder; default: this one")
     return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt init")

@@ -209,3 +209,7 @@ def _typed(text: str) -> Any:
         return None if text == "None" else yaml.safe_load(text)
     except yaml.YAMLError:
         return text
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt migrate")

@@ -62,3 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     elif given.lengths or given.against:
         parser.error("--lengths and --against need --simulate RUN")
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt plan")

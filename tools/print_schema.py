@@ -76,3 +76,7 @@ def _type(hint: Any) -> dict[str, Any]:
     if origin is dict:
         return {"type": "object", "additionalProperties": _type(arguments[1])}
     return {"type": _TYPES[origin]} if origin in _TYPES else {}
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt schema")

@@ -74,3 +74,7 @@ def _steps(text: str) -> tuple[int, int]:
             f"{text!r}: expected a step such as 7, or steps such as 7-8"
         )
     return int(match[1]), int(match[2] or match[1])
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt report")

@@ -62,3 +62,7 @@ def _parse() -> argparse.Namespace:
     add("--port", type=int, default=8000)
     add("--max-tokens", type=int, default=2048, help="prompt and response, embedded")
     return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt serve")

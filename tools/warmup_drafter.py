@@ -184,3 +184,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.measure_minutes <= 0:
         parser.error(f"--measure-minutes {options.measure_minutes:g}: must be > 0")
     return options
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt train-drafter")

@@ -113,3 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"watch: http://{_HOST}:{server.port}/ (Ctrl-C ends it)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt watch")
