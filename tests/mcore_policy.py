@@ -189,10 +189,12 @@ def export(policy: McorePolicyModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in policy.export_hf_weights()}
 
 
-def check_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Each weight to 1e-5 of its norm."""
+def check_weights(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rel: float = 1e-5
+) -> None:
+    """Each weight to `rel` of its norm."""
     for name, weight in expected.items():
-        assert (found[name] - weight).norm() <= 1e-5 * weight.norm(), name
+        assert (found[name] - weight).norm() <= rel * weight.norm(), name
 
 
 def check_trained(

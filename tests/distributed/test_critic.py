@@ -112,9 +112,10 @@ def one_rank(tied_path: Path) -> Any:
         (Layout(world=2), 20),
         (Layout(world=2, tensor=2), 20),
         (Layout(world=2, pipeline=2), 30),
+        (Layout(world=4, context=2, tensor=2), 20),
         (Layout(world=4, tensor=2, pipeline=2), 20),
     ],
-    ids=("one_sequence", "one_pack", "dp2", "tp2", "pp2", "tp2_pp2"),
+    ids=("one_sequence", "one_pack", "dp2", "tp2", "pp2", "cp2_tp2", "tp2_pp2"),
 )
 def test_updates_equal_those_of_one_rank(
     tied_path: Path, tmp_path: Path, one_rank: Any, layout: Layout, micro_batch_tokens: int

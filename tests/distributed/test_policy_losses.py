@@ -118,9 +118,10 @@ def test_the_sections_reach_what_they_are_about(one_rank: dict[str, tuple[list, 
         (Layout(world=2), 20),
         (Layout(world=2, tensor=2), 20),
         (Layout(world=2, pipeline=2), 30),
+        (Layout(world=4, context=2), 30),
         (Layout(world=4, tensor=2, pipeline=2), 20),
     ],
-    ids=("one_sequence", "one_pack", "dp2", "tp2", "pp2", "tp2_pp2"),
+    ids=("one_sequence", "one_pack", "dp2", "tp2", "pp2", "cp2_dp2", "tp2_pp2"),
 )
 def test_updates_equal_those_of_one_rank(
     model_path: Path,
@@ -134,7 +135,8 @@ def test_updates_equal_those_of_one_rank(
             mine, exported = results[name]
             for step, expected in zip(mine, steps, strict=True):
                 assert step == pytest.approx(expected, rel=1e-4, abs=1e-5), name
-            check_weights(exported, weights)
+            # Adam's first step enlarges the rounding errors of gradients near 0.
+            check_weights(exported, weights, 3e-5 if layout.context > 1 else 1e-5)
 
 
 PROMPTS = [

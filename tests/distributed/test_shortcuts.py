@@ -50,10 +50,11 @@ LAYOUTS = [
     (Layout(world=2), {}),
     (Layout(world=2, tensor=2), {}),
     (Layout(world=2, pipeline=2), {}),
+    (Layout(world=2, context=2), {}),
     (Layout(world=2, pipeline=2), {"recompute": "full"}),
     (Layout(world=4, tensor=2, pipeline=2), {"recompute": "selective"}),
 ]
-NAMES = ("tp1", "dp2", "tp2", "pp2", "pp2_recomputed", "tp2_pp2_selective")
+NAMES = ("tp1", "dp2", "tp2", "pp2", "cp2", "pp2_recomputed", "tp2_pp2_selective")
 
 
 @pytest.mark.parametrize(("layout", "mcore"), LAYOUTS, ids=NAMES)

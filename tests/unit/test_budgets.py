@@ -34,7 +34,7 @@ CODE_LINES = {
     "tlt_megatron/spot": 1_020,
     "tlt_megatron/trainer": 2_985,
     "tools": 6_130,
-    "tests": 27_375,
+    "tests": 27_380,
 }
 NUM_SETTINGS = 115
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things
