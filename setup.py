@@ -14,7 +14,9 @@ URL = os.environ.get("REPO_URL", "").rstrip(
 
 
 class BuildWithPrograms(build_py):
-    """A wheel holds launch/, tools/ and examples/ inside the package, where the command `tlt` finds them."""
+    """A wheel holds launch/, tools/ and examples/ inside the package, where the command `tlt` finds
+    them.
+    """
 
     def run(self) -> None:
         """Copy them, unless the install is editable: then they stand beside the package."""
@@ -31,7 +33,9 @@ class BuildWithPrograms(build_py):
 
 
 def readme() -> str:
-    """Return README.md. With REPO_URL set, its links and pictures also work on a package registry's page."""
+    """Return README.md. With REPO_URL set, its links and pictures also work on a package registry's
+    page.
+    """
     text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
     if not URL:
         return text

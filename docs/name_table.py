@@ -1,4 +1,6 @@
-"""Writes the tables of docs/coming_from.md from `config/other_names.txt`: python -m docs.name_table."""
+"""Writes the tables of docs/coming_from.md from `config/other_names.txt`: python -m
+docs.name_table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Renews docs/report.png and the numbers of the quickstart in README and docs/performance.md, all from one run: `make figures`."""
+"""Renews docs/report.png and the numbers of the quickstart in README and docs/performance.md, all
+from one run: `make figures`.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def draw(run_dir: Path, browser: str, steps: tuple[int, int]) -> None:
 
 
 def busiest_steps(rows: list[dict[str, float | None]]) -> tuple[int, int]:
-    """Return the two steps of the run's second half in which idle ranks trained the drafter longest."""
+    """Return the two steps of the run's second half in which idle ranks trained the drafter
+    longest.
+    """
     used = {int(row["step"] or 0): row.get("bubble/used_s") or 0.0 for row in rows}
     later = [step for step in used if step > max(used) / 2 and step - 1 in used]
     last = max(later, key=lambda step: used[step - 1] + used[step])

@@ -1,7 +1,9 @@
-"""Hook of mkdocs.yml: pages that stand elsewhere in the repository, and references that are generated from the code.
+"""Hook of mkdocs.yml: pages that stand elsewhere in the repository, and references that are
+generated from the code.
 
-Links in the repository name files, so that they work where the files are read. `resolve_links` turns them into links between
-pages. A link to a file that is no page becomes the file's name. A link to no file stays, and `mkdocs build --strict` refuses it.
+Links in the repository name files, so that they work where the files are read. `resolve_links`
+turns them into links between pages. A link to a file that is no page becomes the file's name. A
+link to no file stays, and `mkdocs build --strict` refuses it.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Refuse a page that loads a file from another host. What the offline search would load is replaced by docs/file_worker.js."""
+    """Refuse a page that loads a file from another host. What the offline search would load is
+    replaced by docs/file_worker.js.
+    """
     from mkdocs.exceptions import PluginError
 
     script = (REPO / "docs" / "file_worker.js").read_text(encoding="utf-8")
@@ -75,7 +79,9 @@ def pages() -> dict[str, str]:
 
 
 def resolve_links(markdown: str, page: str) -> str:
-    """Return `markdown` of the page `page` of docs/ with links to files of the repository as links to pages."""
+    """Return `markdown` of the page `page` of docs/ with links to files of the repository as links
+    to pages.
+    """
     origin = (REPO / INCLUDED.get(page, f"docs/{page}")).parent
 
     def resolve(link: re.Match[str]) -> str:
@@ -101,7 +107,9 @@ def commands() -> str:
 
 
 def configuration() -> str:
-    """Return the page of all settings: key, allowed values, default, and the comment in the source."""
+    """Return the page of all settings: key, allowed values, default, and the comment in the
+    source.
+    """
     parts = [
         "# Configuration",
         "Every setting of a run, generated from `config/schema.py`. Set it as `section.key=value`.",
@@ -135,7 +143,9 @@ def _cell(text: str) -> str:
 
 
 def _comments(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield the comment of each field of a class by its name: those above it, on its lines, or both."""
+    """Yield the comment of each field of a class by its name: those above it, on its lines, or
+    both.
+    """
     source = inspect.getsource(kind)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     found = [token for token in tokens if token.type == tokenize.COMMENT]

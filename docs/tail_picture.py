@@ -1,7 +1,8 @@
-"""Draws one RL step of the quickstart with TLT and, below it, the same step without: `make figures`.
+"""Draws one RL step of the quickstart with TLT and, below it, the same step without: `make
+figures`.
 
-Both runs draw the same tokens, so the two steps are the same work. What is drawn is measured; its numbers are in
-docs/figures/tail.json, with the commit.
+Both runs draw the same tokens, so the two steps are the same work. What is drawn is measured; its
+numbers are in docs/figures/tail.json, with the commit.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Step:
 
 def main() -> None:
     """Write both pictures and the JSON. ValueError if the runs are not of the same work."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("tlt", type=Path)
     parser.add_argument("plain", type=Path)
     parser.add_argument("--commit", required=True)
@@ -98,7 +99,9 @@ def read_step(folder: Path, number: int) -> Step:
 
 
 def _is_evaluation(span: Span, spans: list[Span]) -> bool:
-    """Return whether the pass belongs to an evaluation, which the trace has at the start of a step."""
+    """Return whether the pass belongs to an evaluation, which the trace has at the start of a
+    step.
+    """
     return any(s.name == "EVAL" and s.start_s <= span.start_s < s.end_s for s in spans)
 
 

@@ -1,13 +1,15 @@
-"""A reward model behind a URL, asked with a timeout and a bounded number of retries. Only the standard library.
+"""A reward model behind a URL, asked with a timeout and a bounded number of retries. Only the
+standard library.
 
     export REWARD_MODEL_URL=http://judge:8000/score
     reward:
       function: examples/reward_model_http.py:compute_score
       timeout_s: 60         # for one response, all attempts together
-      on_error: zero        # a model that stays away gives 0, counted in reward/num_errors and reward/num_timeouts
+      on_error: zero  # a model that stays away gives 0, counted in reward/num_{errors,timeouts}
 
-The model gets POST {"prompt_source", "response", "reference"} as JSON and answers {"score": 0.7}. Further numbers of the answer
-become metrics. Change `_question` for a model with other keys. One worker asks about up to 64 responses at once.
+The model gets POST {"prompt_source", "response", "reference"} as JSON and answers {"score": 0.7}.
+Further numbers of the answer become metrics. Change `_question` for a model with other keys. One
+worker asks about up to 64 responses at once.
 """
 
 from __future__ import annotations

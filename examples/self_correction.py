@@ -1,7 +1,9 @@
-"""An environment that gives a second chance: a wrong answer gets the question again, with the first attempt before it.
+"""An environment that gives a second chance: a wrong answer gets the question again, with the first
+attempt before it.
 
-The policy sees that its first answer was wrong only by being asked again. `examples/self_correction.yaml` runs it. A reward
-function gets all turns as one text: `math` scores the last answer, `exact` the one behind the last "####".
+The policy sees that its first answer was wrong only by being asked again.
+`examples/self_correction.yaml` runs it. A reward function gets all turns as one text: `math` scores
+the last answer, `exact` the one behind the last "####".
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Trackers of your own: MLflow, SwanLab and Trackio, as `logging.trackers=[examples/trackers.py:MlFlow]`, `:SwanLab`, `:Trackio`.
+"""Trackers of your own: MLflow, SwanLab and Trackio, as
+`logging.trackers=[examples/trackers.py:MlFlow]`, `:SwanLab`, `:Trackio`.
 
-Each needs its package: `pip install mlflow`, `swanlab` or `trackio`. `logging.project` names the project.
+Each needs its package: `pip install mlflow`, `swanlab` or `trackio`. `logging.project` names the
+project.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from tlt_megatron.runtime.trackers import COLUMNS, Row, Settings
 
 
 class MlFlow:
-    """Writes to MLflow: to MLFLOW_TRACKING_URI, else without a server to <run_dir>/mlflow.db and mlartifacts.
+    """Writes to MLflow: to MLFLOW_TRACKING_URI, else without a server to <run_dir>/mlflow.db and
+    mlartifacts.
 
-    A resumed run is a run of its own, because MLflow keeps both values of a step that is done again.
+    A resumed run is a run of its own, because MLflow keeps both values of a step that is done
+    again.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class MlFlow:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return the name with "_" for the characters that MLflow refuses: "mean@4" becomes "mean_4"."""
+    """Return the name with "_" for the characters that MLflow refuses: "mean@4" becomes
+    "mean_4".
+    """
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
@@ -96,7 +102,8 @@ class SwanLab:
 
 
 class Trackio:
-    """Writes to Trackio: to a Space of the Hub that TRACKIO_SPACE_ID names, else to this machine, where `trackio show` shows it.
+    """Writes to Trackio: to a Space of the Hub that TRACKIO_SPACE_ID names, else to this machine,
+    where `trackio show` shows it.
 
     A resumed run goes on in its own curves.
     """

@@ -73,7 +73,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_program(arguments: list[str]) -> list[str]:
-    """Fetch for this node what settings name by an id of the Hub. Return the settings that name the folders instead.
+    """Fetch for this node what settings name by an id of the Hub. Return the settings that name the
+    folders instead.
 
     ValueError for settings or files that launch/pretrain_rl.py would refuse on any number of ranks.
     """

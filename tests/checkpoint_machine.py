@@ -1,7 +1,9 @@
-"""Checkpoints as a state machine: saves that are cut off at any file operation, damage, resumes, in any order.
+"""Checkpoints as a state machine: saves that are cut off at any file operation, damage, resumes, in
+any order.
 
-What must hold: the newest intact checkpoint is the one that loads, a save that did not end takes nothing away, the pointer's
-target stays. The policy is a single number here, so a save costs milliseconds; the file operations are the real ones.
+What must hold: the newest intact checkpoint is the one that loads, a save that did not end takes
+nothing away, the pointer's target stays. The policy is a single number here, so a save costs
+milliseconds; the file operations are the real ones.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class NumberModel:
 
 
 class CheckpointMachine(RuleBasedStateMachine):
-    """`intact` are the values of the checkpoints that should load, by folder, in the order of writing."""
+    """`intact` are the values of the checkpoints that should load, by folder, in the order of
+    writing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +83,9 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule(ahead=st.integers(1, 2), operation=st.integers(1, 40), is_full=st.booleans())
     def cut_off_save(self, ahead: int, operation: int, is_full: bool) -> None:
-        """The process ends, or the disk is full, at a file operation of a save. The run resumes from what is there."""
+        """The process ends, or the disk is full, at a file operation of a save. The run resumes
+        from what is there.
+        """
         self.num_values += 1
         value, before = self.num_values, list(self.intact)
         pid = os.fork()
@@ -99,7 +105,9 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.resume()
 
     def save_until(self, step: int, operation: int, is_full: bool) -> None:
-        """In a process of its own: save, and be cut off at the given file operation. Never returns."""
+        """In a process of its own: save, and be cut off at the given file operation. Never
+        returns.
+        """
         code = 70
         cut_off_at(operation, self.root, is_full)
         self.model.value = self.num_values
@@ -130,7 +138,9 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        """A new process takes the newest intact checkpoint, or refuses where every one is damaged."""
+        """A new process takes the newest intact checkpoint, or refuses where every one is
+        damaged.
+        """
         self.manager = self.make_manager()
         saved = self.find()
         if not self.intact:
@@ -150,7 +160,9 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.step = saved.step
 
     def find(self) -> SavedRun | None:
-        """What a resumed run starts from; None too where it is refused, which is right only if nothing is intact."""
+        """What a resumed run starts from; None too where it is refused, which is right only if
+        nothing is intact.
+        """
         try:
             return find_saved_run(self.root, SINGLE)
         except ValueError:
@@ -174,7 +186,9 @@ class CheckpointMachine(RuleBasedStateMachine):
 
 
 def cut_off_at(operation: int, root: Path, is_full: bool) -> None:
-    """In this process: end it at the given operation on files below `root`, or let the disk be full from there on."""
+    """In this process: end it at the given operation on files below `root`, or let the disk be full
+    from there on.
+    """
     count = 0
 
     def on_audit(event: str, arguments: tuple[Any, ...]) -> None:

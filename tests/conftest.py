@@ -1,4 +1,6 @@
-"""Shared fixtures. One OpenMP thread, set before torch is imported: forked ranks need it (tests/ranks.py)."""
+"""Shared fixtures. One OpenMP thread, set before torch is imported: forked ranks need it
+(tests/ranks.py).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Take back the threads that a tool in a test asked for: a process forked later would wait for them forever."""
+    """Take back the threads that a tool in a test asked for: a process forked later would wait for
+    them forever.
+    """
     yield
     torch.set_num_threads(1)

@@ -1,4 +1,6 @@
-"""Sequences of drafter data that carry their name in tokens and states, and what a buffer holds of them."""
+"""Sequences of drafter data that carry their name in tokens and states, and what a buffer holds of
+them.
+"""
 
 from __future__ import annotations
 

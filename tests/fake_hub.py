@@ -1,4 +1,6 @@
-"""A server on this machine that speaks the part of the Hugging Face Hub's protocol that downloads use."""
+"""A server on this machine that speaks the part of the Hugging Face Hub's protocol that downloads
+use.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""One rank of a policy on Megatron-core with tensors that have sizes and no numbers: what it allocates, by part and by phase.
+"""One rank of a policy on Megatron-core with tensors that have sizes and no numbers: what it
+allocates, by part and by phase.
 
-megatron-core's own model, DistributedDataParallel, optimizer and pipeline schedule run under FakeTensorMode over a process
-group whose collectives do nothing. Transformer Engine is not there: stand-ins for its attention, norm and rotary embedding
-save for the backward pass what its kernels save. Not counted: communication buffers, workspaces, fragmentation.
+megatron-core's own model, DistributedDataParallel, optimizer and pipeline schedule run under
+FakeTensorMode over a process group whose collectives do nothing. Transformer Engine is not there:
+stand-ins for its attention, norm and rotary embedding save for the backward pass what its kernels
+save. Not counted: communication buffers, workspaces, fragmentation.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ class LiveBytes(TorchDispatchMode):
 def measure_policy(
     config: RunConfig, world_size: int, stage: int, num_tokens: int, num_micro_batches: int
 ) -> PolicyBytes:
-    """Build `stage` of the policy of `config` and train two steps of `num_micro_batches` of `num_tokens` each.
+    """Build `stage` of the policy of `config` and train two steps of `num_micro_batches` of
+    `num_tokens` each.
 
     Changes torch and Megatron: call it in a forked process (`run_ranks(1, ..., has_world=False)`).
     """
@@ -163,7 +166,9 @@ def _join_fake_world(config: RunConfig, world_size: int, stage: int) -> ProcessG
 
 
 def _install_stand_ins(stage_shape: tuple[int, ...]) -> None:
-    """`stage_shape` is that of the tensors between pipeline stages, which are never received here."""
+    """`stage_shape` is that of the tensors between pipeline stages, which are never received
+    here.
+    """
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

@@ -1,5 +1,5 @@
-"""What the tests of captured graphs run: steps over rows in lanes of a small random target and drafter, on CPU and GPU,
-and a stand-in for a GPU's graphs on the CPU.
+"""What the tests of captured graphs run: steps over rows in lanes of a small random target and
+drafter, on CPU and GPU, and a stand-in for a GPU's graphs on the CPU.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ _FORBIDDEN = ("_local_scalar_dense", "lift_fresh", "nonzero", "is_nonzero", "equ
 
 
 class RecordedGraphs:
-    """Graph memory without a GPU: a graph is the list of calls on tensors that the work made, and replaying it makes them
-    again on the very same tensors, without any Python of the work's. `graphs` has a reference to each."""
+    """Graph memory without a GPU: a graph is the list of calls on tensors that the work made, and
+    replaying it makes them again on the very same tensors, without any Python of the work's.
+    `graphs` has a reference to each."""
 
     def __init__(self, graphs: list[weakref.ref] | None = None) -> None:
         self._graphs = [] if graphs is None else graphs
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `engines.embedded.graph_pool.GraphMemory`. Noise is made by torch as on a GPU, because calls of NumPy are not seen."""
+        """See `engines.embedded.graph_pool.GraphMemory`. Noise is made by torch as on a GPU,
+        because calls of NumPy are not seen.
+        """
         with mock.patch.object(sampling, "noise_of_ids", sampling.gumbel_of):
             work()
             with _Recorder() as recorder:
@@ -166,8 +169,9 @@ class LanePasses:
     def run(
         self, steps: GraphPool, strategy: SpeculationStrategy, batch_size: int, seed: int = 0
     ) -> tuple[Tensor, ...]:
-        """Draft and verify in a pool. Return copies of what is read afterwards of at most depth + 1 tokens: what was
-        proposed, what was committed, and what the KV holds at the root of each row.
+        """Draft and verify in a pool. Return copies of what is read afterwards of at most depth + 1
+        tokens: what was proposed, what was committed, and what the KV holds at the root of each
+        row.
         """
         state_FB, view = self.state(batch_size, seed), self.view(batch_size)
         tree = chain_tree(state_FB.new_empty(batch_size, 0))

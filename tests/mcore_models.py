@@ -1,4 +1,5 @@
-"""Tiny models in Megatron at any layout of forked ranks: how tests build them, and whether they export their source.
+"""Tiny models in Megatron at any layout of forked ranks: how tests build them, and whether they
+export their source.
 
 Importing this imports megatron.core in the test process, so that forked ranks need not.
 """

@@ -1,4 +1,5 @@
-"""What the tests of the Megatron policy share: tiny packed data, a loss, and a policy on any layout of forked ranks.
+"""What the tests of the Megatron policy share: tiny packed data, a loss, and a policy on any layout
+of forked ranks.
 
 Importing this imports megatron.core in the test process, so that forked ranks need not.
 """
@@ -87,7 +88,9 @@ def build_policy(
 
 
 def make_micro_batch(lengths: Sequence[int], seed: int) -> MicroBatch:
-    """Sequences of `lengths` random tokens; the first third of each (one token at least) is prompt."""
+    """Sequences of `lengths` random tokens; the first third of each (one token at least) is
+    prompt.
+    """
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
     token_ids = torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=generator)
@@ -133,7 +136,9 @@ def share_of(batch: list[MicroBatch], groups: ProcessGroups, shares: Sequence[in
 
 
 def tiny_loss(logprobs: TokenLogprobs, micro_batch: MicroBatch) -> LossResult:
-    """Weighted policy gradient with a little entropy: every part of the log-probs gets a gradient."""
+    """Weighted policy gradient with a little entropy: every part of the log-probs gets a
+    gradient.
+    """
     per_token = -logprobs.logprobs * micro_batch.advantages - 0.1 * logprobs.entropy
     loss_sum = (per_token * micro_batch.loss_weights).sum()
     return LossResult(
@@ -154,9 +159,11 @@ def train(
     between: Callable[[McorePolicyModel], None] = lambda policy: None,
     make: Callable[[int], list[MicroBatch]] = make_batch,
 ) -> dict[str, Any]:
-    """One optimizer step per seed; metric sums over data-parallel ranks, stats, and the weights at the end.
+    """One optimizer step per seed; metric sums over data-parallel ranks, stats, and the weights at
+    the end.
 
-    `between` is called before each step. `make` returns the micro-batches of all ranks for a seed."""
+    `between` is called before each step. `make` returns the micro-batches of all ranks for a seed.
+    """
     sums, stats = [], []
     for seed in seeds:
         between(policy)
@@ -200,7 +207,9 @@ def check_weights(
 def check_trained(
     results: Sequence[dict[str, Any]], expected: dict[str, Any], rel: float = 1e-5
 ) -> None:
-    """What `train` returned on every rank: losses, gradient norms and weights are those of one rank."""
+    """What `train` returned on every rank: losses, gradient norms and weights are those of one
+    rank.
+    """
     for step, sums in enumerate(expected["sums"]):
         by_dp_rank = {result["dp_rank"]: result["sums"][step] for result in results}
         for name, value in sums.items():

@@ -1,6 +1,8 @@
-"""A model folder, a drafter's folder and prompts as bytes on disk, made without torch: what is checked before it is imported.
+"""A model folder, a drafter's folder and prompts as bytes on disk, made without torch: what is
+checked before it is imported.
 
-Weights are zeros but for what a test sets. Sizes are those of a llama with 2 layers and a vocabulary of 32.
+Weights are zeros but for what a test sets. Sizes are those of a llama with 2 layers and a
+vocabulary of 32.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_model(folder: Path, **config: Any) -> dict[str, Tensor]:
-    """config.json (CONFIG with `config` over it; None drops a key), zero weights, a tokenizer; gives the tensors."""
+    """config.json (CONFIG with `config` over it; None drops a key), zero weights, a tokenizer;
+    gives the tensors.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     settings = {name: v for name, v in (CONFIG | config).items() if v is not None}
     (folder / "config.json").write_text(json.dumps(settings))

@@ -1,4 +1,6 @@
-"""What tests of the policy update share: scored responses, a packed micro-batch, a trainer over a model."""
+"""What tests of the policy update share: scored responses, a packed micro-batch, a trainer over a
+model.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def make_trainer(
 
 
 def make_packed(mask: Sequence[float], **fields: Any) -> MicroBatch:
-    """A micro-batch of one sequence whose old and rollout log-probs are -1, with the loss of `mask`."""
+    """A micro-batch of one sequence whose old and rollout log-probs are -1, with the loss of
+    `mask`.
+    """
     size, mask_P = len(mask), torch.tensor(mask)
     defaults = {
         "token_ids": torch.zeros(size, dtype=torch.int64),

@@ -1,8 +1,10 @@
-"""A stand-in for a GPU on a machine without one: tensors that say they are on cuda:0 and are computed on the CPU.
+"""A stand-in for a GPU on a machine without one: tensors that say they are on cuda:0 and are
+computed on the CPU.
 
-Used by tests of code that must run on CUDA. What to know: code takes its CUDA branches, and what a GPU would refuse is an
-error here: an operation on tensors of two devices, a kernel that exists on CPUs alone, and, while a pass is captured,
-whatever reads back, brings numbers from the host, or leaves a tensor in the graph's own memory that is read outside it.
+Used by tests of code that must run on CUDA. What to know: code takes its CUDA branches, and what a
+GPU would refuse is an error here: an operation on tensors of two devices, a kernel that exists on
+CPUs alone, and, while a pass is captured, whatever reads back, brings numbers from the host, or
+leaves a tensor in the graph's own memory that is read outside it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from tlt_megatron.runtime.device import Device
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _CPU_KERNELS = ("mkldnn", "onednn", "_for_cpu", "quantized")
-# Operations that take tensors of two devices, as on a GPU: copies, and a lookup by indices from the host.
+# Operations that take tensors of two devices, as on a GPU: copies, and a lookup by indices from the
+# host.
 _BETWEEN_DEVICES = ("copy_", "_to_copy", "to", "_foreach_copy_", "index", "index_put_", "set_")
 _READS_BACK = (
     "_local_scalar_dense",
@@ -52,7 +55,8 @@ class PretendTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, is_private: bool = False) -> PretendTensor:
-        # Torch hangs views on the version counter of what they are a view of, which inference tensors do not have.
+        # Torch hangs views on the version counter of what they are a view of, which inference
+        # tensors do not have.
         with torch.inference_mode(False):
             made = Tensor._make_wrapper_subclass(
                 cls,
@@ -281,7 +285,9 @@ class PretendGpu(TorchDispatchMode):
             setattr(self, name, False)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `engines.embedded.graph_pool.GraphMemory`: the work is run, and run again for a replay."""
+        """See `engines.embedded.graph_pool.GraphMemory`: the work is run, and run again for a
+        replay.
+        """
         work()
         with self._phase("is_capturing"):
             work()

@@ -1,6 +1,8 @@
-"""Run a function on several ranks, forked from the test process: 4 ranks cost ~0.1 s. Or spawned, for CUDA.
+"""Run a function on several ranks, forked from the test process: 4 ranks cost ~0.1 s. Or spawned,
+for CUDA.
 
-Fork is safe after torch has run only while no OpenMP pool exists: conftest.py sets OMP_NUM_THREADS=1.
+Fork is safe after torch has run only while no OpenMP pool exists: conftest.py sets
+OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ GROUP_TIMEOUT_S = 180.0  # of the world's collectives
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """A forked rank, the pipe of its result, and the file where SIGUSR2 makes it write its stacks."""
+    """A forked rank, the pipe of its result, and the file where SIGUSR2 makes it write its
+    stacks.
+    """
 
     process: multiprocessing.Process
     result: Connection
@@ -53,12 +57,14 @@ def run_ranks(
     has_world: bool = True,
     method: str = "fork",
 ) -> list[Any]:
-    """Call `function(*args)` on every rank of a fresh gloo world; its results in rank order. Without `has_world` there is
-    only the environment of one, as torchrun sets it, and `function` joins.
+    """Call `function(*args)` on every rank of a fresh gloo world; its results in rank order.
+    Without `has_world` there is only the environment of one, as torchrun sets it, and `function`
+    joins.
 
-    `function` may be a closure (unless `method` is "spawn", it is forked, not pickled); results must pickle. Raises AssertionError with the
-    traceback of the first rank that fails, or naming the ranks that do not end in time. The ranks `killed` must die by
-    their own hand without a result, None here; the others then do not wait for one another at the end.
+    `function` may be a closure (unless `method` is "spawn", it is forked, not pickled); results
+    must pickle. Raises AssertionError with the traceback of the first rank that fails, or naming
+    the ranks that do not end in time. The ranks `killed` must die by their own hand without a
+    result, None here; the others then do not wait for one another at the end.
     """
     context = multiprocessing.get_context(method)
     port = free_port()
@@ -165,8 +171,8 @@ def _rank_main(
 def free_port() -> int:
     """A port that nothing listens on, below those that the system and SGLang's ranks take.
 
-    A port of the system's own choice may go to another process before its user listens on it. Workers of pytest-xdist
-    draw from ports of their own.
+    A port of the system's own choice may go to another process before its user listens on it.
+    Workers of pytest-xdist draw from ports of their own.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:

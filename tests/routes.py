@@ -13,7 +13,9 @@ from tlt_megatron.types import Rollout
 
 
 def open_mixture(path: Path) -> tuple[Any, Callable[[Rollout], Tensor]]:
-    """The model in float64, and a function that returns the experts of every token but the last, sorted, [N, L, K]."""
+    """The model in float64, and a function that returns the experts of every token but the last,
+    sorted, [N, L, K].
+    """
     from transformers import AutoModelForCausalLM
 
     eager = {"experts_implementation": "eager"}  # the others have no float64

@@ -1,7 +1,8 @@
-"""The drafter written from its definition: one sequence, one position at a time, every key computed anew.
+"""The drafter written from its definition: one sequence, one position at a time, every key computed
+anew.
 
-The models of the drafter's tests, and what they are compared with. Follows SGLang's LlamaForCausalLMEagle and
-LlamaForCausalLMEagle3 by hand, from a state_dict under SGLang's names.
+The models of the drafter's tests, and what they are compared with. Follows SGLang's
+LlamaForCausalLMEagle and LlamaForCausalLMEagle3 by hand, from a state_dict under SGLang's names.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def slow_rotate(head_H: Tensor, position: int, theta: float) -> Tensor:
 def slow_outputs(
     model: DraftModel, tokens: Sequence[int], hidden: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """(hidden for the next step, head input) of the last of the pairs (tokens[i], hidden[i]) at positions 0, 1, ..."""
+    """(hidden for the next step, head input) of the last of the pairs (tokens[i], hidden[i]) at
+    positions 0, 1, ...
+    """
     c, w = model.config, dict(model.state_dict())
     prefix = "midlayer." if c.is_eagle3 else "layers.0."
     eps, theta = c.rms_norm_eps, c.rope.theta
@@ -117,8 +120,9 @@ def slow_outputs(
 def slow_draft(
     model: DraftModel, sequence: DraftSequence, position: int, num_steps: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """What the engine does after it has verified the tokens up to `position` + 1: draft on from there, with true
-    features up to `position` and own ones after it, along the tokens of the sequence."""
+    """What the engine does after it has verified the tokens up to `position` + 1: draft on from
+    there, with true features up to `position` and own ones after it, along the tokens of the
+    sequence."""
     hidden = [model.fc.weight @ f if model.config.is_eagle3 else f for f in sequence.features]
     hidden = hidden[: position + 1]
     results = []

@@ -1,7 +1,9 @@
-"""Sessions of spot training as a state machine: ranks finish, plan, answer, train, die and are late, in any order.
+"""Sessions of spot training as a state machine: ranks finish, plan, answer, train, die and are
+late, in any order.
 
-The rules are the real ones (spot/rank_state.py, spot/coordinator.py); what a rank does with them is spot_trainer.py and
-session.py in few words, without processes, so that a schedule of hundreds of steps costs milliseconds.
+The rules are the real ones (spot/rank_state.py, spot/coordinator.py); what a rank does with them is
+spot_trainer.py and session.py in few words, without processes, so that a schedule of hundreds of
+steps costs milliseconds.
 """
 
 from __future__ import annotations
@@ -216,7 +218,9 @@ class SpotMachine(RuleBasedStateMachine):
             rank.num_broken += 1
 
     def train(self, session: Session) -> None:
-        """As SpotSession._train: a step of all members, the flags of the leader, or the loss of one."""
+        """As SpotSession._train: a step of all members, the flags of the leader, or the loss of
+        one.
+        """
         members = self.members(session)
         if any(member.state == "dead" for member in members):
             for member in members:
@@ -257,7 +261,9 @@ class SpotMachine(RuleBasedStateMachine):
         return rank.view
 
     def propose(self, plan: Plan) -> None:
-        """Append a plan; where it counts, it must list ranks that are free or in the session that it lets grow."""
+        """Append a plan; where it counts, it must list ranks that are free or in the session that
+        it lets grow.
+        """
         before = self.truth.plan
         free = set(self.truth.free_replicas())
         counts = plan.epoch == self.truth.next_epoch

@@ -1,4 +1,6 @@
-"""Rollout phases with spot training on forked ranks: a tiny drafter, random data, rollouts that are naps."""
+"""Rollout phases with spot training on forked ranks: a tiny drafter, random data, rollouts that are
+naps.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _alive: list[object] = []  # of this rank
 
 
 def run_spot_ranks(world_size: int, body: Callable[[], Any], **options: Any) -> list[Any]:
-    """`run_ranks`, with what torch imports for its first optimizer imported once, before the fork: 1.2 s a rank."""
+    """`run_ranks`, with what torch imports for its first optimizer imported once, before the fork:
+    1.2 s a rank.
+    """
     make_drafter_trainer()
     return run_ranks(world_size, body, **options)
 

@@ -1,4 +1,6 @@
-"""A machine and drafters on paper, for selectors: known seconds and acceptance for every strategy and batch size."""
+"""A machine and drafters on paper, for selectors: known seconds and acceptance for every strategy
+and batch size.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ RETRIEVING_ARMS = tuple(SpeculationStrategy.parse(text) for text in ("4_1_4", "n
 
 
 class SyntheticDecoding:
-    """Steps of a plain batch cost 10 ms + 0.1 ms a row, with jumps where tiles fill; neither law is the selector's own."""
+    """Steps of a plain batch cost 10 ms + 0.1 ms a row, with jumps where tiles fill; neither law is
+    the selector's own.
+    """
 
     def __init__(
         self,
@@ -29,8 +33,9 @@ class SyntheticDecoding:
         slowdown: float = 3.0,
         arms: Sequence[SpeculationStrategy] = ARMS,
     ) -> None:
-        """`quality`, `retrieval`: chances that a chain's, or retrieval's, next token is accepted. `catch_up_s`: for each
-        token that the learned drafter has not read. `slowdown`: how many times longer steps take that are held up."""
+        """`quality`, `retrieval`: chances that a chain's, or retrieval's, next token is accepted.
+        `catch_up_s`: for each token that the learned drafter has not read. `slowdown`: how many
+        times longer steps take that are held up."""
         self.quality = quality
         self.retrieval = retrieval
         self.arms = (OFF, *arms)
@@ -39,7 +44,9 @@ class SyntheticDecoding:
         self._rng = random.Random(seed)
 
     def seconds(self, strategy: SpeculationStrategy, batch_size: int, num_unread: int = 0) -> float:
-        """Expected, without noise. `num_unread`: tokens of the batch that the learned drafter has not read."""
+        """Expected, without noise. `num_unread`: tokens of the batch that the learned drafter has
+        not read.
+        """
         rows = batch_size * strategy.num_rows
         verify = 0.010 + 1.0e-4 * 32 * math.ceil(rows / 32) ** 0.95
         draft = strategy.num_steps * (6e-4 + 1.5e-5 * batch_size * strategy.topk)
@@ -48,7 +55,9 @@ class SyntheticDecoding:
         return verify + draft + retrieve + catch_up
 
     def rates(self, strategy: SpeculationStrategy, *, text: float = 0.0) -> list[float]:
-        """Chance of each depth once the one above was accepted; `text` makes it easier or harder for one request."""
+        """Chance of each depth once the one above was accepted; `text` makes it easier or harder
+        for one request.
+        """
         is_chain = strategy.topk <= 1
         spare = 0.0 if is_chain else 0.55 * (1 - self.quality) * min(1.0, self.quality * 2)
         wiggle = 0.0 if is_chain else 0.03 * math.sin(7 * strategy.num_draft_tokens)
@@ -66,7 +75,9 @@ class SyntheticDecoding:
     def first_by_depth(
         self, strategy: SpeculationStrategy, accepted_by_depth: Sequence[int]
     ) -> list[int] | None:
-        """Of accepted tokens in a tree, how many the drafter ranked first: its own quality over the tree's rate."""
+        """Of accepted tokens in a tree, how many the drafter ranked first: its own quality over the
+        tree's rate.
+        """
         if strategy.topk <= 1:
             return None
         rates = self.rates(strategy)
@@ -101,7 +112,9 @@ class SyntheticDecoding:
         texts: Sequence[float] = (),
         num_unread: int = 0,
     ) -> tuple[list[int], float]:
-        """Accepted tokens of each request, and noisy seconds: 5 %, and now and then one slow pass."""
+        """Accepted tokens of each request, and noisy seconds: 5 %, and now and then one slow
+        pass.
+        """
         accepted = []
         for index in range(batch_size):
             rates, count = self.rates(strategy, text=texts[index] if texts else 0.0), 0
@@ -174,7 +187,9 @@ def run_rollout(
     max_batch_size: int = 64,
     seed: int = 0,
 ) -> Score:
-    """Requests of `lengths` tokens until all have ended; each writes a text of its own. Waiting ones take free places."""
+    """Requests of `lengths` tokens until all have ended; each writes a text of its own. Waiting
+    ones take free places.
+    """
     rng, score = random.Random(seed), Score()
     waiting = [[length, rng.gauss(0.0, 0.3), 10] for length in lengths]  # 10 unread tokens
     running: list[list[float]] = []

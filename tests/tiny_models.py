@@ -1,7 +1,9 @@
-"""Random Hugging Face models of a few hundred kilobytes, on disk as transformers writes them, and configs without one.
+"""Random Hugging Face models of a few hundred kilobytes, on disk as transformers writes them, and
+configs without one.
 
-Used by the tests of every engine, of the drafter and of the Megatron policy. Weights are scaled up and biases and norms
-are random, so that logits are far from flat and a wrong name, order or layout shows.
+Used by the tests of every engine, of the drafter and of the Megatron policy. Weights are scaled up
+and biases and norms are random, so that logits are far from flat and a wrong name, order or layout
+shows.
 """
 
 from __future__ import annotations
@@ -56,10 +58,12 @@ def make_tiny_hf(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Write a random float32 model of `kind` (config.json + model.safetensors) to the folder `path` and return it.
+    """Write a random float32 model of `kind` (config.json + model.safetensors) to the folder `path`
+    and return it.
 
-    The same arguments always give the same weights. `config` goes to the transformers config verbatim:
-    `make_tiny_hf(tmp_path / "m", "llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})`.
+    The same arguments always give the same weights. `config` goes to the transformers config
+    verbatim: `make_tiny_hf(tmp_path / "m", "llama", rope_parameters={"rope_type": "linear",
+    "factor": 2.0, "rope_theta": 1e4})`.
     """
     import transformers
 

@@ -1,6 +1,8 @@
-"""A complete run in a folder: random tiny model, character tokenizer, prompts, a reward that a random policy can earn.
+"""A complete run in a folder: random tiny model, character tokenizer, prompts, a reward that a
+random policy can earn.
 
-A run by `torchrun` is what users start, and spends 10 s of CPU on imports; `run` forks the same program and spends none.
+A run by `torchrun` is what users start, and spends 10 s of CPU on imports; `run` forks the same
+program and spends none.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ def engine(config, device, run_dir, world):
 
 
 def make_tiny_task(folder: Path, *, kind: str = "qwen2", num_layers: int = 2) -> Path:
-    """Write model/, train.jsonl, eval.jsonl, reward.py and config.yaml; returns the path of the config."""
+    """Write model/, train.jsonl, eval.jsonl, reward.py and config.yaml; returns the path of the
+    config.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -110,7 +114,9 @@ run: {{num_steps: 3}}
 
 
 def write_environment(task: Path) -> str:
-    """Let the policy of the folder `task` end its turns early. Returns the setting of an environment that answers them."""
+    """Let the policy of the folder `task` end its turns early. Returns the setting of an
+    environment that answers them.
+    """
     stops = json.dumps({"eos_token_id": STOPS})
     (task / "model" / "generation_config.json").write_text(stops)
     (task / "environment.py").write_text(ENVIRONMENT)
@@ -118,7 +124,9 @@ def write_environment(task: Path) -> str:
 
 
 def run(num_ranks: int, config: Path, run_dir: Path, *arguments: str) -> None:
-    """The whole program on forked ranks. AssertionError with what it said if it does not end well."""
+    """The whole program on forked ranks. AssertionError with what it said if it does not end
+    well.
+    """
     results = run_forked(num_ranks, "--config", config, f"run.dir={run_dir}", *arguments)
     for rank, (code, stderr) in enumerate(results):
         assert code == 0, f"rank {rank}: {stderr[-5000:]}"
@@ -141,7 +149,9 @@ def run_forked(num_ranks: int, *arguments: str | Path) -> list[tuple[int, str]]:
 def run_ending(
     code: int, num_ranks: int, config: Path, run_dir: Path, *arguments: str | Path
 ) -> str:
-    """The whole program on forked ranks, which all end with this exit code: what they say. A failure prints no traceback."""
+    """The whole program on forked ranks, which all end with this exit code: what they say. A
+    failure prints no traceback.
+    """
     results = run_forked(num_ranks, "--config", config, f"run.dir={run_dir}", *arguments)
     said = "".join(stderr for _, stderr in results)
     assert [found for found, _ in results] == [code] * num_ranks, said[-5000:]
@@ -192,8 +202,8 @@ def torchrun(num_ranks: int, *arguments: str | Path) -> list[str]:
 
 
 def patient_engine(folder: Path, name: str) -> str:
-    """The setting of an engine, embedded or sglang, that makes sure of idle time: in the first two steps rank 0's rollouts
-    end when rank 1 has trained the drafter."""
+    """The setting of an engine, embedded or sglang, that makes sure of idle time: in the first two
+    steps rank 0's rollouts end when rank 1 has trained the drafter."""
     path = folder / "patient_engine.py"
     path.write_text(PATIENT_ENGINE.replace("NAME", name))
     return f"rollout.engine={path}:engine"
@@ -227,7 +237,9 @@ def metric_rows(run_dir: Path) -> list[dict]:
 
 
 def check_same_tokens(run_dir: Path, expected: Path) -> None:
-    """Both drew the same tokens from the same policies, response by response, and got the same rewards."""
+    """Both drew the same tokens from the same policies, response by response, and got the same
+    rewards.
+    """
     one, other = read_run(run_dir), read_run(expected)
     assert one.keys() == other.keys()
     lines, is_same = compare(one, other)

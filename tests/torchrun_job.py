@@ -1,4 +1,6 @@
-"""A run under torchrun that a test holds at a point and then stops: a process, its output, and files that both sides watch."""
+"""A run under torchrun that a test holds at a point and then stops: a process, its output, and
+files that both sides watch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from tests.tiny_task import REPO, torchrun
 
 LIMIT_S = 300.0  # of each wait; a healthy machine needs seconds
 
-# The start of a file with a reward function or an environment. `hold` notes that it was called and waits while `hold` exists.
+# The start of a file with a reward function or an environment. `hold` notes that it was called and
+# waits while `hold` exists.
 HOLDING = """
 import pathlib
 import time
@@ -31,7 +34,9 @@ def hold():
 
 
 class Job:
-    """A run on two ranks under launch/torchrun.py, plain torchrun or `tlt train`, and all that it says."""
+    """A run on two ranks under launch/torchrun.py, plain torchrun or `tlt train`, and all that it
+    says.
+    """
 
     def __init__(
         self,
@@ -90,7 +95,9 @@ class Job:
             time.sleep(0.02)
 
     def wait_until_held(self) -> None:
-        """Until `hold` of HOLDING is called: a response of the step under way waits for its score or answer."""
+        """Until `hold` of HOLDING is called: a response of the step under way waits for its score
+        or answer.
+        """
         self.wait_until((self.folder / "called").is_file, "a response waits")
 
     def end(self, code: int) -> None:

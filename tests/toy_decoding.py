@@ -1,7 +1,7 @@
 """A toy language model and drafts for it, for the tests of speculation.
 
-The state of a sequence is a hash of its tokens, and the logits are a row of a random table: as hard to guess as a real
-model, and a drafter is another table.
+The state of a sequence is a hash of its tokens, and the logits are a row of a random table: as hard
+to guess as a real model, and a drafter is another table.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def grow_draft(
     noise_keys: tuple[Tensor, Tensor] | None = None,
     ids_C: Tensor | None = None,
 ) -> DraftTree:
-    """A tree by a drafter that knows nothing but its own table and the states it was led through. It drafts `ids_C`."""
+    """A tree by a drafter that knows nothing but its own table and the states it was led through.
+    It drafts `ids_C`.
+    """
     rows: dict[str, Tensor] = {"states": states_B.unsqueeze(1)}
     logits = draft_table if ids_C is None else draft_table[:, ids_C]
 
@@ -94,7 +96,9 @@ def noise_of_depths(
 
 
 def row_states(tree: DraftTree, states_B: Tensor) -> Tensor:
-    """[B, R]: the state behind every row of the verify pass, computed along the parents as a target would."""
+    """[B, R]: the state behind every row of the verify pass, computed along the parents as a target
+    would.
+    """
     states = [states_B]
     tokens_BQ = tree.token_ids_BQ.clamp(min=0)
     for node in range(tokens_BQ.shape[1]):

@@ -63,7 +63,9 @@ class Help(NamedTuple):
 
 
 def help_of(name: str) -> Help:
-    """Return the first line and the first example of a command's help, without importing its module."""
+    """Return the first line and the first example of a command's help, without importing its
+    module.
+    """
     text = _TRAIN_HELP
     if name != "train":
         module = COMMANDS[name]
@@ -101,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_tool(name: str, arguments: Sequence[str]) -> int:
-    """Run a command other than `train` in this process. It raises its own errors: ValueError for bad input."""
+    """Run a command other than `train` in this process. It raises its own errors: ValueError for
+    bad input.
+    """
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))  # `tools` is no package of site-packages
     before = list(sys.argv)

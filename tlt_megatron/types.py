@@ -1,7 +1,8 @@
 """The records of an RL step: prompt -> rollout -> scored group -> micro-batch.
 
-Every package may import this module; it imports none of them. Records are immutable, and their tensors live on the CPU
-unless the field says otherwise. README.md in this directory defines the shape letters.
+Every package may import this module; it imports none of them. Records are immutable, and their
+tensors live on the CPU unless the field says otherwise. README.md in this directory defines the
+shape letters.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """Sampling settings for all prompts of one `generate` call.
 
-    Example: `SamplingParams(num_samples=8, max_new_tokens=512, temperature=1.0, stop_token_ids=(2,), seed=7)`.
-    `temperature=0` is greedy. `top_k=0` and `top_p=1.0` keep the whole vocabulary.
+    Example: `SamplingParams(num_samples=8, max_new_tokens=512, temperature=1.0,
+    stop_token_ids=(2,), seed=7)`. `temperature=0` is greedy. `top_k=0` and `top_p=1.0` keep the
+    whole vocabulary.
     """
 
     num_samples: int = 1  # G responses per prompt
@@ -64,8 +66,9 @@ class SamplingParams:
 class Prompt:
     """One drawn prompt: its tokens and the inputs of its reward function.
 
-    `prompt_id` names the row of the data set in reports. `draw_index` counts the draws of a run and keys the sampling noise.
-    So a prompt gets new responses in a later epoch, and a rerun or a resume repeats every token.
+    `prompt_id` names the row of the data set in reports. `draw_index` counts the draws of a run and
+    keys the sampling noise. So a prompt gets new responses in a later epoch, and a rerun or a
+    resume repeats every token.
     """
 
     prompt_id: str
@@ -99,10 +102,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """The token ids that top-p and top-k kept at each position, so that training uses the same sets.
+    """The token ids that top-p and top-k kept at each position, so that training uses the same
+    sets.
 
-    Example: token_ids [5, 9] and counts [2, 0]: the first token was drawn from {5, 9}. The second set was too large to
-    be recorded (see `speculation.sampling.MAX_KEPT`), so training takes the whole vocabulary there.
+    Example: token_ids [5, 9] and counts [2, 0]: the first token was drawn from {5, 9}. The second
+    set was too large to be recorded (see `speculation.sampling.MAX_KEPT`), so training takes the
+    whole vocabulary there.
     """
 
     token_ids: Tensor  # [K] int32, those of the first position first
@@ -122,9 +127,10 @@ class Transcript:
 class Rollout:
     """One response, or one conversation with an environment.
 
-    `logprobs` refer to the sampled distribution, after temperature, top-p and top-k. `policy_logprobs` refer to the
-    raw policy: temperature 1, no cut. The tokens of a conversation are all turns of the policy with the observations
-    between them. The first and the last token are the policy's.
+    `logprobs` refer to the sampled distribution, after temperature, top-p and top-k.
+    `policy_logprobs` refer to the raw policy: temperature 1, no cut. The tokens of a conversation
+    are all turns of the policy with the observations between them. The first and the last token are
+    the policy's.
     """
 
     prompt_id: str
@@ -135,7 +141,8 @@ class Rollout:
     logprobs: Tensor  # [T] float32
     policy_logprobs: Tensor  # [T] float32
     finish_reason: FinishReason
-    # (policy version, tokens that it drew), oldest first; an observation counts for the turn after it
+    # (policy version, tokens that it drew), oldest first; an observation counts for the turn after
+    # it
     versions: tuple[tuple[int, int], ...]
     # tokens out per verify pass, bonus token included; () for plain decoding
     accept_lengths: tuple[int, ...] = ()
@@ -152,7 +159,8 @@ class Rollout:
     def is_here(self) -> bool:
         """Return False if another rank has the tokens.
 
-        Then every tensor is on the meta device: it has a length and no content, and there is no `loss_mask`.
+        Then every tensor is on the meta device: it has a length and no content, and there is no
+        `loss_mask`.
         """
         return not self.token_ids.is_meta
 
@@ -205,9 +213,9 @@ class ScoredGroup:
 class MicroBatch:
     """The packed tensors of one micro-batch of the pipeline schedule.
 
-    Sequences follow each other without padding. Index p of every tensor describes the prediction of `labels[p]` from
-    the tokens of the same sequence up to p. Example: prompt [a b] and response [c d] give token_ids [a b c d],
-    labels [b c d 0] and loss_mask [0 1 1 0].
+    Sequences follow each other without padding. Index p of every tensor describes the prediction of
+    `labels[p]` from the tokens of the same sequence up to p. Example: prompt [a b] and response [c
+    d] give token_ids [a b c d], labels [b c d 0] and loss_mask [0 1 1 0].
     """
 
     token_ids: Tensor  # [P] int64
@@ -255,8 +263,8 @@ class TokenValues:
 class LossResult:
     """A loss as numerator and denominator, so that the split into micro-batches does not change it.
 
-    The applied gradient is d(sum of loss_sum) / (sum of count). Both sums run over all micro-batches and
-    data-parallel ranks.
+    The applied gradient is d(sum of loss_sum) / (sum of count). Both sums run over all
+    micro-batches and data-parallel ranks.
     """
 
     loss_sum: Tensor  # scalar float32, differentiable

@@ -4,8 +4,9 @@
     tlt chat Qwen/Qwen3-0.6B --drafter drafter
     tlt chat http://127.0.0.1:8000
 
-A run or a model is loaded here; an address is that of `tlt serve` or of another server with OpenAI's protocol. Without a chat
-template a line is a prompt of its own. An empty line or Ctrl-D ends it.
+A run or a model is loaded here; an address is that of `tlt serve` or of another server with
+OpenAI's protocol. Without a chat template a line is a prompt of its own. An empty line or Ctrl-D
+ends it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ Answer = Callable[[list[dict[str, str]]], tuple[str, str]]  # messages -> text, 
 
 
 def main() -> None:
-    """Read lines and print answers until there are no more. ValueError for a model that cannot be used."""
+    """Read lines and print answers until there are no more. ValueError for a model that cannot be
+    used.
+    """
     options = _parse()
     sampling = {"temperature": options.temperature}
     is_server = options.model.startswith(("http://", "https://"))
@@ -86,7 +89,7 @@ def _of_server(options: argparse.Namespace, sampling: dict[str, Any]) -> Answer:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("model", metavar="RUN_OR_MODEL_OR_URL")
     parser.add_argument("--drafter", help="default: the run's")
     parser.add_argument("--max-new-tokens", type=int, default=512)

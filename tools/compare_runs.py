@@ -66,8 +66,10 @@ def _read_responses(folder: Path, step: int) -> dict[ResponseKey, Response]:
 
 
 def main() -> int:
-    """Print what is the same. Return 0 if all tokens and rewards are. ValueError if the runs cannot be compared."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    """Print what is the same. Return 0 if all tokens and rewards are. ValueError if the runs cannot
+    be compared.
+    """
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN")
     folders = parser.parse_args().runs
     if missing := [str(folder) for folder in folders if not folder.is_dir()]:

@@ -27,7 +27,7 @@ complete -o filenames -o nospace -F _tlt tlt
 
 def main() -> None:
     """Print the script."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.parse_args()
     config = RunConfig()
     settings = [

@@ -1,15 +1,15 @@
 """Converts the policy between a Hugging Face folder and a Megatron torch_dist checkpoint.
 
-It takes one process, on the CPU, and holds one parameter in memory, beside one file of 4 GB towards Hugging Face.
+It takes one process, on the CPU, and holds one parameter in memory, beside one file of 4 GB towards
+Hugging Face.
 
     tlt convert --from runs/mine --to exported
     tlt convert --from Qwen/Qwen3-0.6B --to megatron
 
-`--from` sets the direction. A folder with config.json and safetensors, or an id of the Hub, becomes a torch_dist
-checkpoint of the weights alone.
-A run, its checkpoints, one of them or its `policy/` becomes a Hugging Face model, for any layout
-that it was saved with. Config and tokenizer come from `--model`; for a run, the default is the
-folder that it was started with.
+`--from` sets the direction. A folder with config.json and safetensors, or an id of the Hub, becomes
+a torch_dist checkpoint of the weights alone. A run, its checkpoints, one of them or its `policy/`
+becomes a Hugging Face model, for any layout that it was saved with. Config and tokenizer come from
+`--model`; for a run, the default is the folder that it was started with.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def main() -> None:
 
 
 def _give_tensors_their_own_pages() -> None:
-    """Let glibc give the memory of a freed tensor back, where else tensors that are kept would lie between holes."""
+    """Let glibc give the memory of a freed tensor back, where else tensors that are kept would lie
+    between holes.
+    """
     if set_option := getattr(ctypes.CDLL(None), "mallopt", None):
         set_option(_MMAP_THRESHOLD, 1 << 17)
 
@@ -91,7 +93,9 @@ def find_model(path: Path) -> Path:
 
 
 def hf_to_megatron(source: Path, target: Path, *, dtype: str = "float32") -> None:
-    """Write the Hugging Face model in `source` as a torch_dist checkpoint to the new folder `target`."""
+    """Write the Hugging Face model in `source` as a torch_dist checkpoint to the new folder
+    `target`.
+    """
     if target.exists():
         raise ValueError(f"--to {target}: must not exist")
     config = check_model("--from", str(source))
@@ -125,7 +129,7 @@ def _shown(tensors: Iterator[tuple[str, Tensor]], model: Path) -> Iterator[tuple
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--from", dest="source", required=True, metavar="FOLDER")
     add("--to", required=True, metavar="FOLDER")

@@ -1,7 +1,7 @@
 """Evaluates a model or a finished run: pass@k, avg@k, maj@k and mean reward by data source.
 
     tlt evaluate runs/mine --data math.jsonl gsm8k.jsonl --samples 16
-    tlt evaluate /models/my-model --data test.jsonl --nproc-per-node 8 reward.function=my_reward.py:compute_score
+    tlt evaluate /models/mine --data test.jsonl --nproc-per-node 8 reward.function=my.py:score
 
 An evaluation is a run of 0 RL steps, with the settings of the finished run or of `--config`.
 Speculation is off unless a setting turns it on. The result is printed, a row per file, and is in
@@ -61,7 +61,7 @@ def evaluation_command(arguments: list[str]) -> list[str]:
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
+        description=(__doc__ or "").partition("\n\n")[0],
         epilog="Further words are settings (section.key=value) and options of torchrun (as --name=value).",
     )
     add = parser.add_argument

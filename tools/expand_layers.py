@@ -67,7 +67,7 @@ def expand_policy(model: Path, num_extra: int, out: Path) -> None:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--model", default="build/tiny_policy")
     parser.add_argument("--extra", type=int, default=20, help="layers put behind the policy's own")
     parser.add_argument("--out", default="build/deep_policy")

@@ -1,7 +1,7 @@
 """Writes a drafter in the format of SGLang or vLLM.
 
     tlt export-drafter --from runs/mine --to drafter --format sglang
-    tlt export-drafter --from build/tiny_drafter --to build/exported --format vllm --target build/tiny_policy
+    tlt export-drafter --from build/tiny_drafter --to exported --format vllm --target my_policy
 
 `--from`: a drafter's folder, a run, its checkpoints or one of them. `--target`: the policy, as a
 Hugging Face folder. With it, the fingerprint is checked too. vLLM's EAGLE and --draft-vocab-size
@@ -110,7 +110,9 @@ def main() -> None:
 
 
 def server_command(format: str, policy: str, drafter: Path | None) -> list[str]:
-    """Return the command that serves `policy` by SGLang or vLLM. `drafter` is one that was exported to `format`."""
+    """Return the command that serves `policy` by SGLang or vLLM. `drafter` is one that was exported
+    to `format`.
+    """
     method = "" if drafter is None else "eagle3" if read_layout(drafter).is_eagle3 else "eagle"
     if format == "vllm":
         settings = {"method": method, "model": str(drafter), "num_speculative_tokens": 4}
@@ -302,7 +304,7 @@ def fold_bias(tensors: dict[str, Tensor], target: Target | None) -> dict[str, Te
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--from", dest="source", required=True, metavar="FOLDER")
     add("--to", required=True, metavar="FOLDER", help="must not exist")

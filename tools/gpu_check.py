@@ -2,12 +2,13 @@
 
     python tools/gpu_check.py --out results                     # every stage
     python tools/gpu_check.py --stage 0 1 2a --budget 330       # some stages, at most 330 s
-    python tools/gpu_check.py --device cpu --tiny               # shows that the items run, on a pretended GPU
+    python tools/gpu_check.py --device cpu --tiny  # shows that the items run, on a pretended GPU
 
-Each item is a process of its own with a time limit. As it ends, a JSON line with its figures goes to OUT/results.jsonl, and the
-end of its output to OUT/log.txt. Failures, crashes, hangs and missing packages are rows; the next item runs. The last lines are
-a table, also in OUT/table.md. Exit code 1 if an item failed. docs/hardware.md says what each stage answers. This file imports
-the standard library alone, so that it runs under any interpreter that has torch.
+Each item is a process of its own with a time limit. As it ends, a JSON line with its figures goes
+to OUT/results.jsonl, and the end of its output to OUT/log.txt. Failures, crashes, hangs and missing
+packages are rows; the next item runs. The last lines are a table, also in OUT/table.md. Exit code 1
+if an item failed. docs/hardware.md says what each stage answers. This file imports the standard
+library alone, so that it runs under any interpreter that has torch.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ class Runner:
             file.write(json.dumps(line) + "\n")
 
     def _own_packages(self) -> str:
-        """Return a folder of packages that lead to ours. Installed ones come before folders without __init__.py."""
+        """Return a folder of packages that lead to ours. Installed ones come before folders without
+        __init__.py.
+        """
         site = self.scratch / "site"
         for name in ("tests", "tools", "launch"):
             (site / name).mkdir(parents=True, exist_ok=True)
@@ -186,7 +189,9 @@ class Runner:
 
 @contextmanager
 def _ended(mark: str) -> Iterator[None]:
-    """Kill whatever the item has started and left, also processes with a session of their own, as torchrun's ranks are."""
+    """Kill whatever the item has started and left, also processes with a session of their own, as
+    torchrun's ranks are.
+    """
     try:
         yield
     finally:
@@ -234,7 +239,7 @@ def _flat(figures: Mapping[str, Any], prefix: str = "") -> str:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
+        description=(__doc__ or "").partition("\n\n")[0],
         epilog="items: " + " ".join(item.key for item in ITEMS),
     )
     add = parser.add_argument
@@ -254,7 +259,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the items that are asked for and print the table. Return 1 if one failed, 130 after a signal."""
+    """Run the items that are asked for and print the table. Return 1 if one failed, 130 after a
+    signal.
+    """
     options = _parse(arguments)
     also = (text.rsplit(":", 1) for text in options.also)
     items = [*ITEMS, *(Item("also", f.split(":")[1], f, float(s)) for f, s in also)]

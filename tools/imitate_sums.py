@@ -1,8 +1,10 @@
-"""Fine-tunes SmolLM2 on right sums: `python -m tools.imitate_sums --model build/smollm2 --out build/smollm2_sums`.
+"""Fine-tunes SmolLM2 on right sums: `python -m tools.imitate_sums --model build/smollm2 --out
+build/smollm2_sums`.
 
-The model as it is answers a long sum at temperature 1 with babble, which no drafter predicts. A reasoning model has imitated right
-responses before RL begins, and so has the one that this writes: it adds line by line, and slips. The sums are drawn as those of
-tools/sum_task.py, without the held-out ones. AdamW with float32 weights and bfloat16 products, some three minutes on 2 cores.
+The model as it is answers a long sum at temperature 1 with babble, which no drafter predicts. A
+reasoning model has imitated right responses before RL begins, and so has the one that this writes:
+it adds line by line, and slips. The sums are drawn as those of tools/sum_task.py, without the
+held-out ones. AdamW with float32 weights and bfloat16 products, some three minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _SUMS_AT_ONCE = 64  # drawn and sorted by length, so that batches have little pa
 
 def main(arguments: list[str] | None = None) -> None:
     """Train and write the folder, unless it is there."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--model", type=Path, default=Path("build/smollm2"))
     add("--task", type=Path, default=Path("build/sum_task"), help="holds the held-out sums")
@@ -64,7 +66,9 @@ def main(arguments: list[str] | None = None) -> None:
 def draw_batches(
     tokenizer: PreTrainedTokenizerBase, held_out: frozenset[str], rng: random.Random
 ) -> Iterator[list[Row]]:
-    """Yield lists of rows of at most _BATCH_TOKENS, without end; no row has a prompt of `held_out`."""
+    """Yield lists of rows of at most _BATCH_TOKENS, without end; no row has a prompt of
+    `held_out`.
+    """
     while True:
         rows: list[Row] = []
         while len(rows) < _SUMS_AT_ONCE:

@@ -1,4 +1,6 @@
-"""Batches of right responses that a policy imitates: for make_tiny_policy.py and imitate_sums.py."""
+"""Batches of right responses that a policy imitates: for make_tiny_policy.py and
+imitate_sums.py.
+"""
 
 from __future__ import annotations
 

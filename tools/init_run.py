@@ -175,7 +175,7 @@ def _overrides(settings: dict[str, Any]) -> list[str]:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--model", required=True, help="folder of a Hugging Face model, or its id on the Hub")
     add("--data", type=Path, required=True, help=".jsonl or .parquet of prompts")

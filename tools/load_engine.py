@@ -1,4 +1,6 @@
-"""A policy from a Hugging Face folder in an embedded engine, for tools that use one outside a run."""
+"""A policy from a Hugging Face folder in an embedded engine, for tools that use one outside a
+run.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""Makes what the quickstart needs, from scratch: a tiny Llama policy, its tokenizer, train.jsonl and eval.jsonl.
+"""Makes what the quickstart needs, from scratch: a tiny Llama policy, its tokenizer, train.jsonl
+and eval.jsonl.
 
     python -m tools.make_tiny_policy --out build/tiny_policy
 
-The policy is pre-trained on derivations of tools/reasoning_task.py. A share of them contain one error (a "slip"), like text
-written by people. So the policy knows the method: greedy decoding is nearly always right. At temperature 1 it makes as many
-slips as the corpus, and reinforcement learning can remove them. It cannot see its earlier slips, so slips are independent,
-slip_share per derivation, and sampled accuracy is about exp(-slip_share): 0.46 of eval.jsonl, and 0.95 greedily. The problems of
-eval.jsonl are in neither the corpus nor train.jsonl. A finished folder made with the same settings and sources is kept.
+The policy is pre-trained on derivations of tools/reasoning_task.py. A share of them contain one
+error (a "slip"), like text written by people. So the policy knows the method: greedy decoding is
+nearly always right. At temperature 1 it makes as many slips as the corpus, and reinforcement
+learning can remove them. It cannot see its earlier slips, so slips are independent, slip_share per
+derivation, and sampled accuracy is about exp(-slip_share): 0.46 of eval.jsonl, and 0.95 greedily.
+The problems of eval.jsonl are in neither the corpus nor train.jsonl. A finished folder made with
+the same settings and sources is kept.
 """
 
 from __future__ import annotations
@@ -115,7 +118,9 @@ def write_rows(path: Path, problems: list[Problem]) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character and one for the answer mark, padded to a multiple of 8 tokens."""
+    """Return a tokenizer with one token per character and one for the answer mark, padded to a
+    multiple of 8 tokens.
+    """
     tokens = [*_SPECIAL, *reasoning_task.SYMBOLS]
     tokens += [f"<unused{i}>" for i in range(-len(tokens) % 8)]
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<unk>"))
@@ -217,7 +222,7 @@ def _make(folder: Path, settings: Settings) -> None:
 
 def _parse(arguments: list[str] | None) -> tuple[Path, Settings]:
     defaults = Settings()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/tiny_policy"))
     parser.add_argument("--steps", type=int, default=defaults.steps, help="of pre-training")
     parser.add_argument("--seed", type=int, default=defaults.seed)

@@ -30,8 +30,10 @@ _ENDS = ("(", ")", "--", "&&", ";")  # of the values of a flag
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the config. Return 2 if it does not pass the checks of settings; it is written then, too."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    """Write the config. Return 2 if it does not pass the checks of settings; it is written then,
+    too.
+    """
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("source", type=Path, metavar="FILE", help=".yaml of verl, or a script")
     parser.add_argument("--out", type=Path, help="default: <name>.tlt.yaml in this folder")
     options = parser.parse_args(arguments)

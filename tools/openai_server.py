@@ -1,6 +1,8 @@
-"""The protocol of OpenAI over an `Engine`: /v1/models, /v1/completions and /v1/chat/completions. For `tlt serve`.
+"""The protocol of OpenAI over an `Engine`: /v1/models, /v1/completions and /v1/chat/completions.
+For `tlt serve`.
 
-It is for trying a model: the engine answers one request at a time, and a stream has one piece for each choice.
+It is for trying a model: the engine answers one request at a time, and a stream has one piece for
+each choice.
 """
 
 from __future__ import annotations
@@ -86,7 +88,9 @@ def make_app(engine: Engine, name: str) -> FastAPI:
 
 
 def make_reply(found: list[Completion], name: str, *, is_chat: bool) -> dict[str, Any]:
-    """Return the answer to a request. `usage.accept_length` is not OpenAI's: tokens out per verify pass."""
+    """Return the answer to a request. `usage.accept_length` is not OpenAI's: tokens out per verify
+    pass.
+    """
     choices: list[dict[str, Any]] = []
     for index, one in enumerate(found):
         message = {"role": "assistant", "content": one.text}

@@ -2,13 +2,13 @@
 
     tlt plan examples/qwen2_5_7b_8gpu.yaml --ranks 8 model.path=Qwen/Qwen2.5-7B-Instruct
 
-It needs no GPU, and of the model a folder with config.json alone; of an id of the Hub it fetches that file. `run.device=cpu` gives the memory
-of a CPU rank.
+It needs no GPU, and of the model a folder with config.json alone; of an id of the Hub it fetches
+that file. `run.device=cpu` gives the memory of a CPU rank.
 
     tlt plan my.yaml --ranks 8 --simulate runs/mine
 
-With recorded runs of the same policy and machine it also predicts the seconds of a step by phase, without speculation, with a
-frozen drafter and with TLT: see docs/planner.md.
+With recorded runs of the same policy and machine it also predicts the seconds of a step by phase,
+without speculation, with a frozen drafter and with TLT: see docs/planner.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tools.planner.plan import print_plan
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the table. ValueError for settings or a layout that a run would refuse."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--ranks", type=int, required=True, help="GPUs (or CPU ranks) of the run")
     add("--simulate", action="append", default=[], metavar="RUN", help="folder; may be repeated")

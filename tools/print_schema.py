@@ -2,8 +2,8 @@
 
     tlt schema > tlt_schema.json
 
-The first line of a config then is `# yaml-language-server: $schema=tlt_schema.json`. The schema has names, types and named values; a run
-also checks ranges, and settings against each other.
+The first line of a config then is `# yaml-language-server: $schema=tlt_schema.json`. The schema has
+names, types and named values; a run also checks ranges, and settings against each other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(
 
 def main() -> None:
     """Print the schema."""
-    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0]).parse_args()
     print(json.dumps(make_schema(), indent=2))
 
 
@@ -46,7 +46,7 @@ def _section(kind: type) -> dict[str, Any]:
         field.name: _setting(hints[field.name]) | {"default": getattr(default, field.name)}
         for field in dataclasses.fields(kind)
     }
-    about = (kind.__doc__ or "").partition("\n")[0]
+    about = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
     return {"description": about, **_object(settings), "type": ["object", "null"]}
 
 

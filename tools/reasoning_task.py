@@ -1,15 +1,18 @@
-"""A synthetic reasoning task with answers that can be checked and response lengths with a long tail.
+"""A synthetic reasoning task with answers that can be checked and response lengths with a long
+tail.
 
-A problem is (multiplier k, start n). While n > 1, an even n becomes n/2 and an odd n becomes k*n + 1. The answer is the number
-of odd steps. k=1 reaches 1 quickly (easy, short); k=3 is the Collatz map (some starts take a hundred steps). The response
-writes every step, so each step is a small local computation, and the answer needs all of them:
+A problem is (multiplier k, start n). While n > 1, an even n becomes n/2 and an odd n becomes k*n +
+1. The answer is the number of odd steps. k=1 reaches 1 quickly (easy, short); k=3 is the Collatz
+map (some starts take a hundred steps). The response writes every step, so each step is a small
+local computation, and the answer needs all of them:
 
     prompt    3n+1;6=
     response  6/3*1:01/5*2:61/8/4/2/1####2
 
-Numbers in the derivation have their LEAST significant digit first, the order of carries. "/" is a halving, "*c:" the c-th odd
-step. The prompt's start and the answer are in the usual order. Used by make_tiny_policy.py. `slip` adds an error as people make
-it; the policy is pre-trained on such derivations, and RL removes the errors.
+Numbers in the derivation have their LEAST significant digit first, the order of carries. "/" is a
+halving, "*c:" the c-th odd step. The prompt's start and the answer are in the usual order. Used by
+make_tiny_policy.py. `slip` adds an error as people make it; the policy is pre-trained on such
+derivations, and RL removes the errors.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ class Slip(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Asks how many odd steps `start` takes to 1 under n -> n/2 (even), multiplier * n + 1 (odd)."""
+    """Asks how many odd steps `start` takes to 1 under n -> n/2 (even), multiplier * n + 1
+    (odd).
+    """
 
     multiplier: int  # 1 or 3
     start: int  # >= 3, not a power of two
@@ -78,7 +83,8 @@ def render(problem: Problem, steps: list[Step]) -> str:
 def slip(problem: Problem, rng: random.Random) -> tuple[list[Step], Slip]:
     """Return a derivation that goes wrong at one random step, and its kind of slip.
 
-    It ends in a wrong answer that fits its length: slips that do not change the answer are drawn again.
+    It ends in a wrong answer that fits its length: slips that do not change the answer are drawn
+    again.
     """
     right = derive(problem)
     while True:
@@ -99,14 +105,17 @@ def num_tokens(response: str) -> int:
 
 
 def all_problems(multiplier: int) -> list[Problem]:
-    """Return every problem of this multiplier whose right response fits. Powers of two have no odd step and are excluded."""
+    """Return every problem of this multiplier whose right response fits. Powers of two have no odd
+    step and are excluded.
+    """
     starts = (start for start in range(3, MAX_START + 1) if start & (start - 1))
     problems = (Problem(multiplier=multiplier, start=start) for start in starts)
     return [p for p in problems if num_tokens(render(p, derive(p))) <= MAX_RESPONSE_TOKENS]
 
 
 class ProblemSampler:
-    """Draws problems. Most are short and a fixed share is long, so that one batch already has the tail.
+    """Draws problems. Most are short and a fixed share is long, so that one batch already has the
+    tail.
 
     Starts of short problems are log-uniform, which keeps the median low.
     """
@@ -148,7 +157,9 @@ def _continue(multiplier: int, value: int, num_odd: int) -> Iterator[Step]:
 def _slip_step(
     problem: Problem, right: list[Step], at: int, kind: Slip, rng: random.Random
 ) -> Step | None:
-    """Return step `at` of the derivation `right` with a slip of this kind; None if it is not possible."""
+    """Return step `at` of the derivation `right` with a slip of this kind; None if it is not
+    possible.
+    """
     step = right[at]
     before = right[at - 1].value if at else problem.start
     if kind is Slip.DROPPED_CARRY:
@@ -162,7 +173,9 @@ def _slip_step(
 
 
 def _dropped_carries(value: int, multiplier: int) -> list[int]:
-    """Return the values of `multiplier * value + 1` (multiplier 0: value / 2) with one carry lost; no zeros."""
+    """Return the values of `multiplier * value + 1` (multiplier 0: value / 2) with one carry lost;
+    no zeros.
+    """
     digits = [int(c) for c in reversed(str(value))]
     results = []
     if multiplier:

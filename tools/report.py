@@ -59,7 +59,7 @@ def _render(run_dirs: Sequence[Path], steps: tuple[int, int] | None) -> str:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs")
     add("--out", type=Path, help="HTML file; default in the folder of the first run")

@@ -1,4 +1,6 @@
-"""Finds what a run has saved: policy and drafter as Hugging Face folders, and the parts of its checkpoints."""
+"""Finds what a run has saved: policy and drafter as Hugging Face folders, and the parts of its
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ def run_of(path: Path) -> Path | None:
 
 
 def model_and_drafter(source: str) -> tuple[str, str | None]:
-    """Return the policy of a finished run, and its drafter if it has one. Any other name is that of a model."""
+    """Return the policy of a finished run, and its drafter if it has one. Any other name is that of
+    a model.
+    """
     run = Path(source)
     if not (run / "config.yaml").is_file():
         return source, None
@@ -26,7 +30,8 @@ def model_and_drafter(source: str) -> tuple[str, str | None]:
 
 
 def find_saved(path: Path, part: str, files: Sequence[str], wanted: str) -> Path:
-    """Return the folder with `files` in `path`: itself, or `part` of a run, or of the checkpoint that a resume takes.
+    """Return the folder with `files` in `path`: itself, or `part` of a run, or of the checkpoint
+    that a resume takes.
 
     ValueError for a checkpoint with a broken file, and for a path that is not what is `wanted`.
     """

@@ -3,8 +3,9 @@
     tlt serve runs/mine --port 8000
     tlt serve Qwen/Qwen3-0.6B --drafter drafter --engine sglang
 
-The embedded engine is for trying a model, also on a CPU; it needs `pip install "tlt_megatron[serve]"`. `--engine sglang` or `vllm`
-prints that server's full command and becomes it. The drafter is first exported to its format, beside the original.
+The embedded engine is for trying a model, also on a CPU; it needs `pip install
+"tlt_megatron[serve]"`. `--engine sglang` or `vllm` prints that server's full command and becomes
+it. The drafter is first exported to its format, beside the original.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _other_server(options: argparse.Namespace, model: str, drafter: str | None) 
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run, a folder, or an id on the Hub")
     add("--drafter", metavar="FOLDER", help="default: the run's")

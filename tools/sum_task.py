@@ -1,7 +1,8 @@
-"""Sums of a few numbers, for a small language model: `python -m tools.sum_task --out build/sum_task`.
+"""Sums of a few numbers, for a small language model: `python -m tools.sum_task --out
+build/sum_task`.
 
-Writes train.jsonl and eval.jsonl in slime's keys, for `reward.function: exact`. A prompt holds two examples, since a small model
-does not follow a description:
+Writes train.jsonl and eval.jsonl in slime's keys, for `reward.function: exact`. A prompt holds two
+examples, since a small model does not follow a description:
 
     Add the numbers one by one. Then write #### and the sum.
     4 + 3
@@ -10,9 +11,10 @@ does not follow a description:
     ...
     2 + 9 + 5
 
-The right response adds one number per line. Most sums have two or three numbers, and one in eight has 12 to 40: lengths have a long
-tail, from 12 to 440 tokens. A held-out question is in no training prompt; training questions may repeat, as there are only 81 sums
-of two digits. A prompt is text, not chat messages: with SmolLM2's template it would be half as long again.
+The right response adds one number per line. Most sums have two or three numbers, and one in eight
+has 12 to 40: lengths have a long tail, from 12 to 440 tokens. A held-out question is in no training
+prompt; training questions may repeat, as there are only 81 sums of two digits. A prompt is text,
+not chat messages: with SmolLM2's template it would be half as long again.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def write_rows(path: Path, questions: list[Question]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Write both files. No question is in both."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/sum_task"))
     parser.add_argument("--train", type=int, default=512, help="number of questions")
     parser.add_argument("--eval", type=int, default=64)

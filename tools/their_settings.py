@@ -32,7 +32,9 @@ def read_tables() -> dict[str, Any]:
 
 
 def converters(project: str, table: Mapping[str, Any]) -> dict[str, Convert]:
-    """Return what becomes of a value, by their key: of `table`, and of keys that differ in nothing but the name."""
+    """Return what becomes of a value, by their key: of `table`, and of keys that differ in nothing
+    but the name.
+    """
     column = PROJECTS.index(project)
     given = [(row.theirs[column].replace("-", "_"), row) for row in rows() if row.theirs[column]]
     counts = Counter(name for name, _ in given)
@@ -127,7 +129,9 @@ def _advantage(value: Any, given: Values) -> dict[str, Any]:
 
 
 def _minibatches(*factors: str) -> Convert:
-    """Their value is the size of a minibatch; a batch is the product of these settings of theirs."""
+    """Their value is the size of a minibatch; a batch is the product of these settings of
+    theirs.
+    """
     return lambda size, given: {
         "algorithm.num_minibatches": max(1, math.prod(given[name] for name in factors) // size)
     }

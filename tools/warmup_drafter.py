@@ -1,13 +1,15 @@
-"""Trains a drafter for a policy before any RL: the policy answers prompts, and the drafter trains on those passes.
+"""Trains a drafter for a policy before any RL, on the passes in which the policy answers prompts.
 
     tlt train-drafter --config examples/smollm2.yaml --minutes 10 --out build/smollm2_drafter
 
-Prints the accept length on hold-out prompts before and after, measured by decoding with the drafter. The folder holds an EAGLE
-checkpoint (config.json, safetensors) for SGLang's loader, and the optimizer's state. It is written after each measurement.
-`warm_up.json` beside them holds each measured accept length, with the seconds of training before it.
-Policy, prompts, sampling and drafter are those of a run's file, by default of the quickstart's policy. Settings follow the options:
+Prints the accept length on hold-out prompts before and after, measured by decoding with the
+drafter. The folder holds an EAGLE checkpoint (config.json, safetensors) for SGLang's loader, and
+the optimizer's state. It is written after each measurement. `warm_up.json` beside them holds each
+measured accept length, with the seconds of training before it. Policy, prompts, sampling and
+drafter are those of a run's file, by default of the quickstart's policy. Settings follow the
+options:
 
-    tlt train-drafter --model Qwen/Qwen3-0.6B --prompts train.jsonl --out drafter drafter.algorithm=eagle3 drafter.lr=1e-3
+    tlt train-drafter --model Qwen/Qwen3-0.6B --prompts train.jsonl drafter.algorithm=eagle3
 """
 
 from __future__ import annotations
@@ -164,7 +166,7 @@ def _train(
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("settings", nargs="*", metavar="section.key=value", help="over those of --config")
     tiny = str(ROOT / "examples" / "tiny_drafter.yaml")

@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     ValueError for a folder that is no run, a port in use, or an absent plotting package.
     """
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a run, or a folder of runs"
     )

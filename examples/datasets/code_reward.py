@@ -1,14 +1,18 @@
-"""A reward for code: the last ```python block of the response runs against the tests of the row, in a process of its own.
+"""A reward for code: the last ```python block of the response runs against the tests of the row, in
+a process of its own.
 
-It has the standard library only. The process has limits of CPU time, memory, file size and open files, an empty environment and an empty folder, and, where the
-kernel lets a user make a network namespace, no network (the metric `no_network` is 1 then). THIS IS NOT A SECURITY BOUNDARY:
-the code runs as your user and can read your files, and a program that looks for the tests in the interpreter's memory can
-cheat. Train on code that you do not trust in a container or a virtual machine without credentials.
+It has the standard library only. The process has limits of CPU time, memory, file size and open
+files, an empty environment and an empty folder, and, where the kernel lets a user make a network
+namespace, no network (the metric `no_network` is 1 then). THIS IS NOT A SECURITY BOUNDARY: the code
+runs as your user and can read your files, and a program that looks for the tests in the
+interpreter's memory can cheat. Train on code that you do not trust in a container or a virtual
+machine without credentials.
 
     reward:
       function: examples/datasets/code_reward.py:compute_score
 
-The trainer's reward workers add their own limit, `reward.timeout_s`, and end every process that a call leaves behind.
+The trainer's reward workers add their own limit, `reward.timeout_s`, and end every process that a
+call leaves behind.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # <sched.h>
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
-# Runs in the new process. Output of the tested code is dropped. The result carries a token, so `exit(0)` passes no test.
+# Runs in the new process. Output of the tested code is dropped. The result carries a token, so
+# `exit(0)` passes no test.
 _RUNNER = """
 import json, os, sys
 task = json.loads(sys.stdin.read())
@@ -84,7 +89,8 @@ def _run(code: str, setup: str, tests: list[str], timeout_s: float) -> int:
     token = secrets.token_hex(16)
     task = json.dumps({"code": code, "setup": setup, "tests": tests, "token": token})
     cut = can_cut_network()
-    # Files, not pipes: a process that leaves the session would hold a pipe open, and could write without end.
+    # Files, not pipes: a process that leaves the session would hold a pipe open, and could write
+    # without end.
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryFile() as given,
@@ -138,7 +144,9 @@ def _limit(cut_network: bool) -> None:
 
 @functools.cache
 def can_cut_network() -> bool:
-    """Return whether this user can run Python in a network namespace of its own here. A process tries it once."""
+    """Return whether this user can run Python in a network namespace of its own here. A process
+    tries it once.
+    """
     command = [sys.executable, "-I", "-S", "-c", "import json"]
     try:
         tried = subprocess.run(

@@ -1,13 +1,15 @@
-"""Turns a public data set into rows for `data.train` or `data.eval`: a downloaded file, or an id of the Hugging Face Hub.
+"""Turns a public data set into rows for `data.train` or `data.eval`: a downloaded file, or an id of
+the Hugging Face Hub.
 
-    python examples/datasets/convert.py gsm8k openai/gsm8k/main:train --out data/gsm8k/train.jsonl   # main:test: to evaluate
-    python examples/datasets/convert.py dapo_math BytedTsinghua-SIA/DAPO-Math-17k:train --out data/dapo/train.jsonl
-    python examples/datasets/convert.py aime Maxwell-Jia/AIME_2024:train --out data/dapo/aime.jsonl
-    python examples/datasets/convert.py mbpp google-research-datasets/mbpp/full:train --out data/mbpp/train.jsonl
-    python examples/datasets/convert.py gsm8k gsm8k.jsonl --out data/gsm8k/train.jsonl
+    python convert.py gsm8k openai/gsm8k/main:train --out data/gsm8k/train.jsonl
+    python convert.py dapo_math BytedTsinghua-SIA/DAPO-Math-17k:train --out data/dapo/train.jsonl
+    python convert.py aime Maxwell-Jia/AIME_2024:train --out data/dapo/aime.jsonl
+    python convert.py mbpp google-research-datasets/mbpp/full:train --out data/mbpp/train.jsonl
+    python convert.py gsm8k gsm8k.jsonl --out data/gsm8k/train.jsonl
 
-`gsm8k.yaml`, `dapo_math.yaml` and `mbpp.yaml` beside this file say how to train on them. Mind the licence of each data set.
-The prompts are chat messages; `--text` writes plain strings, for a model without a chat template.
+`gsm8k.yaml`, `dapo_math.yaml` and `mbpp.yaml` beside this file say how to train on them. Mind the
+licence of each data set. The prompts are chat messages; `--text` writes plain strings, for a model
+without a chat template.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Example(NamedTuple):
 
 
 def gsm8k(row: Json, index: int) -> Example:
-    """Read a row with question and answer. The answer is the number after "####", without thousands separators."""
+    """Read a row with question and answer. The answer is the number after "####", without thousands
+    separators.
+    """
     _, mark, number = row["answer"].rpartition("####")
     if not mark:
         raise ValueError(f"answer={row['answer'][-40:]!r}: must end with #### and a number")
@@ -55,7 +59,9 @@ def aime(row: Json, index: int) -> Example:
 
 
 def mbpp(row: Json, index: int) -> Example:
-    """Read a row with text and test_list. Its label is JSON: set-up code and tests, for code_reward.py."""
+    """Read a row with text and test_list. Its label is JSON: set-up code and tests, for
+    code_reward.py.
+    """
     tests = row["test_list"]
     question = (
         f"{row['text']} Your code must pass these tests:\n" + "\n".join(tests) + "\n"
@@ -74,7 +80,8 @@ SOURCES: dict[str, Callable[[Json, int], Example]] = {
 
 
 def convert(source: str, path: Path, *, as_text: bool = False) -> Iterator[Json]:
-    """Yield the rows of `path` for a trainer. A repeated id or question is left out: DAPO-Math-17k repeats its rows.
+    """Yield the rows of `path` for a trainer. A repeated id or question is left out: DAPO-Math-17k
+    repeats its rows.
 
     ValueError names the file and the row that is not one of `source`.
     """
@@ -99,7 +106,9 @@ def convert(source: str, path: Path, *, as_text: bool = False) -> Iterator[Json]
 
 
 def read_file(path: Path) -> Iterator[Json]:
-    """Yield the rows of a .jsonl or .parquet file. ValueError names a row that is no JSON object."""
+    """Yield the rows of a .jsonl or .parquet file. ValueError names a row that is no JSON
+    object.
+    """
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -137,7 +146,7 @@ def _select(rows: list[Json], ids: range) -> list[Json]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Write the rows to --out. Exit code 2 and one line for a file or a row that cannot be read."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("source", choices=SOURCES)
     parser.add_argument("file", help="a .jsonl or .parquet, or an id of the Hub with its split")
     parser.add_argument("--out", type=Path, required=True, help=".jsonl")

@@ -1,4 +1,6 @@
-"""Hugging Face -> torch_dist -> Hugging Face is the identity, and a trained, sharded checkpoint becomes one model."""
+"""Hugging Face -> torch_dist -> Hugging Face is the identity, and a trained, sharded checkpoint
+becomes one model.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ def seal(folder: Path) -> None:
 
 
 def test_a_conversion_that_is_cut_short_leaves_no_model(tmp_path: Path) -> None:
-    """By a full disk (here the limit of a file's size), in both directions. A kill leaves `back.tmp`."""
+    """By a full disk (here the limit of a file's size), in both directions. A kill leaves
+    `back.tmp`.
+    """
     source = make_tiny_hf(tmp_path / "hf", "llama", num_layers=2)
 
     def convert() -> None:

@@ -1,4 +1,6 @@
-"""PPO with a critic trains the same at any layout and however the batch is cut; the critic saves and learns."""
+"""PPO with a critic trains the same at any layout and however the batch is cut; the critic saves
+and learns.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,9 @@ def test_twenty_steps_make_the_better_sibling_likelier_and_the_values_right(
     batch = scored_batch(0)
 
     def train() -> tuple[list[list[float]], list[dict[str, float]]]:
-        """Mean log-prob of the better sibling less that of the other, before and after, for two prompts."""
+        """Mean log-prob of the better sibling less that of the other, before and after, for two
+        prompts.
+        """
         trainer = build_trainer(tied_path, Layout(world=1), section, 40, critic)
         gaps, steps = [], []
         for step in range(21):

@@ -1,4 +1,6 @@
-"""What is published when several ranks have trained, each on its own data: the same drafter, to every engine."""
+"""What is published when several ranks have trained, each on its own data: the same drafter, to
+every engine.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ NUM_RANKS, MOST_STEPS = 3, 20
 
 
 class Shelf:
-    """As much of a RolloutEngine as a lifecycle uses: (version, checksum) of all drafters it was given."""
+    """As much of a RolloutEngine as a lifecycle uses: (version, checksum) of all drafters it was
+    given.
+    """
 
     def __init__(self) -> None:
         self.loaded: list[tuple[int, int]] = []
@@ -61,7 +65,9 @@ def make_lifecycle(engine: Shelf, run_dir: Path) -> DrafterLifecycle:
 
 def test_every_engine_gets_the_same_drafter_at_the_same_phase_boundary(tmp_path: Path) -> None:
     def body() -> list[list[tuple[int, int]]]:
-        """After every step: (version, checksum) of the drafter that each engine has. Until two have been published."""
+        """After every step: (version, checksum) of the drafter that each engine has. Until two have
+        been published.
+        """
         engine, rank = Shelf(), dist.get_rank()
         lifecycle = make_lifecycle(engine, tmp_path)
         engine.loaded.append((0, lifecycle.publisher.published.checksum))  # as it was started

@@ -115,7 +115,9 @@ def test_recomputation_routes_as_the_first_pass_did(
 
 
 def _grad_norm(path: Path, layout: Layout, coefficient: float) -> float:
-    """Of four micro-batches whose sequences are of multiples of four tokens, which no layout pads."""
+    """Of four micro-batches whose sequences are of multiples of four tokens, which no layout
+    pads.
+    """
     policy, groups = build_policy(path, layout, moe_aux_loss_coeff=coefficient)
     batches = [make_micro_batch((n, 12), seed=n) for n in (20, 12, 32, 8)]
     share = batches[groups.dp.rank :: groups.dp.size]
@@ -175,7 +177,8 @@ def test_glm_trains_as_on_one_rank_and_keeps_its_bias(glm: Path) -> None:
     assert expected["weights"].keys() == source.keys()
     for name, weight in expected["weights"].items():
         assert torch.equal(weight, source[name]) == name.endswith("correction_bias"), name
-    # A key's bias on channels that do not turn changes no softmax: its gradient is rounding, which Adam makes a step of.
+    # A key's bias on channels that do not turn changes no softmax: its gradient is rounding, which
+    # Adam makes a step of.
     learned = {n: w for n, w in expected["weights"].items() if not n.endswith("k_proj.bias")}
     for layout, shares in ((EP2, (4, 1)), (Layout(world=4, tensor=2, expert=4), (3, 2))):
         results = run_ranks(layout.world, _pass_and_train, glm, layout, shares)

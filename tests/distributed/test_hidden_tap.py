@@ -32,7 +32,9 @@ NAMES = ("tp1", "tp2", "pp2", "tp2_pp2", "dp2", "cp2", "cp2_tp2", "cp2_pp2")
 
 @pytest.fixture(scope="module")
 def expected(model_path: Path) -> dict[tuple[int, ...], tuple[int, list[Tensor]]]:
-    """By tokens: the prompt's length, and transformers' states after each layer, the last one normed."""
+    """By tokens: the prompt's length, and transformers' states after each layer, the last one
+    normed.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_path).float().eval()

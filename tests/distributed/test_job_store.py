@@ -1,4 +1,6 @@
-"""The job's store: where it listens, and what a stranger sees. tests/e2e/test_stop.py looks at the ports of whole jobs."""
+"""The job's store: where it listens, and what a stranger sees. tests/e2e/test_stop.py looks at the
+ports of whole jobs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What ranks say of one that never comes to a collective, holds Python's lock, or dies where no other sees its process.
+"""What ranks say of one that never comes to a collective, holds Python's lock, or dies where no
+other sees its process.
 
 tests/faults kills and freezes ranks of whole runs.
 """
@@ -120,7 +121,9 @@ def test_a_thread_that_holds_the_lock_of_python_ends_no_run() -> None:
 def test_a_rank_that_dies_is_named_at_once_or_after_the_timeout_if_it_was_alone_on_its_machine(
     is_alone: bool, timeout_s: float, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where each rank believes that it is on a machine of its own, no other one sees its process."""
+    """Where each rank believes that it is on a machine of its own, no other one sees its
+    process.
+    """
 
     def body() -> None:
         if is_alone:

@@ -1,4 +1,6 @@
-"""Policy checkpoints: save + load = never saved, at the same layout bit for bit, at another to rounding."""
+"""Policy checkpoints: save + load = never saved, at the same layout bit for bit, at another to
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ PP2 = Layout(world=2, pipeline=2)
 
 @pytest.fixture(scope="module")
 def uneven_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tied, and with sizes for which Megatron pads between the two buckets that a tied stage has."""
+    """Tied, and with sizes for which Megatron pads between the two buckets that a tied stage
+    has.
+    """
     return make_tiny_hf(
         tmp_path_factory.mktemp("models") / "llama",
         "llama",

@@ -1,4 +1,6 @@
-"""The Megatron policy trains the same at every layout, and says the same log-probs as transformers."""
+"""The Megatron policy trains the same at every layout, and says the same log-probs as
+transformers.
+"""
 
 from __future__ import annotations
 

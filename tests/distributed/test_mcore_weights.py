@@ -1,4 +1,6 @@
-"""Loading and exporting the Megatron policy's weights, which tensors are refused, and the groups of a layout."""
+"""Loading and exporting the Megatron policy's weights, which tensors are refused, and the groups of
+a layout.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def _edit(source: Path, target: Path, change: Callable[[dict[str, Tensor]], None
 def test_tied_embeddings_with_another_head_in_the_files_are_refused_on_every_rank(
     tmp_path: Path, is_equal: bool
 ) -> None:
-    """The ends of the head are those of the embedding, so that the comparison before launch cannot see it."""
+    """The ends of the head are those of the embedding, so that the comparison before launch cannot
+    see it.
+    """
     source = make_tiny_hf(tmp_path / "source", "qwen2", tied=True, num_layers=2)
 
     def change(tensors: dict[str, Tensor]) -> None:

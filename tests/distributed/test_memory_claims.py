@@ -1,4 +1,6 @@
-"""The ledger's claims for the GPU examples against what megatron-core allocates, with tensors that have no numbers."""
+"""The ledger's claims for the GPU examples against what megatron-core allocates, with tensors that
+have no numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Measured = dict[str, tuple[MemoryLedger, list[PolicyBytes]]]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    """The ledger of each case, and the bytes of its pipeline stages. Two stages are measured at a time."""
+    """The ledger of each case, and the bytes of its pipeline stages. Two stages are measured at a
+    time.
+    """
     found: Measured = {}
     stages: list[tuple[str, RunConfig, int, int]] = []
     for case, (name, sizes, world_size, *overrides) in CASES.items():

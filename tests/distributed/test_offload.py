@@ -59,7 +59,9 @@ def test_updates_are_bit_for_bit_those_of_a_policy_that_stays(
 
 
 def _train_whole_run(config: Path, run_dir: Path, *arguments: str) -> list[int]:
-    """The program on this rank; the bytes of its gradient buffers whenever an engine receives weights."""
+    """The program on this rank; the bytes of its gradient buffers whenever an engine receives
+    weights.
+    """
     held: list[int] = []
 
     def noting(policy: McorePolicyModel, *args: Any, **kwargs: Any) -> dict[str, float]:

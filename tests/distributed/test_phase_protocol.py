@@ -1,8 +1,9 @@
-"""Two ranks that share one SGLang engine (tp_size 2) on pretended GPUs: who allocates, releases and waits when, rank by rank.
+"""Two ranks that share one SGLang engine (tp_size 2) on pretended GPUs: who allocates, releases and
+waits when, rank by rank.
 
-The engine and its follower are the real ones; tests/unit/trainer/test_phase_order.py has the order of the trainer's loop.
-`sglang` is a stand-in that notes what it is asked and changes
-the environment as the real one does. All events go to one file, in the order in which they happen.
+The engine and its follower are the real ones; tests/unit/trainer/test_phase_order.py has the order
+of the trainer's loop. `sglang` is a stand-in that notes what it is asked and changes the
+environment as the real one does. All events go to one file, in the order in which they happen.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Events:
 
 
 def pretend_sglang(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An SGLang whose engine answers at once and frees memory slowly, its second scheduler after the answer."""
+    """An SGLang whose engine answers at once and frees memory slowly, its second scheduler after
+    the answer.
+    """
 
     class Manager:
         _subprocess_watchdog = SimpleNamespace(stop=lambda: None)

@@ -1,4 +1,6 @@
-"""Every loss and advantage trains the same at any layout and however the batch is cut, and 20 steps raise the reward."""
+"""Every loss and advantage trains the same at any layout and however the batch is cut, and 20 steps
+raise the reward.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ SECTIONS = {
 
 
 def _with_kept(scored: ScoredGroup) -> ScoredGroup:
-    """Every response drawn from sets of 1, 3, 5, ... tokens around its own, and every fourth set not recorded."""
+    """Every response drawn from sets of 1, 3, 5, ... tokens around its own, and every fourth set
+    not recorded.
+    """
     rollouts = []
     for rollout in scored.group.rollouts:
         rows = [
@@ -167,7 +171,9 @@ def _scored(groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
 
 
 def _learn(path: Path) -> dict[str, list[float]]:
-    """Train 20 steps by section and return the mean reward of each. The embedded engine draws, Megatron updates."""
+    """Train 20 steps by section and return the mean reward of each. The embedded engine draws,
+    Megatron updates.
+    """
     means: dict[str, list[float]] = {}
     engine = EmbeddedEngine(
         load_model_config(path), RolloutSection(), select_device("cpu"), max_prompt_tokens=8

@@ -109,7 +109,8 @@ def test_replayed_routes_equal_one_rank_at_every_layout(
         for index, logprobs in result["replayed"].items():
             expected = replayed_on_one_rank["replayed"][index]
             torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
-        # Adam's first step enlarges rounding errors: few tokens reach an expert, so gradients near 0 count.
+        # Adam's first step enlarges rounding errors: few tokens reach an expert, so gradients near
+        # 0 count.
         stats = zip(result["stats"], replayed_on_one_rank["stats"], (1e-6, 2e-5, 2e-5), strict=True)
         for mine, theirs, tolerance in stats:
             assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=tolerance)

@@ -1,5 +1,5 @@
-"""Shortcuts of the update change nothing, bit for bit: one update per batch without a log-prob pass before it, and responses of
-zero advantage that take no pass.
+"""Shortcuts of the update change nothing, bit for bit: one update per batch without a log-prob pass
+before it, and responses of zero advantage that take no pass.
 """
 
 from __future__ import annotations
@@ -86,10 +86,11 @@ def test_a_step_without_the_redundant_pass_is_the_same_step(
             assert torch.equal(weight, other_weights[name]), name
 
 
-# Skipped responses: every response is a micro-batch of its own, and those with an advantage are the longest. So both runs add
-# the same numbers in the same order, and the skipped ones would have added exact zeros.
-# The reward of each response is the advantage of its last token. Of six responses in each step,
-# three have one, then one (so a data-parallel rank has none), then none, then two.
+# Skipped responses: every response is a micro-batch of its own, and those with an advantage are the
+# longest. So both runs add the same numbers in the same order, and the skipped ones would have
+# added exact zeros. The reward of each response is the advantage of its last token. Of six
+# responses in each step, three have one, then one (so a data-parallel rank has none), then none,
+# then two.
 REWARDS = (
     ((1.0, 0.0), (-0.5, 0.0), (0.0, 2.0)),
     ((0.0, 0.0), (0.0, 0.0), (1.0, 0.0)),

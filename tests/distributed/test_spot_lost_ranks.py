@@ -1,4 +1,6 @@
-"""Members that are killed at the worst moments, or fail: the others train on. tests/faults kills ranks of whole runs."""
+"""Members that are killed at the worst moments, or fail: the others train on. tests/faults kills
+ranks of whole runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sessions start, grow and stop with random finish times: who trained, who left when, and what all hold in the end."""
+"""Sessions start, grow and stop with random finish times: who trained, who left when, and what all
+hold in the end.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ def random_naps(seed: int, world_size: int, longest_s: float) -> list[float]:
 def run_phases(
     spot: SpotTrainer, count: int, longest_s: float, least_updates: int = 1
 ) -> list[PhaseResult]:
-    """Phases with random rollout times, each with the clean-up at its end. On a busy machine more than `count`, and longer
-    ones, until there have been `least_updates`."""
+    """Phases with random rollout times, each with the clean-up at its end. On a busy machine more
+    than `count`, and longer ones, until there have been `least_updates`."""
     results: list[PhaseResult] = []
     world = world_group()
     while len(results) < count or results[-1][2].num_updates < least_updates:
@@ -134,8 +136,8 @@ def test_random_finish_times(
 
 
 def test_kept_groups_serve_recurring_members(tmp_path: Path) -> None:
-    """As on NCCL, where communicators are slow to make: the pool keeps groups over phases. One rank generates until the
-    two others train."""
+    """As on NCCL, where communicators are slow to make: the pool keeps groups over phases. One rank
+    generates until the two others train."""
     markers = Markers(tmp_path)
 
     def body() -> tuple[list[PhaseResult], list[str]]:

@@ -1,4 +1,6 @@
-"""What a session computes: members together are one member on all the data, and newcomers become equal to the bit."""
+"""What a session computes: members together are one member on all the data, and newcomers become
+equal to the bit.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def test_n_members_equal_one_member_on_the_union(num_members: int, tmp_path: Pat
 
 
 def test_newcomer_in_the_middle_of_a_session_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """Rank 0 trains alone, rank 1 joins after 5 updates, rank 2 after 5 more; rank 3 ends it 5 later."""
+    """Rank 0 trains alone, rank 1 joins after 5 updates, rank 2 after 5 more; rank 3 ends it 5
+    later.
+    """
 
     def body() -> tuple[SpotReport, StateVersion]:
         rank = dist.get_rank()
@@ -130,8 +134,8 @@ def test_newcomer_in_the_middle_of_a_session_ends_with_the_same_bits(tmp_path: P
 
 
 def test_a_session_goes_on_while_a_newcomer_still_measures(tmp_path: Path) -> None:
-    """Rank 1 trains; rank 2 has finished and measures until rank 1 has made 12 more updates. It was planned in at once, and
-    rank 1 waited for it."""
+    """Rank 1 trains; rank 2 has finished and measures until rank 1 has made 12 more updates. It was
+    planned in at once, and rank 1 waited for it."""
     markers = Markers(tmp_path)
 
     def body() -> SpotReport:
@@ -171,8 +175,8 @@ def test_a_session_goes_on_while_a_newcomer_still_measures(tmp_path: Path) -> No
 
 
 def test_a_clock_that_jumps_an_hour_changes_nothing(tmp_path: Path) -> None:
-    """Of one rank, forwards in one phase and backwards in the next: it ended the phase ("not finished 3600 s after ..."),
-    or was counted as hours of idle time."""
+    """Of one rank, forwards in one phase and backwards in the next: it ended the phase ("not
+    finished 3600 s after ..."), or was counted as hours of idle time."""
     markers = Markers(tmp_path)
 
     def body() -> list[SpotReport]:

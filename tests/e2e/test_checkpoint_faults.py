@@ -1,5 +1,5 @@
-"""Run folders and checkpoints through the program itself: used folders, damage, crafted files, other settings, full
-disks, lost rows.
+"""Run folders and checkpoints through the program itself: used folders, damage, crafted files,
+other settings, full disks, lost rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The recipes of examples/datasets: a made sample of each source is converted, and a step trains on it."""
+"""The recipes of examples/datasets: a made sample of each source is converted, and a step trains on
+it.
+"""
 
 from __future__ import annotations
 

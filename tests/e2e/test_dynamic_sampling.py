@@ -1,4 +1,6 @@
-"""Dynamic sampling in whole runs: the same with speculation and spot training, and with other ranks."""
+"""Dynamic sampling in whole runs: the same with speculation and spot training, and with other
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.tiny_task import (
 
 pytestmark = pytest.mark.e2e
 
-# Every response has a reward of its own, and few groups differ in `acc`: a step needs several rounds.
+# Every response has a reward of its own, and few groups differ in `acc`: a step needs several
+# rounds.
 RARE = """
 def rare(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": sum(map(ord, solution_str)) / 1e4, "acc": solution_str[:1] in ("0", "a", "b")}
@@ -70,7 +73,9 @@ def test_the_batch_holds_only_groups_that_differ_in_the_metric(straight: Path) -
 def test_speculation_and_spot_training_change_nothing(
     config: Path, dynamic: tuple[str, ...], straight: Path, tmp_path: Path
 ) -> None:
-    """Rank 0's first two rounds end when rank 1 has trained the drafter, so it is trained between rounds of one step."""
+    """Rank 0's first two rounds end when rank 1 has trained the drafter, so it is trained between
+    rounds of one step.
+    """
     run(2, config, tmp_path / "run", *dynamic, *TLT, patient_engine(tmp_path, "embedded"))
     check_same_run(tmp_path / "run", straight)
     rows = metric_rows(tmp_path / "run")
@@ -93,7 +98,9 @@ def test_one_rank_draws_and_answers_what_two_ranks_do(
 def test_a_punishment_makes_no_group_differ(
     config: Path, tmp_path: Path, metric: str, function: str
 ) -> None:
-    """Nearly all responses are punished, each by its length. For `math` some are right: they end with a 4 by chance."""
+    """Nearly all responses are punished, each by its length. For `math` some are right: they end
+    with a 4 by chance.
+    """
     data = (config.parent / "train.jsonl").read_text().replace('"label": "5"', '"label": "4"')
     (tmp_path / "fours.jsonl").write_text(data)
     settings = (

@@ -1,4 +1,6 @@
-"""`tlt evaluate` on a finished run: the command line, and what the run that it starts leaves behind."""
+"""`tlt evaluate` on a finished run: the command line, and what the run that it starts leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_a_finished_run_is_evaluated_with_its_settings(config: Path, tmp_path: P
 def test_a_model_is_evaluated_on_several_files(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """A file without data sources gives its prompts its own name. A setting may follow the files."""
+    """A file without data sources gives its prompts its own name. A setting may follow the
+    files.
+    """
     row = {"prompt": "e1=", "label": "5"}
     for name, more in (("one", {}), ("two", {"data_source": "sums"})):
         (tmp_path / name).mkdir()

@@ -1,4 +1,6 @@
-"""Models and data sets by their id of the Hugging Face Hub, from a server on this machine that speaks its protocol."""
+"""Models and data sets by their id of the Hugging Face Hub, from a server on this machine that
+speaks its protocol.
+"""
 
 from __future__ import annotations
 

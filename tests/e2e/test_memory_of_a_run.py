@@ -13,7 +13,8 @@ from tests.tiny_task import launch
 
 pytestmark = pytest.mark.e2e
 
-# 36 million parameters and a vocabulary of a real size: what is planned is several times what the libraries take.
+# 36 million parameters and a vocabulary of a real size: what is planned is several times what the
+# libraries take.
 SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_layers": 6, "vocab_size": 32768}
 BATCH = "rollout.num_prompts=4 rollout.num_samples=4 rollout.max_new_tokens=120 rollout.max_batch_size=16"
 

@@ -1,4 +1,6 @@
-"""A whole run of a mixture of experts on two ranks that share its experts, with speculation and spot training."""
+"""A whole run of a mixture of experts on two ranks that share its experts, with speculation and
+spot training.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def test_a_chat_whose_tool_writes_control_tokens(task: Path, tmp_path: Path) -> None:
-    """As with reasoning models, turns begin in another way than the template writes them later on."""
+    """As with reasoning models, turns begin in another way than the template writes them later
+    on.
+    """
     model = shutil.copytree(task.parent / "model", tmp_path / "model")
     (model / "chat_template.jinja").write_text(CHAT)
     (tmp_path / "tool.py").write_text(TOOL)

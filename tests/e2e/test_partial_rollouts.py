@@ -1,4 +1,6 @@
-"""Partial rollouts in whole runs: carried responses are the same with speculation, spot training and tensor parallelism."""
+"""Partial rollouts in whole runs: carried responses are the same with speculation, spot training
+and tensor parallelism.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny task with six stop tokens of 48, so that most responses have fewer than 16 tokens and some reach 24."""
+    """The tiny task with six stop tokens of 48, so that most responses have fewer than 16 tokens
+    and some reach 24.
+    """
     config = make_tiny_task(tmp_path_factory.mktemp("task"))
     path = config.parent / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": list(range(1, 7))}))

@@ -1,6 +1,8 @@
-"""Whole runs with settings drawn at random: speculation, spot training and a resume change no token and no weight.
+"""Whole runs with settings drawn at random: speculation, spot training and a resume change no token
+and no weight.
 
-`RANDOM_SETTINGS=100 .venv/bin/python -m pytest tests/e2e/test_random_settings.py` draws a hundred of them.
+`RANDOM_SETTINGS=100 .venv/bin/python -m pytest tests/e2e/test_random_settings.py` draws a hundred
+of them.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ def test_speculation_and_a_resume_change_nothing(number: int, tmp_path: Path) ->
 
 
 def draw_run(config: Path, draw: random.Random) -> tuple[int, list[str], list[str]]:
-    """Return ranks, the settings of a plain run, and those of speculation and spot training, until a draw is allowed."""
+    """Return ranks, the settings of a plain run, and those of speculation and spot training, until
+    a draw is allowed.
+    """
     while True:
         tensor, pipeline = draw.choice(LAYOUTS)
         num_ranks = tensor * pipeline * draw.choice((1, 2, 3) if tensor * pipeline == 1 else (1, 2))

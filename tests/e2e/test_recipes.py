@@ -1,4 +1,6 @@
-"""Every recipe of examples/recipes trains the tiny policy for two steps, under a config of one's own."""
+"""Every recipe of examples/recipes trains the tiny policy for two steps, under a config of one's
+own.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,8 @@ def test_a_step_whose_responses_are_all_cut_and_masked_learns_nothing(
 def test_training_replays_the_tokens_that_truncated_sampling_kept(
     config: Path, tmp_path: Path
 ) -> None:
-    """The correction for another distribution of the rollouts has nothing to correct. Without the replay, the weight would be
-    the probability of the kept tokens."""
+    """The correction for another distribution of the rollouts has nothing to correct. Without the
+    replay, the weight would be the probability of the kept tokens."""
     cut = ["rollout.top_p=0.6", "rollout.top_k=20", "rollout.temperature=0.9", "run.num_steps=2"]
     own = ["algorithm.tis_cap=2", "parallel.tensor=2", "data.eval=", "logging.trackers=[]"]
     run(2, config, tmp_path, *cut, *own)

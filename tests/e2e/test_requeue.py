@@ -125,7 +125,9 @@ def test_a_job_of_two_nodes_that_was_stopped_in_mid_step_and_requeued_equals_the
 
 
 def kill_agent(job: Job, node: int) -> None:
-    """As if the node had died: of its processes only the launcher is killed, and the others end with it."""
+    """As if the node had died: of its processes only the launcher is killed, and the others end
+    with it.
+    """
     for process in job.family():
         is_launcher = "launch/torchrun.py" in process.cmdline()
         if is_launcher and process.environ().get("SLURM_NODEID") == str(node):

@@ -1,4 +1,6 @@
-"""Spot training in a whole RL run: what is learned does not change, the drafter does, and a resumed run goes on with it."""
+"""Spot training in a whole RL run: what is learned does not change, the drafter does, and a resumed
+run goes on with it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from tlt_megatron.models.hf_io import HfReader
 pytestmark = pytest.mark.e2e
 
 
-# Rank 0 has twice the work of rank 1, in two waves, so there is idle time for more than one step of the drafter.
+# Rank 0 has twice the work of rank 1, in two waves, so there is idle time for more than one step of
+# the drafter.
 UNEVEN = ("rollout.num_prompts=3", "rollout.max_batch_size=4", "rollout.max_new_tokens=40")
 SPOT = (
     *UNEVEN,

@@ -1,6 +1,8 @@
-"""How a run ends before its time, through torchrun on two ranks: Ctrl-C, a rank that fails, input that one rank refuses.
+"""How a run ends before its time, through torchrun on two ranks: Ctrl-C, a rank that fails, input
+that one rank refuses.
 
-The reward function does not return while a file `hold` exists. tests/faults stops runs at any point and resumes them.
+The reward function does not return while a file `hold` exists. tests/faults stops runs at any point
+and resumes them.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def check_loopback(job: Job) -> None:
 
 
 def test_second_ctrl_c_ends_at_once_although_a_rank_is_frozen(start: Callable[..., Job]) -> None:
-    """And until then nothing listens beyond the loopback, and nobody loads a pickle from a store."""
+    """And until then nothing listens beyond the loopback, and nobody loads a pickle from a
+    store.
+    """
     job = start("frozen")
     job.wait_until_held()
     family = job.family()

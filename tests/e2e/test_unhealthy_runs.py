@@ -1,4 +1,6 @@
-"""Training that goes wrong stops with exit code 1, one line and the last good checkpoint, by the user's own doors."""
+"""Training that goes wrong stops with exit code 1, one line and the last good checkpoint, by the
+user's own doors.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def test_weights_that_are_not_finite_end_the_run_and_are_not_saved(
 def test_updates_skipped_in_a_row_end_the_run_and_keep_the_good_checkpoints(
     config: Path, tmp_path: Path, layout: str
 ) -> None:
-    """Weights of 1e15 are finite, but what is computed with them is not: every further update is skipped."""
+    """Weights of 1e15 are finite, but what is computed with them is not: every further update is
+    skipped.
+    """
     run(2, config, tmp_path, layout, "run.num_steps=1", *EVERY_STEP)
     again = ("--resume", "auto", "checkpoint.interval=1", "checkpoint.keep=2", "data.eval=")
     fast = ("optimizer.lr=1e15", "run.num_steps=99")

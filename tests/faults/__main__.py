@@ -87,7 +87,7 @@ def summarize(verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tests.faults", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="tests.faults", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--schedules", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="schedules at a time")

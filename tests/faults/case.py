@@ -223,7 +223,9 @@ class Case:
         self.verdict.unclear.append(f"{what}; the terminal ends: {job.terminal[-2500:]}")
 
     def expect_saved(self, at_least: int) -> int:
-        """No work is lost but for the step in which the run stopped; returns the step that is saved."""
+        """No work is lost but for the step in which the run stopped; returns the step that is
+        saved.
+        """
         saved = read_pointer(self.run_dir / "checkpoints") or 0
         if saved < at_least:
             self.verdict.lost.append(f"saved step {saved}, {at_least} were done")

@@ -23,7 +23,9 @@ _RESUME_OPERATIONS = (40, 20)
 
 
 def crash_while_saving(case: Case) -> None:
-    """SIGKILL of a rank at the k-th file operation of a checkpoint: the older or the new one loads."""
+    """SIGKILL of a rank at the k-th file operation of a checkpoint: the older or the new one
+    loads.
+    """
     job, moment = _start_saving(case, "kill")
     victim = moment.rank
     case.end(job, 1, KILLED, ranks=[1], line=naming(victim), within_s=GRACE_S, victims=[victim])

@@ -178,7 +178,9 @@ class _Probe:
 
 
 def _shift_clock(seconds: float) -> None:
-    """The wall clock of this process jumps; monotonic clocks do not, as when a host's time is set."""
+    """The wall clock of this process jumps; monotonic clocks do not, as when a host's time is
+    set.
+    """
     now, now_ns = time.time, time.time_ns
     time.time = lambda: now() + seconds
     time.time_ns = lambda: now_ns() + int(seconds * 1e9)

@@ -24,8 +24,9 @@ from tests.faults.processes import Job
 from tests.tiny_task import REPO
 
 NUM_SCHEDULES = 40
-# Of 4,000, the one whose schedules reach the most: every variant is resumed, both ranks are killed and frozen in training,
-# each signal stops a run in an update or in the rollouts of spot training, a conversation, carried responses.
+# Of 4,000, the one whose schedules reach the most: every variant is resumed, both ranks are killed
+# and frozen in training, each signal stops a run in an update or in the rollouts of spot training,
+# a conversation, carried responses.
 SEED = 1526
 
 

@@ -1,4 +1,6 @@
-"""The GPU of these tests. Run them by `make test-gpu` or `make gpu-check`; without a GPU each is skipped with the reason."""
+"""The GPU of these tests. Run them by `make test-gpu` or `make gpu-check`; without a GPU each is
+skipped with the reason.
+"""
 
 from __future__ import annotations
 

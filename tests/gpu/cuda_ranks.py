@@ -1,7 +1,7 @@
 """Marks for tests that need GPUs, and ranks with a GPU each.
 
-Ranks are spawned: CUDA that has been used in the parent cannot be used after a fork. So their function
-must be of a module's top level. They join a world of their own.
+Ranks are spawned: CUDA that has been used in the parent cannot be used after a fork. So their
+function must be of a module's top level. They join a world of their own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The embedded engine on a GPU: captured graphs, switches in the middle of a rollout and sleep change no token, and the bytes
-of the graph pool are what was planned."""
+"""The embedded engine on a GPU: captured graphs, switches in the middle of a rollout and sleep
+change no token, and the bytes of the graph pool are what was planned."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_switching_in_the_middle_of_a_rollout_changes_no_token(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_and_eager_passes_agree_but_for_rounding(path: Path, dtype: str) -> None:
-    """Rounding can swap two candidates that are closer than it, once or so in a thousand tokens in bfloat16; what follows
-    is then another text."""
+    """Rounding can swap two candidates that are closer than it, once or so in a thousand tokens in
+    bfloat16; what follows is then another text."""
     eager, _ = run(make_engine(path, "off", dtype=dtype, cuda_graphs=False))
     tokens, _ = run(make_engine(path, "off", dtype=dtype))
     num_equal = sum(a == b for a, b in zip(eager, tokens, strict=True))
@@ -98,7 +98,9 @@ def test_graphs_and_eager_passes_agree_but_for_rounding(path: Path, dtype: str) 
 
 
 def test_batch_invariant_tokens_are_the_same_in_bfloat16(path: Path) -> None:
-    """Requests run one by one, in one batch, in captured graphs, and with a new strategy in each pass."""
+    """Requests run one by one, in one batch, in captured graphs, and with a new strategy in each
+    pass.
+    """
     options: dict[str, object] = {"dtype": "bfloat16", "batch_invariant": True}
     expected, _ = run(make_engine(path, "off", cuda_graphs=False, **options))
     assert run(make_engine(path, "off", max_batch_size=1, **options))[0] == expected
@@ -159,8 +161,8 @@ def test_every_batch_size_has_a_graph(path: Path, strategy: str) -> None:
 
 
 def test_graphs_take_the_bytes_that_were_planned(tmp_path: Path) -> None:
-    """Activations and static tensors, which torch's allocator counts. What the driver keeps for the graphs themselves
-    differs between its versions."""
+    """Activations and static tensors, which torch's allocator counts. What the driver keeps for the
+    graphs themselves differs between its versions."""
     path = make_tiny_hf(
         tmp_path, "qwen3", num_layers=2, vocab_size=512, hidden_size=1024, intermediate_size=4096
     )

@@ -12,7 +12,8 @@ from tlt_megatron.runtime.device import Device
 
 pytestmark = needs_gpus()
 
-# What the allocator takes from the driver at once for small tensors: every memory pool of its own has at least one.
+# What the allocator takes from the driver at once for small tensors: every memory pool of its own
+# has at least one.
 SEGMENT_BYTES = 2 << 20
 CHAIN, TREE = STRATEGIES
 
@@ -22,7 +23,9 @@ CHAIN, TREE = STRATEGIES
 def test_replayed_graph_equals_the_eager_step(
     device: Device, strategy: SpeculationStrategy, dtype: torch.dtype
 ) -> None:
-    """In bfloat16, rounding may change what is drafted and drawn, but neither keys nor features of the root."""
+    """In bfloat16, rounding may change what is drafted and drawn, but neither keys nor features of
+    the root.
+    """
     passes = make_lane_passes(device.torch_device, dtype, num_lanes=MAX_BATCH_SIZE)
     pool, eager = passes.pool(device.graph_memory), passes.pool(lambda: None)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 6e-2}[dtype]

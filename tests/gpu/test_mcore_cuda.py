@@ -1,5 +1,6 @@
-"""The Megatron policy on a GPU, with Transformer Engine's layers where it is installed (in bfloat16), else the local ones: what it says
-of a packed batch is what the CPU's plain forward pass says.
+"""The Megatron policy on a GPU, with Transformer Engine's layers where it is installed (in
+bfloat16), else the local ones: what it says of a packed batch is what the CPU's plain forward pass
+says.
 
 In a process of its own, as Megatron keeps its groups for the life of one.
 """

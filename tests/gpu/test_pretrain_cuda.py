@@ -1,6 +1,8 @@
-"""The whole program on one GPU: two RL steps with speculation, by the embedded engine with captured graphs, and by SGLang.
+"""The whole program on one GPU: two RL steps with speculation, by the embedded engine with captured
+graphs, and by SGLang.
 
-One rank is never idle, so its drafter is built and kept but not trained; `test_spot_session_cuda.py` does that.
+One rank is never idle, so its drafter is built and kept but not trained;
+`test_spot_session_cuda.py` does that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Private NCCL groups: made by their members alone, kept by member set, closed without the world."""
+"""Private NCCL groups: made by their members alone, kept by member set, closed without the
+world.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""SGLang on a GPU, where it is installed (`pip install tlt_megatron[sglang]`): tokens are greedy with and without EAGLE, updates
-by CUDA IPC reach the model that they are meant for, sleep gives memory back, on two GPUs too. tests/sglang has the rest, on a
-CPU.
+"""SGLang on a GPU, where it is installed (`pip install tlt_megatron[sglang]`): tokens are greedy
+with and without EAGLE, updates by CUDA IPC reach the model that they are meant for, sleep gives
+memory back, on two GPUs too. tests/sglang has the rest, on a CPU.
 
-In bfloat16, as SGLang's kernels for GPUs have no float32. Two correct engines then differ in some tokens, whose logits are close
-to the largest, so tokens are judged by a reference in float32. Written from SGLang's sources; not run on hardware yet.
+In bfloat16, as SGLang's kernels for GPUs have no float32. Two correct engines then differ in some
+tokens, whose logits are close to the largest, so tokens are judged by a reference in float32.
+Written from SGLang's sources; not run on hardware yet.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ def weights_of(policy: Path, *, is_changed: bool = False) -> Weights:
 
 
 def distance(policy: Path, weights: Weights, answers: list[list[int]]) -> float:
-    """How far the largest logit is above that of an answer's token, on average: by transformers, in float32 on the CPU."""
+    """How far the largest logit is above that of an answer's token, on average: by transformers, in
+    float32 on the CPU.
+    """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(policy)
@@ -184,7 +187,9 @@ def test_updates_by_cuda_ipc_change_what_they_are_meant_for(
 def test_sleep_gives_memory_back_and_weights_are_sent_anew(
     eagle: SglangEngine, policy: Path
 ) -> None:
-    """The policy's weights are dropped, the drafter's are parked; others use the memory; graphs replay after waking."""
+    """The policy's weights are dropped, the drafter's are parked; others use the memory; graphs
+    replay after waking.
+    """
     from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
 
     changed = weights_of(policy, is_changed=True)
@@ -206,7 +211,9 @@ def test_sleep_gives_memory_back_and_weights_are_sent_anew(
 
 
 def run_two_ranks(policy: str) -> tuple[list[list[int]], bool]:
-    """Of each rank: tokens before and after a sleep, and whether its own GPU had more free memory in between."""
+    """Of each rank: tokens before and after a sleep, and whether its own GPU had more free memory
+    in between.
+    """
     device = select_device("cuda")
     init_world(device.backend, timeout_s=900.0)
     replica = group_of(dist.new_group([0, 1], backend="gloo"))

@@ -1,5 +1,5 @@
-"""Spot training over NCCL: one rank's session with a drafter on the GPU, and its saves; with two GPUs a session that grows
-and stops."""
+"""Spot training over NCCL: one rank's session with a drafter on the GPU, and its saves; with two
+GPUs a session that grows and stops."""
 
 from __future__ import annotations
 

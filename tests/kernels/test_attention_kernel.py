@@ -201,7 +201,9 @@ def test_a_query_that_sees_nothing_adds_nothing_and_keys_after_the_last_seen_are
 def test_an_engine_on_a_pretended_gpu_does_what_it_does_on_a_cpu(
     strategy: str,
 ) -> None:
-    """In float64: a prompt in two chunks, pages while a request waits, then lanes, and trees by mask."""
+    """In float64: a prompt in two chunks, pages while a request waits, then lanes, and trees by
+    mask.
+    """
     config = tiny_config(vocab_size=48, num_layers=2)
     section = RolloutSection(
         dtype="float64",
@@ -242,7 +244,9 @@ def test_an_engine_on_a_pretended_gpu_does_what_it_does_on_a_cpu(
 
 
 def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
-    """By Triton's own compiler and assembler, which need no GPU; the interpreter compiles nothing."""
+    """By Triton's own compiler and assembler, which need no GPU; the interpreter compiles
+    nothing.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(REPO), "TRITON_CACHE_DIR": str(tmp_path)}
     subprocess.run(

@@ -189,7 +189,9 @@ def test_a_layer_of_a_plain_pass_is_few_nodes_of_its_graph(
 
 
 def test_kernels_compile(tmp_path: Path) -> None:
-    """By Triton's own compiler and assembler, which need no GPU. Where they are interpreted, nothing is compiled."""
+    """By Triton's own compiler and assembler, which need no GPU. Where they are interpreted,
+    nothing is compiled.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(REPO), "TRITON_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE], env=environment, check=True)

@@ -1,4 +1,6 @@
-"""The Triton kernels against their torch forms. `make test-sglang` runs them on a CPU, with TRITON_INTERPRET=1."""
+"""The Triton kernels against their torch forms. `make test-sglang` runs them on a CPU, with
+TRITON_INTERPRET=1.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_tokens_are_those_of_the_torch_form(vocab_size: int, dtype: torch.dtype)
 def test_noise_added_to_draft_logits_is_that_of_the_torch_form(
     has_ids: bool, dtype: torch.dtype, num_branches: int
 ) -> None:
-    """And so are the candidates that a tree takes; `has_ids`: the columns are some ids of a larger vocabulary."""
+    """And so are the candidates that a tree takes; `has_ids`: the columns are some ids of a larger
+    vocabulary.
+    """
     seeds_B, positions_B = keys()
     shape = (len(seeds_B), num_branches, 1025) if num_branches else (len(seeds_B), 1025)
     generator = torch.Generator().manual_seed(num_branches)
@@ -125,7 +129,9 @@ def test_rows_of_a_strided_view_are_read_as_they_lie() -> None:
 
 
 def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
-    """By Triton's own compiler and assembler, which need no GPU. Where they are interpreted, nothing is compiled."""
+    """By Triton's own compiler and assembler, which need no GPU. Where they are interpreted,
+    nothing is compiled.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(REPO), "TRITON_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE], env=environment, check=True)

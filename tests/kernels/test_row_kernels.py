@@ -1,7 +1,7 @@
 """`rollout.batch_invariant` on CUDA: a row has the same bits in every pass.
 
-`make test-sglang` runs it on a CPU, with TRITON_INTERPRET=1. It shows that the same numbers are added
-in the same order, not how a GPU rounds.
+`make test-sglang` runs it on a CPU, with TRITON_INTERPRET=1. It shows that the same numbers are
+added in the same order, not how a GPU rounds.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def test_a_row_of_a_product_is_the_same_in_every_batch(dtype: torch.dtype) -> No
 
 
 def test_attention_depends_on_the_keys_in_order_alone() -> None:
-    """Tokens with other neighbours, in a table of one or two parts, with their keys in other slots."""
+    """Tokens with other neighbours, in a table of one or two parts, with their keys in other
+    slots.
+    """
     num_slots, lengths = 540, torch.tensor([1, 63, 64, 65, 200, *range(2, 61)])
     kv = normal(2, num_slots, 24, dtype=torch.bfloat16)
     query = normal(64, 3, 24, dtype=torch.bfloat16, seed=1)

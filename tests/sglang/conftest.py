@@ -1,5 +1,5 @@
-"""The real SGLang engine on a CPU, with the stand-ins for its CUDA-only kernels. Run by `make test-sglang` in an environment
-of its own; without sglang there is nothing to collect here."""
+"""The real SGLang engine on a CPU, with the stand-ins for its CUDA-only kernels. Run by `make
+test-sglang` in an environment of its own; without sglang there is nothing to collect here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 4 layers and 48 tokens, sharp enough to be drafted for.
 
-    Of a width that SGLang can halve on a CPU, where it pads others to multiples of 32 for each rank."""
+    Of a width that SGLang can halve on a CPU, where it pads others to multiples of 32 for each
+    rank."""
     from tests.tiny_models import make_tiny_hf
 
     return make_tiny_hf(

@@ -1,7 +1,8 @@
-"""Prints how SGLang itself resolves the options of an engine: `python -m tests.sglang.resolve_arguments FILE`.
+"""Prints how SGLang itself resolves the options of an engine: `python -m
+tests.sglang.resolve_arguments FILE`.
 
-FILE holds the options as JSON. A process of its own: SGLang caches what it asks the machine, and here the
-answers are those of an H100. No engine is started and no weights are read.
+FILE holds the options as JSON. A process of its own: SGLang caches what it asks the machine, and
+here the answers are those of an H100. No engine is started and no weights are read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The same rollouts from both engines, for the tests of SGLang: engines over a folder, prompts, drafters, comparisons."""
+"""The same rollouts from both engines, for the tests of SGLang: engines over a folder, prompts,
+drafters, comparisons.
+"""
 
 from __future__ import annotations
 
@@ -100,14 +102,15 @@ def start_sglang(
     routing_replay: bool = False,
     **settings: object,
 ) -> SglangEngine:
-    """An engine that holds the weights at `policy` as VERSION. `settings`: selector, ranking, engine_args, rank,
-    request_timeout_s."""
+    """An engine that holds the weights at `policy` as VERSION. `settings`: selector, ranking,
+    engine_args, rank, request_timeout_s."""
     engine_args = dict(settings.pop("engine_args", {}))
     section = SglangSection(
         engine_args=engine_args,
         request_timeout_s=settings.pop("request_timeout_s", 300.0),
     )
-    # Ports follow from the rank: not those of another test run that begins at the same moment, nor of ranks 0 and 1.
+    # Ports follow from the rank: not those of another test run that begins at the same moment, nor
+    # of ranks 0 and 1.
     rank = settings.pop("rank", 32 + os.getpid() % 32)
     speculation = None
     if strategies:
@@ -139,7 +142,9 @@ def start_embedded(
     ids: Sequence[int] = (),
     routing_replay: bool = False,
 ) -> EmbeddedEngine:
-    """The embedded twin in float32, speculating if a drafter is given. `ids`: the only ones that it drafts."""
+    """The embedded twin in float32, speculating if a drafter is given. `ids`: the only ones that it
+    drafts.
+    """
     engine = EmbeddedEngine(
         load_model_config(policy),
         rollout_section(routing_replay=routing_replay),
@@ -231,8 +236,9 @@ def mean_accept_length(rollouts: Sequence[Rollout]) -> float:
 def check_accept_lengths(
     engine: SglangEngine, policy: Path, drafter: Path, strategy: str, *, num_tokens: int
 ) -> None:
-    """What passes commit, over at least `num_tokens` tokens greedy and as many at temperature 1: the mean is the embedded
-    engine's within 5 %, and with a chain nearly every pass of every response is (rounding may swap two drafts)."""
+    """What passes commit, over at least `num_tokens` tokens greedy and as many at temperature 1:
+    the mean is the embedded engine's within 5 %, and with a chain nearly every pass of every
+    response is (rounding may swap two drafts)."""
     twin = start_embedded(policy, drafter=drafter, strategy=strategy)
     for params in (replace(GREEDY, seed=7), replace(SAMPLED, seed=7, num_samples=4)):
         prompts = make_prompts(48 // params.num_samples, seed=7)

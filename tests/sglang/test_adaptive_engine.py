@@ -1,4 +1,6 @@
-"""Chains: what one accepts; and several between which our selector chooses, as SGLang's adaptive policy on two ranks."""
+"""Chains: what one accepts; and several between which our selector chooses, as SGLang's adaptive
+policy on two ranks.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_a_chain_accepts_as_much_as_in_the_embedded_engine_and_can_be_paused(
 
 
 def prefer(name: str, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a selector that has seen `name` take a hundredth of the time of all other strategies."""
+    """Return the state of a selector that has seen `name` take a hundredth of the time of all other
+    strategies.
+    """
     now, table = state["cost"]["num_passes"], []
     for strategy in ("off", *STRATEGIES):
         seconds = [0.01 if strategy == name else 1.0] * 8
@@ -71,7 +75,8 @@ def test_our_selector_chooses_on_two_ranks_as_one_its_passes_add_up_and_its_stat
         assert {record.strategy for record in passes} <= {"off", *STRATEGIES}
         assert all(record.reason for record in passes)
         committed = sum(record.num_committed for record in passes)
-        # The first token of a response comes from its prompt; what was committed behind an end is cut.
+        # The first token of a response comes from its prompt; what was committed behind an end is
+        # cut.
         num_tokens = sum(rollout.token_ids.numel() - 1 for rollout in found)
         assert num_tokens <= committed <= num_tokens + len(found) * 6
         drafted = [r for r in passes if r.strategy != "off"]
@@ -84,7 +89,8 @@ def test_our_selector_chooses_on_two_ranks_as_one_its_passes_add_up_and_its_stat
         assert token_lists(answers(engine, SAMPLED)) == expected
         late = engine.state_dict()["selector"]
         assert late["num_observed"] > early["num_observed"]
-        # Which chain is the best depends on the machine. Where all others are said to be slow, one runs.
+        # Which chain is the best depends on the machine. Where all others are said to be slow, one
+        # runs.
         for name in ("2_1_2", "6_1_6"):
             engine.take_passes()
             engine.load_state_dict({"selector": prefer(name, early)})

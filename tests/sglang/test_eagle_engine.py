@@ -1,4 +1,6 @@
-"""EAGLE with a drafter trained here: a tree changes no token, and updates reach the model that they are meant for."""
+"""EAGLE with a drafter trained here: a tree changes no token, and updates reach the model that they
+are meant for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The settings of the examples for GPUs, as SGLang itself reads them: `config.json` of that shape, no weights."""
+"""The settings of the examples for GPUs, as SGLang itself reads them: `config.json` of that shape,
+no weights.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def write_drafter(folder: Path, policy: Path) -> None:
 
 
 class Started(NamedTuple):
-    """An engine of an example up to the start of SGLang's processes, and the options that they would get."""
+    """An engine of an example up to the start of SGLang's processes, and the options that they
+    would get.
+    """
 
     config: RunConfig
     folders: dict[str, Path]  # of the policy and the drafter

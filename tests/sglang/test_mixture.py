@@ -1,5 +1,5 @@
-"""A mixture of experts in SGLang, drafted for by a dense EAGLE drafter: its tokens and log-probs are those of plain decoding by the
-embedded engine, and an update reaches every expert."""
+"""A mixture of experts in SGLang, drafted for by a dense EAGLE drafter: its tokens and log-probs
+are those of plain decoding by the embedded engine, and an update reaches every expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the target draws at the nodes of a tree, against plain sampling; and the slots of branches, against their paths."""
+"""What the target draws at the nodes of a tree, against plain sampling; and the slots of branches,
+against their paths.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Our plugin, SGLang's overlap scheduler and adaptive states in one engine, as on a GPU.
 
-SGLang turns overlap off for speculation on CPUs. Its scheduler runs there too: streams of a CPU do nothing, and Triton
-interprets the scheduler's kernels.
+SGLang turns overlap off for speculation on CPUs. Its scheduler runs there too: streams of a CPU do
+nothing, and Triton interprets the scheduler's kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Plain decoding: SGLang's tokens and log-probs are the embedded engine's, whose are transformers'; weights; a scheduler that dies."""
+"""Plain decoding: SGLang's tokens and log-probs are the embedded engine's, whose are transformers';
+weights; a scheduler that dies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Starts that fail, schedulers that hang, ranks that die: one clear error, in time, and no process left behind."""
+"""Starts that fail, schedulers that hang, ranks that die: one clear error, in time, and no process
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_a_plugin_that_is_not_loaded_is_an_error(
 def ranks(
     policy_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[subprocess.Popen]]:
-    """Two processes of RANK, 62 and 63, which have begun: one starts while the other waits for its scheduler."""
+    """Two processes of RANK, 62 and 63, which have begun: one starts while the other waits for its
+    scheduler.
+    """
     script = tmp_path_factory.mktemp("ranks") / "rank.py"
     script.write_text(RANK)
     path = os.pathsep.join(

@@ -31,7 +31,8 @@ DRAFTING = (
     "drafter.batch_tokens=64",
 )
 NUM_STEPS = 3
-# Rank 0 has twice the work of rank 1, in two waves, so there is idle time for a step of the drafter.
+# Rank 0 has twice the work of rank 1, in two waves, so there is idle time for a step of the
+# drafter.
 SETTINGS = (
     f"run.num_steps={NUM_STEPS}",
     "rollout.dtype=float32",

@@ -1,4 +1,6 @@
-"""Rules for the source: layers, where foreign packages may be named, forbidden calls, sizes, assignments, plain English."""
+"""Rules for the source: layers, where foreign packages may be named, forbidden calls, sizes,
+assignments, plain English.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ FOREIGN_OBJECTS = {
 
 
 def imported_names(path: str, tree: ast.Module) -> Iterator[str]:
-    """Dotted names of all imports: lazy, relative, for type checking, or by a literal `import_module("...")`."""
+    """Dotted names of all imports: lazy, relative, for type checking, or by a literal
+    `import_module("...")`.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -89,7 +93,9 @@ def check_layers(path: str, tree: ast.Module) -> list[str]:
 
 
 def check_homes(path: str, tree: ast.Module) -> list[str]:
-    """Foreign packages, torch.cuda and the environment are named in the folders of `HOMES` alone."""
+    """Foreign packages, torch.cuda and the environment are named in the folders of `HOMES`
+    alone.
+    """
     return [
         mention
         for names, homes in HOMES.items()
@@ -99,8 +105,9 @@ def check_homes(path: str, tree: ast.Module) -> list[str]:
 
 
 def check_calls(path: str, tree: ast.Module) -> list[str]:
-    """The package neither prints, but for its two commands, nor unpickles. rewards/ may: between the run and its own worker processes; and the
-    reader of checkpoints, which lets no class through but those of an index."""
+    """The package neither prints, but for its two commands, nor unpickles. rewards/ may: between
+    the run and its own worker processes; and the reader of checkpoints, which lets no class through
+    but those of an index."""
     if not path.startswith(PACKAGE):
         return []
     found = [
@@ -145,7 +152,8 @@ def check_constructors(path: str, tree: ast.Module) -> list[str]:
 def check_assignments(path: str, tree: ast.Module) -> list[str]:
     """An object is complete after construction: only its own methods set its attributes.
 
-    Allowed are an object that the same function made by a call, and fields of a mutable dataclass of the same folder.
+    Allowed are an object that the same function made by a call, and fields of a mutable dataclass
+    of the same folder.
     """
     if path.startswith(("tests/", *FOREIGN_OBJECTS)):
         return []
@@ -293,7 +301,9 @@ def test_circles_are_found() -> None:
 
 
 def test_a_module_name_says_which_of_two_things_it_is() -> None:
-    """Of two modules with one name a reader opens the wrong one. A folder of its own says enough for `__main__`."""
+    """Of two modules with one name a reader opens the wrong one. A folder of its own says enough
+    for `__main__`.
+    """
     files = _modules("tlt_megatron", "tools").values()
     counts = Counter(file.name for file in files if not file.name.startswith("__"))
     assert [name for name, count in counts.items() if count > 1] == []

@@ -1,4 +1,6 @@
-"""The command `tlt`: its help, what `tlt train` starts, and the same commands from a wheel without a checkout."""
+"""The command `tlt`: its help, what `tlt train` starts, and the same commands from a wheel without
+a checkout.
+"""
 
 from __future__ import annotations
 

@@ -122,7 +122,9 @@ def wrong_in(language: str, block: str) -> str:
 
 
 def wrong_in_command(line: str) -> str:
-    """What is wrong with a line of a shell: its program, or an option of a program of this repository."""
+    """What is wrong with a line of a shell: its program, or an option of a program of this
+    repository.
+    """
     words = shlex.split(line, comments=True)
     if not words:
         return ""
@@ -238,7 +240,9 @@ def test_the_metrics_that_are_explained_are_those_that_are_made() -> None:
     assert [each for each in named if not is_explained(each)] == []
 
     def is_made(name: str) -> bool:
-        """Some names are put together: of "critic/score" and "*/mean", or of "actor/*" and "ppo_kl"."""
+        """Some names are put together: of "critic/score" and "*/mean", or of "actor/*" and
+        "ppo_kl".
+        """
         head, _, tail = name.rpartition("/")
         is_joined = {head, f"*/{tail}"} <= made or {f"{head}/*", tail} <= made
         return is_joined or any(fnmatch(name, p) for p in made if "/" in p.strip("*/"))

@@ -1,4 +1,6 @@
-"""Set-up, `make test` and what a package holds, with stand-ins for pip, pytest and the index of CPU builds."""
+"""Set-up, `make test` and what a package holds, with stand-ins for pip, pytest and the index of CPU
+builds.
+"""
 
 from __future__ import annotations
 

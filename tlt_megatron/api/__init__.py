@@ -1,1 +1,3 @@
-"""The Python API: `Engine` generates, `Trainer` trains, `Drafter` makes a drafter. `docs/api.md` says what stays stable."""
+"""The Python API: `Engine` generates, `Trainer` trains, `Drafter` makes a drafter. `docs/api.md`
+says what stays stable.
+"""

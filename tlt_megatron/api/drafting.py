@@ -1,4 +1,6 @@
-"""`Drafter`: a drafter for a model, made from the model's own responses, and its folder for an inference server."""
+"""`Drafter`: a drafter for a model, made from the model's own responses, and its folder for an
+inference server.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from tlt_megatron.types import Message
 class Drafter:
     """A drafter in a folder.
 
-    Example: `Drafter.train("Qwen/Qwen3-0.6B", "prompts.jsonl", minutes=10).export("served", format="sglang")`.
+    Example: `Drafter.train("Qwen/Qwen3-0.6B", "prompts.jsonl", minutes=10).export("served",
+    format="sglang")`.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -35,10 +38,12 @@ class Drafter:
         out: str | Path = "drafter",
         algorithm: str = "hass",
     ) -> Drafter:
-        """Let `model` answer `prompts`, and train a drafter on the answers for `minutes` in all. It is in the folder `out`.
+        """Let `model` answer `prompts`, and train a drafter on the answers for `minutes` in all. It
+        is in the folder `out`.
 
-        `prompts` is a file as `data.train` takes it, or a list of texts or chat messages; every eighth one measures the
-        accept length and is not trained on. `algorithm` is eagle, hass or eagle3. ValueError for bad input.
+        `prompts` is a file as `data.train` takes it, or a list of texts or chat messages; every
+        eighth one measures the accept length and is not trained on. `algorithm` is eagle, hass or
+        eagle3. ValueError for bad input.
         """
         with tempfile.TemporaryDirectory() as folder:
             if not isinstance(prompts, str | Path):
@@ -52,12 +57,16 @@ class Drafter:
 
     @property
     def accept_length(self) -> float:
-        """Return tokens out per verify pass on prompts that were not trained on, the bonus token included. For one that `train` made."""
+        """Return tokens out per verify pass on prompts that were not trained on, the bonus token
+        included. For one that `train` made.
+        """
         measured = json.loads((self.folder / "warm_up.json").read_text("utf-8"))
         return measured[-1]["accept_length"]
 
     def export(self, folder: str | Path, *, format: str = "sglang") -> Path:
-        """Write the drafter to the new folder in the layout of `format`, sglang or vllm, and print the server's command."""
+        """Write the drafter to the new folder in the layout of `format`, sglang or vllm, and print
+        the server's command.
+        """
         words = [f"--from={self.folder}", f"--to={folder}", f"--format={format}"]
         run_tool("export-drafter", words)
         return Path(folder)

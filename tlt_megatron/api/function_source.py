@@ -1,4 +1,6 @@
-"""Names a user's function so that another process can import it: the place of its module, or a copy of its source."""
+"""Names a user's function so that another process can import it: the place of its module, or a copy
+of its source.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from typing import Any
 def place_of(function: Callable[..., Any], copy: Path) -> str:
     """Return `file.py:name` or `module:name` for `function`, as settings name it.
 
-    A function of the running script or notebook is copied to the file `copy`, because importing a script runs it.
-    ValueError for one that cannot be imported or copied.
+    A function of the running script or notebook is copied to the file `copy`, because importing a
+    script runs it. ValueError for one that cannot be imported or copied.
     """
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
     if not isinstance(function, FunctionType) or function.__closure__ or "<" in name:

@@ -1,4 +1,6 @@
-"""`Engine`: text in, text out, with the embedded engine and speculation. For scripts, notebooks and `tlt serve`."""
+"""`Engine`: text in, text out, with the embedded engine and speculation. For scripts, notebooks and
+`tlt serve`.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Completion:
 
 
 class Engine:
-    """Generates with a model of this machine or of the Hugging Face Hub. Speculation changes no token.
+    """Generates with a model of this machine or of the Hugging Face Hub. Speculation changes no
+    token.
 
     Example: `Engine("Qwen/Qwen3-0.6B").generate(["12+7="], max_new_tokens=64)[0].text`.
     """
@@ -61,11 +64,13 @@ class Engine:
         max_batch_size: int = 8,
         max_tokens: int = 2048,
     ) -> None:
-        """`model` and `drafter` are folders or ids of the Hub. ValueError for one that cannot be used.
+        """`model` and `drafter` are folders or ids of the Hub. ValueError for one that cannot be
+        used.
 
-        The engine chooses among `strategies` before each decode pass: a drafter's are 2_1_2, 4_1_4 and 6_1_6 by default, and
-        ngram_8 needs no drafter. `dtype` "auto" is bfloat16 on a GPU and float32 on a CPU. `max_tokens` limits prompt and
-        response together; the KV memory holds `max_batch_size` of them.
+        The engine chooses among `strategies` before each decode pass: a drafter's are 2_1_2, 4_1_4
+        and 6_1_6 by default, and ngram_8 needs no drafter. `dtype` "auto" is bfloat16 on a GPU and
+        float32 on a CPU. `max_tokens` limits prompt and response together; the KV memory holds
+        `max_batch_size` of them.
         """
         folder = fetch_model("model", str(model))
         self._drafter = None if drafter is None else fetch_model("drafter", fspath(drafter))
@@ -114,9 +119,9 @@ class Engine:
     ) -> list[Completion]:
         """Return `num_samples` responses to each prompt, those of the first prompt first.
 
-        A prompt is a text, which is used unchanged, chat messages, or token ids. `temperature` 0 is greedy. The tokens depend
-        on the prompt's place in the list and on `seed`, and not on what else is generated. ValueError for a prompt that is
-        empty or does not fit into `max_tokens`.
+        A prompt is a text, which is used unchanged, chat messages, or token ids. `temperature` 0 is
+        greedy. The tokens depend on the prompt's place in the list and on `seed`, and not on what
+        else is generated. ValueError for a prompt that is empty or does not fit into `max_tokens`.
         """
         params = SamplingParams(
             num_samples=num_samples,

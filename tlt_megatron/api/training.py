@@ -1,4 +1,6 @@
-"""`Trainer`: a run from a script or a notebook. It starts the ranks that `tlt train` starts, and shows what they print."""
+"""`Trainer`: a run from a script or a notebook. It starts the ranks that `tlt train` starts, and
+shows what they print.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class FinishedRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the metrics of each RL step, oldest first. Row 0 is the evaluation before the first step, if there is one."""
+        """Return the metrics of each RL step, oldest first. Row 0 is the evaluation before the
+        first step, if there is one.
+        """
         return read_metrics(self.folder / "metrics.jsonl")
 
     @property
@@ -44,7 +48,8 @@ class FinishedRun:
 class Trainer:
     """One run of a configuration.
 
-    Example: `Trainer("my.yaml", reward=my_function, overrides={"run.num_steps": 20}).train().summary`.
+    Example: `Trainer("my.yaml", reward=my_function, overrides={"run.num_steps":
+    20}).train().summary`.
     """
 
     def __init__(
@@ -57,9 +62,10 @@ class Trainer:
     ) -> None:
         """`config` is a YAML file, or several of which a later one goes over an earlier one.
 
-        `reward` replaces `reward.function`. A function of a script or a notebook is copied to a file beside the run folder, with
-        the imports and values that it uses. ValueError if that is impossible. `overrides` are settings such as
-        `{"rollout.num_samples": 8}`. `ranks` is the number of processes, one per GPU.
+        `reward` replaces `reward.function`. A function of a script or a notebook is copied to a
+        file beside the run folder, with the imports and values that it uses. ValueError if that is
+        impossible. `overrides` are settings such as `{"rollout.num_samples": 8}`. `ranks` is the
+        number of processes, one per GPU.
         """
         files = [config] if isinstance(config, str | Path) else list(config)
         settings = dict(overrides or {})
@@ -76,9 +82,9 @@ class Trainer:
     def train(self) -> FinishedRun:
         """Run to the end and return what is left.
 
-        KeyboardInterrupt stops the run, which first saves a checkpoint; a second one does not wait for it. The run also stops
-        and saves if this process ends.
-        RuntimeError with the last line of the output if the run fails, ValueError if its settings are refused.
+        KeyboardInterrupt stops the run, which first saves a checkpoint; a second one does not wait
+        for it. The run also stops and saves if this process ends. RuntimeError with the last line
+        of the output if the run fails, ValueError if its settings are refused.
         """
         # Ranks are stopped by one signal to the launcher, not by the terminal's to everyone.
         process = subprocess.Popen(

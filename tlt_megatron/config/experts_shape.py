@@ -13,8 +13,9 @@ from tlt_megatron.config.json_numbers import read_number, read_size
 class ExpertsConfig:
     """The mixture of experts that replaces the MLP in `layers`.
 
-    A token goes to the `num_per_token` experts with the largest scores of the router: their softmax,
-    or with `is_sigmoid` each score's sigmoid plus a bias, which has no part in the weights.
+    A token goes to the `num_per_token` experts with the largest scores of the router: their
+    softmax, or with `is_sigmoid` each score's sigmoid plus a bias, which has no part in the
+    weights.
     """
 
     num_experts: int

@@ -1,8 +1,11 @@
-"""Settings that name a model or a data set of the Hugging Face Hub instead of a folder or file of this machine.
+"""Settings that name a model or a data set of the Hugging Face Hub instead of a folder or file of
+this machine.
 
-`Qwen/Qwen3-0.6B` is a model, `Qwen/Qwen3-0.6B@REVISION` one at a branch, tag or commit. `openai/gsm8k:train` is a split of
-a data set, `openai/gsm8k/main@REVISION:train` one of a named configuration. What exists on this machine is never asked for.
-The launcher fetches once per node before it starts ranks; `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` hold as everywhere.
+`Qwen/Qwen3-0.6B` is a model, `Qwen/Qwen3-0.6B@REVISION` one at a branch, tag or commit.
+`openai/gsm8k:train` is a split of a data set, `openai/gsm8k/main@REVISION:train` one of a named
+configuration. What exists on this machine is never asked for. The launcher fetches once per node
+before it starts ranks; `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` hold as
+everywhere.
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ _LEFT_OUT = ("*/*", "consolidated*")  # other formats of the same weights
 
 
 def fetch_model(key: str, name: str, patterns: tuple[str, ...] = WHOLE) -> Path:
-    """Return the folder of a model: `name` itself if it is no id of the Hub, else what the Hub has under it.
+    """Return the folder of a model: `name` itself if it is no id of the Hub, else what the Hub has
+    under it.
 
-    `patterns` limits the files that are fetched. ValueError names the setting `key` if the Hub cannot be reached or has no such model.
+    `patterns` limits the files that are fetched. ValueError names the setting `key` if the Hub
+    cannot be reached or has no such model.
     """
     match = _MODEL.fullmatch(name)
     if match is None or Path(name).exists():
@@ -59,7 +64,8 @@ def check_push(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str) -> str:
-    """Upload a folder as the model `name` and return the address of the commit. A repository that is not there is made, private.
+    """Upload a folder as the model `name` and return the address of the commit. A repository that
+    is not there is made, private.
 
     ValueError if the Hub refuses or cannot be reached.
     """
@@ -78,7 +84,9 @@ def push_folder(folder: Path, name: str) -> str:
 
 
 def name_version(name: str, folder: Path) -> str:
-    """Return the name of exactly what `fetch_model` found: an id with its commit, or an absolute path."""
+    """Return the name of exactly what `fetch_model` found: an id with its commit, or an absolute
+    path.
+    """
     match = _MODEL.fullmatch(name)
     if match is None or Path(name).exists():
         return str(folder.resolve())
@@ -86,9 +94,11 @@ def name_version(name: str, folder: Path) -> str:
 
 
 def fetch_data(key: str, name: str) -> Path:
-    """Return the file of a data set: `name` itself if it is no id of the Hub, else the split as a .parquet file.
+    """Return the file of a data set: `name` itself if it is no id of the Hub, else the split as a
+    .parquet file.
 
-    It is written once for each version of the data, beside what `datasets` keeps. ValueError as `fetch_model`.
+    It is written once for each version of the data, beside what `datasets` keeps. ValueError as
+    `fetch_model`.
     """
     match = _DATA.fullmatch(name)
     if match is None or Path(name).exists():
@@ -124,7 +134,8 @@ def load_fetched_config(
     overrides: Sequence[str],
     patterns: tuple[str, ...] = WHOLE,
 ) -> tuple[RunConfig, list[str]]:
-    """Return `load_config` with folders and files in place of ids of the Hub, and the overrides that put them there.
+    """Return `load_config` with folders and files in place of ids of the Hub, and the overrides
+    that put them there.
 
     Data sets are fetched only with the whole model.
     """
@@ -138,7 +149,9 @@ def load_fetched_config(
 
 
 def _found(config: RunConfig, patterns: tuple[str, ...]) -> Iterator[tuple[str, object, object]]:
-    """Yield each setting that may name something of the Hub: key, value, and value on this machine."""
+    """Yield each setting that may name something of the Hub: key, value, and value on this
+    machine.
+    """
     models = {"model.path": config.model.path, "critic.path": config.critic.path}
     if config.speculation.enabled:
         models["speculation.drafter"] = config.speculation.drafter

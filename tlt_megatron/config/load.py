@@ -27,7 +27,8 @@ _INT = "tag:yaml.org,2002:int"
 class _Loader(yaml.SafeLoader):
     """SafeLoader that reads 1e-6 as a number, and refuses a key that occurs twice in a mapping.
 
-    Plain YAML 1.1 reads 1e-6 as a string, the strategy 4_2_8 as 428 and 010 as 8, and keeps the last of two equal keys.
+    Plain YAML 1.1 reads 1e-6 as a string, the strategy 4_2_8 as 428 and 010 as 8, and keeps the
+    last of two equal keys.
     """
 
     yaml_implicit_resolvers: ClassVar = {
@@ -53,7 +54,9 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper with the same number format, so that it quotes a string that looks like a number."""
+    """SafeDumper with the same number format, so that it quotes a string that looks like a
+    number.
+    """
 
 
 _Loader.add_implicit_resolver(
@@ -71,7 +74,9 @@ for _class in (_Loader, _Dumper):
 
 @functools.cache
 def removed_settings() -> dict[str, tuple[object, str]]:
-    """Return the settings of earlier versions: the value that a run has without it, and what replaces it."""
+    """Return the settings of earlier versions: the value that a run has without it, and what
+    replaces it.
+    """
     text = Path(__file__).with_name("removed.yaml").read_text(encoding="utf-8")
     return {name: (value, answer) for name, (value, answer) in _parse(text, "removed.yaml").items()}
 
@@ -81,8 +86,9 @@ def load_config(
 ) -> RunConfig:
     """Read `path` (None: all defaults), apply `a.b=v` overrides in order, and check everything.
 
-    Of several files, a later one replaces the settings that it names. ValueError names the key, the value and what is allowed. For an unknown key it also names the
-    nearest known one, or ours if the key is of verl, slime or TRL. A removed key is ignored if its value asks for what a run does
+    Of several files, a later one replaces the settings that it names. ValueError names the key, the
+    value and what is allowed. For an unknown key it also names the nearest known one, or ours if
+    the key is of verl, slime or TRL. A removed key is ignored if its value asks for what a run does
     without it.
     """
     raw: dict[str, Any] = {}
@@ -121,7 +127,8 @@ def _parse(text: str, name: str) -> Any:
         content = yaml.load(text, Loader=_Loader)
         _count_values(content, {})
         return content
-    # ValueError: a key that occurs twice, or a date such as 2026-13-45; RecursionError: brackets nested too deeply
+    # ValueError: a key that occurs twice, or a date such as 2026-13-45; RecursionError: brackets
+    # nested too deeply
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: is not YAML: {' '.join(str(error).split())}") from error
 
@@ -129,7 +136,8 @@ def _parse(text: str, name: str) -> Any:
 def _count_values(content: object, known: dict[int, int]) -> int:
     """Return the number of values that `content` stands for, with its aliases written out.
 
-    `known` holds the counts by identity. ValueError above _MAX_VALUES, and for a value inside itself.
+    `known` holds the counts by identity. ValueError above _MAX_VALUES, and for a value inside
+    itself.
     """
     if not isinstance(content, dict | list):
         return 1
@@ -193,7 +201,9 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
 
 
 def _meant(name: str, value: object, known: set[str]) -> str:
-    """Return what to write instead of an unknown key, or instead of the keys in an unknown section."""
+    """Return what to write instead of an unknown key, or instead of the keys in an unknown
+    section.
+    """
     keys = [(name, value)]
     for key, content in keys:  # grows
         if isinstance(content, dict):
@@ -204,7 +214,9 @@ def _meant(name: str, value: object, known: set[str]) -> str:
 
 
 def _convert(value: object, hint: Any, name: str) -> object:
-    """Convert `value` and its items to the annotated types: int to float, and ~/ to the home folder."""
+    """Convert `value` and its items to the annotated types: int to float, and ~/ to the home
+    folder.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name}={value!r}: must be a finite number")
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

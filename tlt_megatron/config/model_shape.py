@@ -238,7 +238,9 @@ def rope_config(hf: Mapping[str, Any], partial_rotary_factor: float = 1.0) -> Ro
 
 
 def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that YaRN has alone; defaults are those of transformers. arXiv 2309.00071."""
+    """Return the fields that YaRN has alone; defaults are those of transformers. arXiv
+    2309.00071.
+    """
     given = {name: value for name, value in rope.items() if value is not None}
     factor = read_number(given, "factor", 1.0)
 

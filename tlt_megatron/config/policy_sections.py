@@ -84,7 +84,9 @@ class RewardSection(Section):
         return self.weights.keys() <= REGISTRY["reward.function"].built_in.keys()
 
     def may_return(self, number: str) -> bool:
-        """Return whether results may have a further number of this name: the user's functions return any."""
+        """Return whether results may have a further number of this name: the user's functions
+        return any.
+        """
         if list(self.weights.values()) == [1]:
             return not self.is_built_in
         name, _, further = number.partition("/")
@@ -186,7 +188,8 @@ class AlgorithmSection(Section):
     def has_logprob_pass(self) -> bool:
         """Return whether log-probs are computed in a separate pass before the update.
 
-        A batch's only update computes the same numbers; a KL penalty in the reward needs them earlier.
+        A batch's only update computes the same numbers; a KL penalty in the reward needs them
+        earlier.
         """
         num_updates = self.num_epochs * self.num_minibatches
         return num_updates > 1 or self.has_kl_reward

@@ -1,4 +1,6 @@
-"""Warnings of settings that are allowed, but harm learning or have no effect. The first rank logs them at the start."""
+"""Warnings of settings that are allowed, but harm learning or have no effect. The first rank logs
+them at the start.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def _meaningless(config: RunConfig) -> list[str]:
 
 
 def _without_effect(config: RunConfig) -> str:
-    """Return the settings that differ from their default and have no effect; an evaluation has none."""
+    """Return the settings that differ from their default and have no effect; an evaluation has
+    none.
+    """
     default, by_need, named = RunConfig(), [], set()
     text = Path(__file__).with_name("needs.yaml").read_text(encoding="utf-8")
     for names, need, *shown in yaml.safe_load(text):

@@ -48,7 +48,9 @@ class DataSection(Section):
 
     @property
     def eval_files(self) -> dict[str, str]:
-        """Return the files of `eval` by name: test, or folder-test where files have the same name."""
+        """Return the files of `eval` by name: test, or folder-test where files have the same
+        name.
+        """
         files = self.eval if isinstance(self.eval, list) else [self.eval] if self.eval else []
         paths = [Path(file).absolute() for file in files]
         counts = Counter(path.stem for path in paths)

@@ -1,8 +1,8 @@
 """The prompts of a run: read once, then drawn in an order that depends on the seed alone.
 
 Called by `trainer/build.py`. Rank 0 reads the file and sends the set to all, so they draw the same
-prompts. A resume continues with the next draw. Rows use slime's keys (prompt, label, metadata) or verl's
-(data_source, prompt, reward_model.ground_truth, extra_info).
+prompts. A resume continues with the next draw. Rows use slime's keys (prompt, label, metadata) or
+verl's (data_source, prompt, reward_model.ground_truth, extra_info).
 """
 
 from __future__ import annotations

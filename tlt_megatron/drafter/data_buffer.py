@@ -91,7 +91,9 @@ class DataBuffer:
         self.step = step
 
     def add(self, sequence: DraftSequence) -> None:
-        """Add a copy of a sequence of this step. It replaces an earlier one with the same tokens."""
+        """Add a copy of a sequence of this step. It replaces an earlier one with the same
+        tokens.
+        """
         if sequence.num_rows < 1:
             return
         sample = self._sample(sequence, self.step)

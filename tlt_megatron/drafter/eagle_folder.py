@@ -157,6 +157,8 @@ def load_draft_weights(model: DraftModel, tensors: Mapping[str, Tensor], *, sour
 
 
 def load_trainer_state(path: str | Path) -> dict[str, Tensor] | None:
-    """Return the state for `DrafterTrainer.load_state_dict`; None if the folder holds weights only."""
+    """Return the state for `DrafterTrainer.load_state_dict`; None if the folder holds weights
+    only.
+    """
     file = Path(path) / TRAINER_FILE
     return load_file(file) if file.is_file() else None

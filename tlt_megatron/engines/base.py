@@ -1,4 +1,6 @@
-"""The rollout engine protocol that the trainer uses. Each rollout replica has one engine; engines never talk to each other."""
+"""The rollout engine protocol that the trainer uses. Each rollout replica has one engine; engines
+never talk to each other.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,15 @@ class EngineStats:
     kv_capacity_tokens: int = 0
     num_graph_replays: int = 0  # policy and drafter passes that replayed a captured graph
     eager_passes: dict[str, int] = field(default_factory=dict)  # other passes, by model and reason
-    # Start and end of each copy of changed weights to the drafter, on the clock of time.perf_counter.
+    # Start and end of each copy of changed weights to the drafter, on the clock of
+    # time.perf_counter.
     drafter_refreshes: tuple[tuple[float, float], ...] = ()
 
     @property
     def num_eager_passes(self) -> int:
-        """Return the number of policy and drafter passes that ran without a graph. On a CPU all passes do."""
+        """Return the number of policy and drafter passes that ran without a graph. On a CPU all
+        passes do.
+        """
         return sum(self.eager_passes.values())
 
 
@@ -41,9 +46,10 @@ class EngineStats:
 class PassRecord:
     """One pass over the running batch: strategy, time and committed tokens.
 
-    Example: 3 requests with strategy "4_2_8" accept 0, 2 and 4 drafted tokens. Then `accepted_by_depth` is (2, 2, 1, 1).
-    `num_committed` is 9, because every request also commits one bonus token. Where a response ends within the accepted tokens,
-    `num_committed` has none behind the end (with SGLang it has), and `accepted_by_depth` has them.
+    Example: 3 requests with strategy "4_2_8" accept 0, 2 and 4 drafted tokens. Then
+    `accepted_by_depth` is (2, 2, 1, 1). `num_committed` is 9, because every request also commits
+    one bonus token. Where a response ends within the accepted tokens, `num_committed` has none
+    behind the end (with SGLang it has), and `accepted_by_depth` has them.
     """
 
     start_s: float  # on the clock of time.perf_counter
@@ -67,7 +73,9 @@ MorePrompts = Callable[[], LaterPrompts | None]
 
 
 class GenerationStopped(RuntimeError):
-    """`should_stop` ended the generation. Its requests are dropped; the engine can be used again."""
+    """`should_stop` ended the generation. Its requests are dropped; the engine can be used
+    again.
+    """
 
 
 def group_rollouts(
@@ -84,7 +92,9 @@ def group_rollouts(
 
 
 class RolloutEngine(Protocol):
-    """Generates responses with the weights loaded last. Generation before the first load is an error."""
+    """Generates responses with the weights loaded last. Generation before the first load is an
+    error.
+    """
 
     def generate(
         self,
@@ -99,13 +109,14 @@ class RolloutEngine(Protocol):
     ) -> list[RolloutGroup]:
         """Answer all prompts and return one group per prompt, in the order of the prompts.
 
-        `on_finish` receives each response when it ends, `on_features` with the states that a drafter trains on,
-        [prompt + response - 1, F]. An engine in another process may never call `on_features`. If `should_stop`, called about
-        once per pass, returns True, GenerationStopped is raised.
-        `more_prompts` is also called about once per pass. It returns None when there will be no more prompts. The groups of
-        later prompts come last. With its responses, such a prompt may be longer than the longest of
-        `prompts` by `RolloutSection.observation_tokens`.
-        RuntimeError if the loaded weights are not of `policy_version`. ValueError if a prompt cannot fit into KV memory.
+        `on_finish` receives each response when it ends, `on_features` with the states that a
+        drafter trains on, [prompt + response - 1, F]. An engine in another process may never call
+        `on_features`. If `should_stop`, called about once per pass, returns True, GenerationStopped
+        is raised. `more_prompts` is also called about once per pass. It returns None when there
+        will be no more prompts. The groups of later prompts come last. With its responses, such a
+        prompt may be longer than the longest of `prompts` by `RolloutSection.observation_tokens`.
+        RuntimeError if the loaded weights are not of `policy_version`. ValueError if a prompt
+        cannot fit into KV memory.
         """
         ...
 
@@ -114,27 +125,31 @@ class RolloutEngine(Protocol):
     ) -> None:
         """Replace all weights with `tensors`, which have Hugging Face names.
 
-        `checksum` is called after `tensors` is exhausted. It returns `models.hf_io.checksum_tensors` of all
-        tensors in the engine's dtype. If the loaded weights differ, RuntimeError is raised and `generate` is refused."""
+        `checksum` is called after `tensors` is exhausted. It returns
+        `models.hf_io.checksum_tensors` of all tensors in the engine's dtype. If the loaded weights
+        differ, RuntimeError is raised and `generate` is refused."""
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the policy's embedding and LM head, both [V, D], for a drafter that trains in this process. The tensors stay
-        the same objects; `load_weights` changes them in place."""
+        """Return the policy's embedding and LM head, both [V, D], for a drafter that trains in this
+        process. The tensors stay the same objects; `load_weights` changes them in place."""
         ...
 
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
     ) -> None:
-        """Replace the drafter's weights from the next pass on. `tensors` are only the drafter's own, with the names of
-        `models.draft_model.DraftModel.state_dict`. RuntimeError if the checksum differs or the engine has no drafter."""
+        """Replace the drafter's weights from the next pass on. `tensors` are only the drafter's
+        own, with the names of `models.draft_model.DraftModel.state_dict`. RuntimeError if the
+        checksum differs or the engine has no drafter."""
 
     def pause_speculation(self, is_paused: bool) -> bool:
-        """Switch to plain decoding, or back to speculation. Return False if the engine cannot switch."""
+        """Switch to plain decoding, or back to speculation. Return False if the engine cannot
+        switch.
+        """
         ...
 
     def free_kv(self) -> None:
-        """Free the KV until the next `generate`, on a rank that trains the drafter meanwhile. The weights stay usable. An engine
-        in another process may keep its KV until `sleep`."""
+        """Free the KV until the next `generate`, on a rank that trains the drafter meanwhile. The
+        weights stay usable. An engine in another process may keep its KV until `sleep`."""
 
     def sleep(self) -> None:
         """Free memory for training, on a GPU also the policy's weights.
@@ -150,8 +165,8 @@ class RolloutEngine(Protocol):
         ...
 
     def take_passes(self) -> list[PassRecord]:
-        """Return all passes of the last `generate`, oldest first, and clear them. An engine that decodes in another process may
-        return none."""
+        """Return all passes of the last `generate`, oldest first, and clear them. An engine that
+        decodes in another process may return none."""
         ...
 
     def state_dict(self) -> dict[str, object]:

@@ -1,7 +1,8 @@
 """Causal core attention for Megatron's local layer spec, for CPU and CUDA.
 
-Megatron's own local module builds the whole score matrix, and rejects packed sequences and context parallelism. Here each
-sequence of a packed micro-batch is attended to alone, without padding between them.
+Megatron's own local module builds the whole score matrix, and rejects packed sequences and context
+parallelism. Here each sequence of a packed micro-batch is attended to alone, without padding
+between them.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class SdpaCoreAttention(torch.nn.Module):
         lengths: Sequence[int],
         cp: torch.distributed.ProcessGroup,
     ) -> Tensor:
-        """All-gather keys and values, and let each of this rank's chunks attend to those up to its end.
+        """All-gather keys and values, and let each of this rank's chunks attend to those up to its
+        end.
 
         `lengths` are those of the whole sequences.
         """

@@ -1,8 +1,10 @@
-"""Reads a torch_dist checkpoint without running anything that is in it. Used by megatron_checkpoint.py.
+"""Reads a torch_dist checkpoint without running anything that is in it. Used by
+megatron_checkpoint.py.
 
-Three kinds of its files are pickles, which can call any function when they are loaded. Our unpickler reads `.metadata` and
-accepts only the classes that torch.distributed.checkpoint writes. `common.pt` and the tensors are read by torch.load with
-weights_only. Byte entries (the extra state of Transformer Engine's layers) are rejected: no load needs one.
+Three kinds of its files are pickles, which can call any function when they are loaded. Our
+unpickler reads `.metadata` and accepts only the classes that torch.distributed.checkpoint writes.
+`common.pt` and the tensors are read by torch.load with weights_only. Byte entries (the extra state
+of Transformer Engine's layers) are rejected: no load needs one.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, Metadata
 
-# The classes that torch 2.11 to 2.14 pickle into `.metadata`. Only Python 3.13 names pathlib's classes pathlib._local.
+# The classes that torch 2.11 to 2.14 pickle into `.metadata`. Only Python 3.13 names pathlib's
+# classes pathlib._local.
 _ALLOWED = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -36,7 +39,9 @@ _ALLOWED = {
 
 
 def _enum_member(owner: type, name: str) -> Enum:
-    """Return what Python 3.11.0 to 3.11.3 pickle as getattr(owner, name): the member of an enumeration."""
+    """Return what Python 3.11.0 to 3.11.3 pickle as getattr(owner, name): the member of an
+    enumeration.
+    """
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"{name} is not a member of an enumeration")
@@ -54,7 +59,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the index in the folder `path`. ValueError if it is damaged or names a class that is not allowed."""
+    """Return the index in the folder `path`. ValueError if it is damaged or names a class that is
+    not allowed.
+    """
     file = path / ".metadata"
     try:
         with file.open("rb") as stream:
@@ -78,7 +85,9 @@ class MetadataReader(FileSystemReader):
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """Return the plain values in `common.pt`. ValueError if it is damaged or holds anything else."""
+    """Return the plain values in `common.pt`. ValueError if it is damaged or holds anything
+    else.
+    """
     file = path / "common.pt"
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -87,9 +96,11 @@ def read_common(path: Path) -> dict[str, Any]:
 
 
 def load_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the plain values of the checkpoint `path`, and the tensors that Megatron's sharded `state` asks for.
+    """Return the plain values of the checkpoint `path`, and the tensors that Megatron's sharded
+    `state` asks for.
 
-    These are the steps of `megatron.core.dist_checkpointing.load`, whose own readers unpickle any class.
+    These are the steps of `megatron.core.dist_checkpointing.load`, whose own readers unpickle any
+    class.
     """
     from megatron.core.dist_checkpointing.dict_utils import merge
     from megatron.core.dist_checkpointing.mapping import apply_factory_merges

@@ -1,7 +1,9 @@
-"""Lets megatron.core run on a host without CUDA, over gloo. Modules of this package call it before they import megatron.
+"""Lets megatron.core run on a host without CUDA, over gloo. Modules of this package call it before
+they import megatron.
 
-Megatron names CUDA literally in about a hundred places. An import hook rewrites those literals in its sources at import.
-A test checks how often each of `REWRITES` matches in both supported versions, so a change is noticed.
+Megatron names CUDA literally in about a hundred places. An import hook rewrites those literals in
+its sources at import. A test checks how often each of `REWRITES` matches in both supported
+versions, so a change is noticed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# (pattern, replacement), applied in this order. A replacement has no quotes of its own, because some are inside f-strings.
+# (pattern, replacement), applied in this order. A replacement has no quotes of its own, because
+# some are inside f-strings.
 REWRITES: tuple[tuple[str, str], ...] = (
     (r"f(['\"])cuda:\{torch\.cuda\.current_device\(\)\}\1", r"\1cpu\1"),
     (r"torch\.cuda\.current_device\(\)", "torch.get_default_device()"),
@@ -38,7 +41,8 @@ _COMPILED = tuple((re.compile(pattern, re.MULTILINE), text) for pattern, text in
 
 
 def install() -> None:
-    """Make later imports of megatron.core run on the CPU. Does nothing if CUDA is available. Idempotent.
+    """Make later imports of megatron.core run on the CPU. Does nothing if CUDA is available.
+    Idempotent.
 
     RuntimeError if megatron.core is already imported.
     """
@@ -54,7 +58,9 @@ def install() -> None:
 
 
 def rewrite(source: str) -> tuple[str, tuple[int, ...]]:
-    """Apply every rewrite to `source`; return the result and the match counts, in the order of `REWRITES`."""
+    """Apply every rewrite to `source`; return the result and the match counts, in the order of
+    `REWRITES`.
+    """
     counts = []
     for pattern, replacement in _COMPILED:
         source, count = pattern.subn(replacement, source)
@@ -109,7 +115,9 @@ def _use_no_kernel_of_transformer_engine(moe_utils: ModuleType) -> None:
 
 
 def _use_no_stream(token_dispatcher: ModuleType) -> None:
-    """Leave out the copies to the host, and pass gloo's all-to-all numbers, as they would become."""
+    """Leave out the copies to the host, and pass gloo's all-to-all numbers, as they would
+    become.
+    """
 
     def counts_as_numbers(
         self: Any, point: str, tokens_per_expert: Tensor | None = None

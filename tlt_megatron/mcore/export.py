@@ -1,9 +1,11 @@
-"""Gathers Megatron shards into full Hugging Face tensors on every rank, for weight sync and HF checkpoints.
+"""Gathers Megatron shards into full Hugging Face tensors on every rank, for weight sync and HF
+checkpoints.
 
-It exports one layer at a time. The owning stage packs the rank's shards into one flat buffer and broadcasts it to the pipeline
-group, so each rank receives 1/tp of a layer. The tensor-parallel group then gathers the parts. This takes two collectives per
-layer. Experts follow in the same way, one of each expert-parallel rank at a time. A layer is broadcast while the one before it is used,
-so memory is bounded by two layers or embeddings.
+It exports one layer at a time. The owning stage packs the rank's shards into one flat buffer and
+broadcasts it to the pipeline group, so each rank receives 1/tp of a layer. The tensor-parallel
+group then gathers the parts. This takes two collectives per layer. Experts follow in the same way,
+one of each expert-parallel rank at a time. A layer is broadcast while the one before it is used, so
+memory is bounded by two layers or embeddings.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ if TYPE_CHECKING:
 def iter_hf_weights(
     model: GPTModel, config: ModelConfig, groups: ProcessGroups
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the policy under its Hugging Face name, in layer order, on the model's device.
+    """Yield every tensor of the policy under its Hugging Face name, in layer order, on the model's
+    device.
 
-    Every step is a collective: all ranks must run the iterator to its end. The tensors are copies in the model's dtype. A tied
-    output layer is not exported.
+    Every step is a collective: all ranks must run the iterator to its end. The tensors are copies
+    in the model's dtype. A tied output layer is not exported.
     """
     parameters = named_tensors(model)
     first = next(model.parameters())
@@ -96,7 +99,8 @@ class _Sent(NamedTuple):
 def _blocks(
     model: GPTModel, config: ModelConfig, groups: ProcessGroups
 ) -> Iterator[tuple[int, list[list[Row]]]]:
-    """Yield (owning pipeline stage, its rows) for each unit of export, in the same order on every rank.
+    """Yield (owning pipeline stage, its rows) for each unit of export, in the same order on every
+    rank.
 
     The rows are one list, or those of each expert-parallel rank.
     """
@@ -131,7 +135,9 @@ def _pack(rows: list[Row], parameters: Mapping[str, Tensor], dtype: torch.dtype)
 
 
 def _send(flat: Tensor, stage: int, pp: Group) -> dist.Work | None:
-    """Begin to broadcast `flat` of `stage` to the pipeline group. Buffers must be contiguous: gloo reads others wrongly."""
+    """Begin to broadcast `flat` of `stage` to the pipeline group. Buffers must be contiguous: gloo
+    reads others wrongly.
+    """
     if pp.size == 1:
         return None
     return dist.broadcast(flat, src=pp.global_ranks[stage], group=pp.of_torch, async_op=True)

@@ -1,4 +1,5 @@
-"""Splits the world into Megatron's tensor-, context-, pipeline-, data- and expert-parallel groups and returns them as values.
+"""Splits the world into Megatron's tensor-, context-, pipeline-, data- and expert-parallel groups
+and returns them as values.
 
 Megatron also keeps its groups as module state, which nothing outside `mcore` reads.
 """

@@ -1,7 +1,8 @@
-"""Log-probabilities and entropy of labels from logits whose vocabulary is split over the tensor-parallel ranks.
+"""Log-probabilities and entropy of labels from logits whose vocabulary is split over the
+tensor-parallel ranks.
 
-The ranks exchange one maximum and a few sums per token. The only large tensors are the logits and, in the backward pass, their
-gradient. Float32 work is done in blocks of rows.
+The ranks exchange one maximum and a few sums per token. The only large tensors are the logits and,
+in the backward pass, their gradient. Float32 work is done in blocks of rows.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ def vocab_parallel_logprobs(
     tp: Group,
     kept: KeptTokens | None = None,
 ) -> TokenLogprobs:
-    """Return log-probs and entropy of `labels_P`, given this rank's shard of the vocabulary dim of the logits.
+    """Return log-probs and entropy of `labels_P`, given this rank's shard of the vocabulary dim of
+    the logits.
 
-    Every member of `tp` must call it. All get the same result, differentiable in the logits except for the log-probs of the raw policy. Labels are ids of the whole
-    vocabulary. If a label is unused (the end of a sequence), any valid id will do. With `kept`, log-probs and entropy are
-    of the distribution over the kept tokens, to which a label must belong.
+    Every member of `tp` must call it. All get the same result, differentiable in the logits except
+    for the log-probs of the raw policy. Labels are ids of the whole vocabulary. If a label is
+    unused (the end of a sequence), any valid id will do. With `kept`, log-probs and entropy are of
+    the distribution over the kept tokens, to which a label must belong.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be > 0 for log-probabilities")
@@ -64,7 +67,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
         max_P = logits_PV.amax(dim=-1).float()
         _reduce(max_P, dist.ReduceOp.MAX, tp)
-        # rows: the label's logit, sum e^z, sum z e^z, sum e^logit; logits are relative to the maximum
+        # rows: the label's logit, sum e^z, sum z e^z, sum e^logit; logits are relative to the
+        # maximum
         sums_4P = torch.empty(4, labels_P.numel(), device=logits_PV.device)
         sums_4P[0] = logits_PV.gather(-1, local_P.unsqueeze(-1)).squeeze(-1).float() - max_P
         sums_4P[0] *= is_mine_P
@@ -120,7 +124,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _cut(values_RV: Tensor, rows: slice, kept: KeptTokens, first_id: int) -> None:
-    """Set what is not kept to _CUT, in the `rows` of this rank's shard, which starts at the token `first_id`."""
+    """Set what is not kept to _CUT, in the `rows` of this rank's shard, which starts at the token
+    `first_id`.
+    """
     ends_P = kept.counts.cumsum(0)
     counts_R = kept.counts[rows]
     start = int(ends_P[rows.start] - kept.counts[rows.start])

@@ -1,11 +1,12 @@
-"""Checkpoints of policy and critic in Megatron's torch_dist format: save at one tensor x pipeline x data layout, load at another.
+"""Checkpoints of policy and critic in Megatron's torch_dist format: save at one tensor x pipeline x
+data layout, load at another.
 
-Called by trained_model.py. A folder holds `__<rank>_0.distcp` (tensors), `.metadata` (their index), `common.pt` (plain values)
-and `metadata.json`. Writing is synchronous and in this process. Megatron's own writer forks workers, which takes seconds and
-hangs if psutil is missing.
+Called by trained_model.py. A folder holds `__<rank>_0.distcp` (tensors), `.metadata` (their index),
+`common.pt` (plain values) and `metadata.json`. Writing is synchronous and in this process.
+Megatron's own writer forks workers, which takes seconds and hangs if psutil is missing.
 
-Loading never runs code from a checkpoint: see checkpoint_reader.py. The extra state of Transformer Engine's layers (FP8 scales)
-is saved, as Megatron does. It is not loaded, because it is a pickle.
+Loading never runs code from a checkpoint: see checkpoint_reader.py. The extra state of Transformer
+Engine's layers (FP8 scales) is saved, as Megatron does. It is not loaded, because it is a pickle.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def save_checkpoint(
 ) -> None:
     """Write weights, optimizer and schedule to `path`, a new or empty folder that all ranks see.
 
-    A collective of all ranks. When it returns on any rank, all files are on disk (fsynced). ValueError if the folder is not
-    empty, RuntimeError if a weight is not finite, OSError if a rank cannot write.
+    A collective of all ranks. When it returns on any rank, all files are on disk (fsynced).
+    ValueError if the folder is not empty, RuntimeError if a weight is not finite, OSError if a rank
+    cannot write.
     """
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
@@ -61,7 +63,8 @@ def save_checkpoint(
         is_used = any(path.iterdir())
     if broadcast_object(is_used, groups.world):
         raise ValueError(f"checkpoint path={str(path)!r}: must be an empty folder")
-    # The steps of `dist_checkpointing.save`, whose plain values are in other places in other versions of Megatron.
+    # The steps of `dist_checkpointing.save`, whose plain values are in other places in other
+    # versions of Megatron.
     sharded, common = save_preprocess(_sharded_state(model, optimizer, is_loading=False))
     try:
         _write_shards(path, sharded)
@@ -85,10 +88,12 @@ def write_common(path: Path, common: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, model: GPTModel, optimizer: PolicyOptimizer) -> None:
-    """Restore what `save_checkpoint` wrote, at this or another tensor x pipeline x data layout. All ranks must call it.
+    """Restore what `save_checkpoint` wrote, at this or another tensor x pipeline x data layout. All
+    ranks must call it.
 
-    Settings (learning rate, weight decay, ...) stay those of this run; the position in the schedule is restored. ValueError if
-    `path` holds no checkpoint, or more than plain values and tensors. ValueError also if the model's dtype or its shapes differ.
+    Settings (learning rate, weight decay, ...) stay those of this run; the position in the schedule
+    is restored. ValueError if `path` holds no checkpoint, or more than plain values and tensors.
+    ValueError also if the model's dtype or its shapes differ.
     """
     from megatron.core.dist_checkpointing import check_is_distributed_checkpoint
 
@@ -139,7 +144,9 @@ def _sharded_state(
 
 
 def _require_finite(model: GPTModel, groups: ProcessGroups) -> None:
-    """Raise RuntimeError on all ranks if a weight is not finite. No engine gets a critic's weights and checks them."""
+    """Raise RuntimeError on all ranks if a weight is not finite. No engine gets a critic's weights
+    and checks them.
+    """
     own = next((n for n, p in model.named_parameters() if not p.detach().isfinite().all()), None)
     for rank, name in enumerate(gather_objects(own, groups.world)):
         if name is not None:
@@ -149,7 +156,9 @@ def _require_finite(model: GPTModel, groups: ProcessGroups) -> None:
 
 
 def first_failure(error: CheckpointException) -> str:
-    """Return the first line of the first failed rank's error. The exception's own text holds the stack of every rank."""
+    """Return the first line of the first failed rank's error. The exception's own text holds the
+    stack of every rank.
+    """
     rank, (cause, _) = min(error.failures.items())
     lines = str(cause).splitlines()
     return f"rank {rank}: {lines[0] if lines else type(cause).__name__}"

@@ -1,4 +1,6 @@
-"""Memory that policy and critic take on a rank, computed from sizes. Called by trainer/memory_ledger.py."""
+"""Memory that policy and critic take on a rank, computed from sizes. Called by
+trainer/memory_ledger.py.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,27 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _GRAD_BYTES = 4  # Megatron sums gradients in float32
 # Adam: two moments, plus a float32 copy of the weights unless they are float32.
 _OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}
-# Elements that one layer saves for its backward pass, per token. On CUDA: the inputs and outputs of both norms, which tensor
-# parallelism splits only along the sequence; q, k and the fused projection that v is a view of, the attention's output; gate,
-# up and their product (tests/distributed/test_memory_claims.py). CPU kernels are not fused: counted with torch's saved-tensor
-# hooks.
+# Elements that one layer saves for its backward pass, per token. On CUDA: the inputs and outputs of
+# both norms, which tensor parallelism splits only along the sequence; q, k and the fused projection
+# that v is a view of, the attention's output; gate, up and their product
+# (tests/distributed/test_memory_claims.py). CPU kernels are not fused: counted with torch's
+# saved-tensor hooks.
 _FUSED_D, _FUSED_F, _FUSED_Q, _FUSED_KV = 4.0, 3.0, 3.0, 1.5
 _UNFUSED_D, _UNFUSED_F, _UNFUSED_Q = 7.25, 5.0, 5.5
 # Per expert of a token: its copies before and after the exchange of tokens, and its result. Counted
 # for even loads of the experts, without measurement.
 _ROUTED_D = 3.0
-# The C heap of a CPU process keeps freed blocks that no later block fits into. As a share of the activations of a micro-batch:
-# 0 (SmolLM2, few steps) to 0.6 (quickstart, 50 steps with sequences of other lengths).
+# The C heap of a CPU process keeps freed blocks that no later block fits into. As a share of the
+# activations of a micro-batch: 0 (SmolLM2, few steps) to 0.6 (quickstart, 50 steps with sequences
+# of other lengths).
 _FREED_SHARE = 0.5
 _STATE_BYTES = 12  # per parameter in a checkpoint: master weight and two moments in float32
-# Host bytes per parameter of a rank's shard while it loads a checkpoint: the state, and the gate and up projections once more,
-# which Megatron joins. 12 B plus 16 (a small model) to 20 of 12 (Qwen2.5) for these.
+# Host bytes per parameter of a rank's shard while it loads a checkpoint: the state, and the gate
+# and up projections once more, which Megatron joins. 12 B plus 16 (a small model) to 20 of 12
+# (Qwen2.5) for these.
 _LOAD_BYTES = 20
-# Float32 tensors in host memory while a checkpoint is written: three of a parameter that shards cut, two in the writer.
+# Float32 tensors in host memory while a checkpoint is written: three of a parameter that shards
+# cut, two in the writer.
 _JOINED, _WRITTEN = 3, 2
 
 
@@ -46,7 +52,9 @@ class Sharding:
 
     @property
     def num_copies(self) -> int:
-        """Return the number of ranks with the same parameters, which share the optimizer's state."""
+        """Return the number of ranks with the same parameters, which share the optimizer's
+        state.
+        """
         return self.num_data_parallel * self.parallel.context
 
     @property
@@ -81,7 +89,9 @@ class Sharding:
         return max(((d // self.parallel.tensor, experts) for d, experts in stages), key=sum)
 
     def checkpoint_bytes(self, sizes: ModelSizes) -> tuple[int, int]:
-        """Return the bytes of a model's checkpoint, and how many of them the fullest rank writes."""
+        """Return the bytes of a model's checkpoint, and how many of them the fullest rank
+        writes.
+        """
         item = self.item_bytes
         share = self.parameters(sizes) * item + self.optimizer_parameters(sizes) * _STATE_BYTES
         return sizes.total * (item + _STATE_BYTES), share
@@ -89,9 +99,10 @@ class Sharding:
     def pass_bytes(self, sizes: ModelSizes, num_tokens: int) -> tuple[int, int]:
         """Return the bytes of activations and of logits on the fullest stage.
 
-        The first of p stages holds the activations of p micro-batches, the next those of p - 1, the last those of one and the
-        logits. With full recomputation each layer keeps its input. When one layer is computed again, the logits are gone, and its activations are
-        there twice, once as gradients.
+        The first of p stages holds the activations of p micro-batches, the next those of p - 1, the
+        last those of one and the logits. With full recomputation each layer keeps its input. When
+        one layer is computed again, the logits are gone, and its activations are there twice, once
+        as gradients.
         """
         if self.is_cuda:
             uncut = _FUSED_D * sizes.hidden
@@ -133,8 +144,8 @@ def policy_claims(
 
     `critic` has the sizes of a critic, counted as a model whose embeddings are tied.
 
-    `batch_tokens` is the most tokens that a data-parallel rank trains on in one update. `longest` is the length of its longest
-    sequence in tokens.
+    `batch_tokens` is the most tokens that a data-parallel rank trains on in one update. `longest`
+    is the length of its longest sequence in tokens.
     """
     mcore, parallel, is_cuda = sharding.mcore, sharding.parallel, sharding.is_cuda
     item, num_shares = sharding.item_bytes, sharding.num_copies
@@ -142,7 +153,8 @@ def policy_claims(
     critic_own = 0 if critic is None else sharding.parameters(critic)
     critic_state = 0 if critic is None else sharding.optimizer_parameters(critic)
     larger, larger_state = max(own, critic_own), max(own_state, critic_state)
-    # With mcore.offload_in_rollouts, each model is away in the update of the other. On a CPU its optimizer stays.
+    # With mcore.offload_in_rollouts, each model is away in the update of the other. On a CPU its
+    # optimizer stays.
     offloads, moves = mcore.offload_in_rollouts, mcore.offload_in_rollouts and is_cuda
     update = {Phase.UPDATE}
     outside = ALL_PHASES - update
@@ -157,7 +169,8 @@ def policy_claims(
     activations, logits = sharding.pass_bytes(sizes, micro_tokens)
     if critic is not None:
         activations = max(activations, sharding.pass_bytes(critic, micro_tokens)[0])
-    # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before rollouts.
+    # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before
+    # rollouts.
     kept_in = update if is_cuda else ALL_PHASES
     freed = 0 if is_cuda else int(_FREED_SHARE * activations)
 

@@ -172,8 +172,8 @@ def transformer_config(
     fields = _architecture_fields(config) | fields | _RECOMPUTE[section.recompute]
     transformer = TransformerConfig(**fields | section.transformer)
     if config.rope.attention_factor != 1.0:
-        # Megatron reads these three if they are there, and computes the factor from them: 0.1 * mscale * log(e) + 1.
-        # Its fused kernel cannot apply the factor.
+        # Megatron reads these three if they are there, and computes the factor from them: 0.1 *
+        # mscale * log(e) + 1. Its fused kernel cannot apply the factor.
         scaling = {
             "yarn_rotary_scaling_factor": math.e,
             "yarn_mscale": 10.0 * (config.rope.attention_factor - 1.0),

@@ -1,7 +1,8 @@
 """Gradient reduction, clipping, Adam and the learning-rate schedule of the policy, all by Megatron.
 
-Megatron sums the gradient over micro-batches and data-parallel ranks and divides once by the summed count ("per-token loss").
-If the gradient norm is not finite, the optimizer step changes nothing on any rank.
+Megatron sums the gradient over micro-batches and data-parallel ranks and divides once by the summed
+count ("per-token loss"). If the gradient norm is not finite, the optimizer step changes nothing on
+any rank.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 
 
 def wrap_data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """Wrap this rank's stage in Megatron's DistributedDataParallel, set up for a loss that is a fraction.
+    """Wrap this rank's stage in Megatron's DistributedDataParallel, set up for a loss that is a
+    fraction.
 
-    Gradients are kept in float32 and reduced after the last backward pass. A collective of all ranks.
+    Gradients are kept in float32 and reduced after the last backward pass. A collective of all
+    ranks.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.utils import get_model_config
@@ -36,7 +39,8 @@ def wrap_data_parallel(model: nn.Module) -> DistributedDataParallel:
         config=config,
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            # No overlap: a data-parallel rank without micro-batches has no backward pass to start the reduction.
+            # No overlap: a data-parallel rank without micro-batches has no backward pass to start
+            # the reduction.
             overlap_grad_reduce=False,
             use_distributed_optimizer=True,
             check_for_nan_in_grad=False,  # PolicyOptimizer.step checks the norm instead
@@ -47,7 +51,8 @@ def wrap_data_parallel(model: nn.Module) -> DistributedDataParallel:
 
 
 class PolicyOptimizer:
-    """Adam over the parameters of `model`, its schedule, and the skipping of updates that are not finite.
+    """Adam over the parameters of `model`, its schedule, and the skipping of updates that are not
+    finite.
 
     `megatron` and `scheduler` are the Megatron objects, for megatron_checkpoint.py.
     """
@@ -93,7 +98,8 @@ class PolicyOptimizer:
     def step(self) -> OptimizerStats:
         """Clip, step, advance the schedule, zero the gradients. A collective of all ranks.
 
-        If the norm is not finite, weights, optimizer and schedule stay unchanged. Every rank sees the same norm.
+        If the norm is not finite, weights, optimizer and schedule stay unchanged. Every rank sees
+        the same norm.
         """
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
         from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
@@ -140,7 +146,8 @@ def _make_scheduler(
     warmup_steps = section.warmup_steps
     return OptimizerParamScheduler(
         optimizer,
-        # Update k (from 0) of the warmup gets lr * (k + 1) / (warmup_steps + 1), so that no update has a rate of zero.
+        # Update k (from 0) of the warmup gets lr * (k + 1) / (warmup_steps + 1), so that no update
+        # has a rate of zero.
         init_lr=section.lr / (warmup_steps + 1),
         max_lr=section.lr,
         min_lr=section.min_lr,
@@ -151,7 +158,8 @@ def _make_scheduler(
         end_wd=section.weight_decay,
         wd_incr_steps=1,
         wd_incr_style="constant",
-        # A resumed run keeps its own settings; only the position in the schedule comes from the checkpoint.
+        # A resumed run keeps its own settings; only the position in the schedule comes from the
+        # checkpoint.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

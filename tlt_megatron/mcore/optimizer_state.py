@@ -1,14 +1,18 @@
-"""Converts the optimizer's state to a form that does not depend on the layout. Used by megatron_checkpoint.py.
+"""Converts the optimizer's state to a form that does not depend on the layout. Used by
+megatron_checkpoint.py.
 
-Megatron's distributed optimizer keeps flat shards of flat buckets. Here they become tensors with the shapes of the model's
-parameters ("fully_reshardable", keys `optimizer.state.<param|exp_avg|exp_avg_sq>.<parameter>`). Megatron writes the same form,
-with three differences, each covered by a test:
-- Megatron gathers a stage on one rank. Here each parameter is saved by the rank whose shard holds its first element. Only
-  parameters that shards cut are joined in host memory, so a rank needs little memory beside its own shard.
-- Megatron drops the padding between buckets, then cuts as if it were there. With tied embeddings over pipeline stages, this can
-  shift the saved state. Here every bucket is cut by itself.
-- torch's AdamW, the fallback without Transformer Engine, keeps a step per parameter. State is created before it is described,
-  the step stays out of Megatron's copy loop, and no two parameters share a step tensor after a load.
+Megatron's distributed optimizer keeps flat shards of flat buckets. Here they become tensors with
+the shapes of the model's parameters ("fully_reshardable", keys
+`optimizer.state.<param|exp_avg|exp_avg_sq>.<parameter>`). Megatron writes the same form, with three
+differences, each covered by a test:
+- Megatron gathers a stage on one rank. Here each parameter is saved by the rank whose shard holds
+  its first element. Only parameters that shards cut are joined in host memory, so a rank needs
+  little memory beside its own shard.
+- Megatron drops the padding between buckets, then cuts as if it were there. With tied embeddings
+  over pipeline stages, this can shift the saved state. Here every bucket is cut by itself.
+- torch's AdamW, the fallback without Transformer Engine, keeps a step per parameter. State is
+  created before it is described, the step stays out of Megatron's copy loop, and no two parameters
+  share a step tensor after a load.
 """
 
 from __future__ import annotations
@@ -36,10 +40,12 @@ def sharded_optimizer_state(
     *,
     is_loading: bool,
 ) -> dict[str, Any]:
-    """Return this rank's part of the state as Megatron sharded tensors: data to save, or a template to load into.
+    """Return this rank's part of the state as Megatron sharded tensors: data to save, or a template
+    to load into.
 
-    A collective of the data-parallel group. `model_state` is the model's sharded_state_dict. The second optimizer of a mixture of
-    experts, which has the experts, is in the result under "experts".
+    A collective of the data-parallel group. `model_state` is the model's sharded_state_dict. The
+    second optimizer of a mixture of experts, which has the experts, is in the result under
+    "experts".
     """
     first, *others = optimizer.chained_optimizers
     state = _state_of_part(first, model_state, metadata, is_loading=is_loading)
@@ -66,7 +72,9 @@ def _state_of_part(
 
 
 def load_optimizer_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) -> None:
-    """Load tensors and step from `loaded`. Learning rate, betas, weight decay, ... stay as they are."""
+    """Load tensors and step from `loaded`. Learning rate, betas, weight decay, ... stay as they
+    are.
+    """
     first, *others = optimizer.chained_optimizers
     for part in others:
         _load_part(part, loaded.pop("experts"))
@@ -95,7 +103,9 @@ def _load_part(part: MegatronOptimizer, loaded: dict[str, Any]) -> None:
 
 
 def _kind(group: dict[str, Any]) -> tuple[object, ...]:
-    """Return what sets a parameter group apart from the others of its optimizer, in every version."""
+    """Return what sets a parameter group apart from the others of its optimizer, in every
+    version.
+    """
     return tuple(
         group[key] for key in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
     )
@@ -129,8 +139,8 @@ def _sharded_tensors(
 ) -> dict[int, dict[str, Any]]:
     """Return three float32 tensors per parameter, under its number in the order of Megatron's load.
 
-    When saving, a parameter is in the result of its owner, the rank whose shard holds its first element. When loading, it is in
-    the results of all ranks whose shards hold a part of it.
+    When saving, a parameter is in the result of its owner, the rank whose shard holds its first
+    element. When loading, it is in the results of all ranks whose shards hold a part of it.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -165,7 +175,9 @@ def _sharded_tensors(
 
 
 def _cuts_of_parameters(part: DistributedOptimizer) -> Iterator[tuple[Tensor, dict[int, slice]]]:
-    """Yield each parameter of this stage, and which of its elements each data-parallel rank holds."""
+    """Yield each parameter of this stage, and which of its elements each data-parallel rank
+    holds.
+    """
     num_ranks = part.data_parallel_group.size()
     for buffer in part.buffers:
         for parameter, (first, last, bucket) in buffer.param_index_map.items():
@@ -181,8 +193,9 @@ def _cuts_of_parameters(part: DistributedOptimizer) -> Iterator[tuple[Tensor, di
 def _join_first(own: Tensor, cuts: dict[int, slice], group: dist.ProcessGroup) -> Tensor | None:
     """Join the pieces that the ranks `cuts` hold, on the first of them; return None on the others.
 
-    A piece that is whole is returned as it is. Others go over gloo, so that no GPU needs room. All ranks of `cuts` call it in the
-    order of the buffer: each rank first sends what begins before its shard.
+    A piece that is whole is returned as it is. Others go over gloo, so that no GPU needs room. All
+    ranks of `cuts` call it in the order of the buffer: each rank first sends what begins before its
+    shard.
     """
     if len(cuts) == 1:
         return own

@@ -1,7 +1,8 @@
 """Routing replay: a training pass sends each token to the experts that the rollout sent it to.
 
-Rollout Routing Replay (R3), arXiv 2510.11370. The weights of the experts still follow from the router's own scores, so it
-learns. Megatron's replay object keeps one list for all models of a process, and needs a route for every token.
+Rollout Routing Replay (R3), arXiv 2510.11370. The weights of the experts still follow from the
+router's own scores, so it learns. Megatron's replay object keeps one list for all models of a
+process, and needs a route for every token.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ class _RouterReplay:
         group_topk: int | None,
         compute: TopK,
     ) -> tuple[Tensor, Tensor]:
-        """Return scores and numbers of each token's experts, [P, K]. Megatron's router calls this."""
+        """Return scores and numbers of each token's experts, [P, K]. Megatron's router calls
+        this.
+        """
         chosen = compute(scores_PE, topk, num_groups, group_topk)
         if self._next is not None:
             routes_PK, self._next = self._next, None

@@ -1,4 +1,5 @@
-"""Runs packed micro-batches through Megatron's pipeline schedules, at any tensor x context x pipeline layout.
+"""Runs packed micro-batches through Megatron's pipeline schedules, at any tensor x context x
+pipeline layout.
 
 A micro-batch is one packed sequence of P tokens (thd, batch axis 1). P varies, so the model must be
 built with variable_seq_lengths. token_places.py pads it and cuts it over context-parallel ranks.
@@ -307,7 +308,9 @@ def _spread(record: T, rows: OutputRows, places: TokenPlaces, cp: Group) -> T:
 def _model_inputs(
     micro_batch: MicroBatch, places: TokenPlaces, groups: ProcessGroups, device: torch.device
 ) -> tuple[Tensor, Tensor, PackedSeqParams]:
-    """Return token ids, position ids [1, P] of this context-parallel rank, and the sequences' bounds."""
+    """Return token ids, position ids [1, P] of this context-parallel rank, and the sequences'
+    bounds.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     def own(values_P: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Reads the policy's weights out of a torch_dist checkpoint of any layout, and writes one, tensor by tensor and without a model.
+"""Reads the policy's weights out of a torch_dist checkpoint of any layout, and writes one, tensor
+by tensor and without a model.
 
-Megatron stores whole tensors in chunks, one per shard. Equal layers lie in one tensor with an axis of layers in front,
-and the experts of a layer in one with an axis of experts.
+Megatron stores whole tensors in chunks, one per shard. Equal layers lie in one tensor with an axis
+of layers in front, and the experts of a layer in one with an axis of experts.
 """
 
 from __future__ import annotations
@@ -49,10 +50,12 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)local_experts\.(\d+)\.")
 
 
 def iter_stored_weights(path: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the policy in the checkpoint `path` under its Hugging Face name, in layer order.
+    """Yield every tensor of the policy in the checkpoint `path` under its Hugging Face name, in
+    layer order.
 
-    Holds one tensor in memory; of a parameter with several Hugging Face tensors, all of them. ValueError for one that is
-    missing, damaged or of another shape than `config` says, and at the end for weights that `config` does not have.
+    Holds one tensor in memory; of a parameter with several Hugging Face tensors, all of them.
+    ValueError for one that is missing, damaged or of another shape than `config` says, and at the
+    end for weights that `config` does not have.
     """
     stored = _StoredTensors(path)
     for row in _rows(config):
@@ -68,9 +71,11 @@ def iter_stored_weights(path: Path, config: ModelConfig) -> Iterator[tuple[str, 
 
 
 def write_stored_weights(path: Path, config: ModelConfig, source: HfReader, dtype: str) -> None:
-    """Write the policy in `source` as a torch_dist checkpoint of one file into the empty folder `path`, without an optimizer.
+    """Write the policy in `source` as a torch_dist checkpoint of one file into the empty folder
+    `path`, without an optimizer.
 
-    Holds one parameter in memory. ValueError for weights that are not finite, or tied to another output layer.
+    Holds one parameter in memory. ValueError for weights that are not finite, or tied to another
+    output layer.
     """
     cpu.install()
     if problem := head_problem(config, source):
@@ -85,7 +90,9 @@ def write_stored_weights(path: Path, config: ModelConfig, source: HfReader, dtyp
 
 
 class _WeightPlanner(DefaultSavePlanner):
-    """Names the parameters as Megatron stores those of a model of Transformer Engine, and reads each when it is written."""
+    """Names the parameters as Megatron stores those of a model of Transformer Engine, and reads
+    each when it is written.
+    """
 
     def __init__(self, config: ModelConfig, source: HfReader, dtype: torch.dtype) -> None:
         super().__init__(flatten_state_dict=False)

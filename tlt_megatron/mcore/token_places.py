@@ -1,7 +1,9 @@
-"""Where the tokens of a packed micro-batch lie on the ranks that share it. The schedule and the hidden-state tap ask.
+"""Where the tokens of a packed micro-batch lie on the ranks that share it. The schedule and the
+hidden-state tap ask.
 
-Context parallelism cuts every sequence into 2 x CP chunks. Rank r has chunks r and 2 x CP - 1 - r, so all ranks have equally
-many pairs of query and key. Under sequence parallelism, tensor-parallel peers each have a contiguous part of that.
+Context parallelism cuts every sequence into 2 x CP chunks. Rank r has chunks r and 2 x CP - 1 - r,
+so all ranks have equally many pairs of query and key. Under sequence parallelism, tensor-parallel
+peers each have a contiguous part of that.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from tlt_megatron.runtime.process_groups import ProcessGroups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPlaces:
-    """The parts of the ranks follow each other, those of tensor-parallel peers first: M places, of tokens and padding."""
+    """The parts of the ranks follow each other, those of tensor-parallel peers first: M places, of
+    tokens and padding.
+    """
 
     bounds: Tensor  # [S + 1] int32, cumulative lengths of the S padded sequences; the last is M
     of_tokens: Tensor  # [P] int64
@@ -30,9 +34,9 @@ class TokenPlaces:
 def place_tokens(cu_seqlens: Tensor, groups: ProcessGroups) -> TokenPlaces:
     """Return the places of a micro-batch whose sequences have the bounds `cu_seqlens`, [S + 1].
 
-    Every sequence is padded to a multiple of 2 x CP. What the tensor-parallel peers need beyond that is a further sequence of
-    padding: real tokens cannot see it, and every kernel finds all tokens covered. Example: a sequence of 7 tokens at CP 2 has
-    the places 0 1 4 5 6 7 2.
+    Every sequence is padded to a multiple of 2 x CP. What the tensor-parallel peers need beyond
+    that is a further sequence of padding: real tokens cannot see it, and every kernel finds all
+    tokens covered. Example: a sequence of 7 tokens at CP 2 has the places 0 1 4 5 6 7 2.
     """
     tp, cp = groups.tp.size, groups.cp.size
     multiple = 2 * cp if cp > 1 else 1

@@ -1,4 +1,6 @@
-"""Whether Transformer Engine can be used here. megatron-core hides a failed import, and then fails with a NameError."""
+"""Whether Transformer Engine can be used here. megatron-core hides a failed import, and then fails
+with a NameError.
+"""
 
 from __future__ import annotations
 

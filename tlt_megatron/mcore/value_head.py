@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class ValueHead(torch.nn.Linear):
-    """A linear layer D -> 1 without bias, the same on every tensor-parallel rank. Values begin at 0.
+    """A linear layer D -> 1 without bias, the same on every tensor-parallel rank. Values begin at
+    0.
 
     Under sequence parallelism a rank computes the values of its part of the sequence and gathers
     the others. The weight then carries Megatron's mark for "sum my gradient over the ranks".

@@ -1,4 +1,5 @@
-"""Maps Hugging Face names and layouts to Megatron's, for Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
+"""Maps Hugging Face names and layouts to Megatron's, for Llama, Mistral, Qwen2, Qwen3 and
+Qwen3-MoE.
 
 There is one row per Megatron parameter: its name, its Hugging Face tensors, and its split over
 tensor-parallel ranks. A second name is Transformer Engine's, which fuses a norm into the linear
@@ -260,7 +261,9 @@ def load_hf_weights(
 
 
 def head_problem(config: ModelConfig, source: HfReader) -> str:
-    """Return what is wrong if embeddings are tied but the files hold another output layer; else ""."""
+    """Return what is wrong if embeddings are tied but the files hold another output layer; else
+    "".
+    """
     head, embedding = "lm_head.weight", EMBEDDING_ROW.hf_names[0]
     if not config.tie_word_embeddings or head not in source or embedding not in source:
         return ""

@@ -1,7 +1,8 @@
-"""The operations of a forward pass, chosen when a model is made. `fastest_arithmetic` is the fastest choice.
+"""The operations of a forward pass, chosen when a model is made. `fastest_arithmetic` is the
+fastest choice.
 
-`invariant_arithmetic.invariant_arithmetic` makes the one whose results do not depend on the other rows of a
-pass.
+`invariant_arithmetic.invariant_arithmetic` makes the one whose results do not depend on the other
+rows of a pass.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def rotate_in_place(
     norm: RmsNorm,
     weight: Tensor | None,
 ) -> Tensor:
-    """Normalize the first heads, if there is a `weight` [num_rotated, H], and turn them by (cos, signed sin).
+    """Normalize the first heads, if there is a `weight` [num_rotated, H], and turn them by (cos,
+    signed sin).
 
     Return all heads. They are the given ones, changed in place.
     """

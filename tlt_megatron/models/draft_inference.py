@@ -52,7 +52,8 @@ class DraftInference:
         num_ids: int = 0,
         arithmetic: Arithmetic | None = None,
     ) -> None:
-        """`num_ids`: draft only so many token ids, at first the lowest; 0 drafts all. `arithmetic` None is the fastest one.
+        """`num_ids`: draft only so many token ids, at first the lowest; 0 drafts all. `arithmetic`
+        None is the fastest one.
 
         ValueError unless `dtype` is that of the target's head.
         """
@@ -116,7 +117,9 @@ class DraftInference:
             self._is_stale = True
 
     def refresh_if_stale(self) -> bool:
-        """Refresh if the drafter, the target or the token ids have changed. Returns whether it did."""
+        """Refresh if the drafter, the target or the token ids have changed. Returns whether it
+        did.
+        """
         was_stale = self._is_stale
         if was_stale:
             self.refresh()

@@ -112,8 +112,9 @@ def make_draft_config(
 def fingerprint_target(embedding_VD: Tensor) -> TargetFingerprint:
     """Return the fingerprint of the target with this embedding.
 
-    Its 256 bits are the signs of random projections of some rows (Charikar 2002, SimHash), so small changes of
-    the embedding flip few. An exact checksum would change after one update, or in another dtype.
+    Its 256 bits are the signs of random projections of some rows (Charikar 2002, SimHash), so small
+    changes of the embedding flip few. An exact checksum would change after one update, or in
+    another dtype.
     """
     vocab_size, hidden_size = embedding_VD.shape
     num_rows = min(_HASH_ROWS, vocab_size)

@@ -26,7 +26,9 @@ _BLOCK_BYTES = 1 << 14  # of a fingerprint: 771 tensors of a 32B model are 37 MB
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a tensor in a model of `dtype`: the bias of a router stays in float32, at least."""
+    """Return the dtype of a tensor in a model of `dtype`: the bias of a router stays in float32, at
+    least.
+    """
     return wide_dtype(dtype) if name.endswith(ROUTER_BIAS) else dtype
 
 
@@ -71,7 +73,8 @@ def policy_tensors(
 
 
 def fingerprint_weights(path: str | Path) -> str:
-    """Return a hash of name, dtype, shape, and the first, middle and last 16 KiB of every tensor of a safetensors folder.
+    """Return a hash of name, dtype, shape, and the first, middle and last 16 KiB of every tensor of
+    a safetensors folder.
 
     A copy of the folder has the same, and so has another split into files. Training changes it.
     """
@@ -157,7 +160,9 @@ def _as_int64(value: int) -> int:
 
 
 def _mix_bits(tensor: Tensor) -> Tensor:
-    """Return the sum over positions of the mixed bits, int64 modulo 2^64, on the tensor's device."""
+    """Return the sum over positions of the mixed bits, int64 modulo 2^64, on the tensor's
+    device.
+    """
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     step = _CPU_CHUNK_ELEMENTS if bits.is_cpu else _CHUNK_ELEMENTS
     # The factors of the bits of the first chunk.

@@ -1,9 +1,9 @@
 """Arithmetic for `rollout.batch_invariant`: a row's bits do not depend on the rows of its pass.
 
 A kernel may add in another order for another number of rows. So matrix products use row tiles of
-tested sizes, and attention is cut at fixed positions (`attention/invariant_attention.py`). All other operations
-round each element once. That a row's result is the same at every place of a tile, and in tiles of
-two sizes, is checked on this machine when the model is made.
+tested sizes, and attention is cut at fixed positions (`attention/invariant_attention.py`). All
+other operations round each element once. That a row's result is the same at every place of a tile,
+and in tiles of two sizes, is checked on this machine when the model is made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tlt_megatron.models.mlp import check_routing
 from tlt_megatron.runtime.device import has_triton
 
 _BASE_ROWS = 16  # rows of the reference tile: all other tiles must agree with it
-# Candidate tile sizes. Few rows are common, and each has a tile of its own if the machine allows it.
+# Candidate tile sizes. Few rows are common, and each has a tile of its own if the machine allows
+# it.
 _TILE_ROWS = (*range(1, 33), *range(40, 129, 8), 160, 192, 224, 256)
 # Pad to a larger tile if it has at most this many times the rows, else take a smaller one.
 _PADDING_WASTE = 1.5

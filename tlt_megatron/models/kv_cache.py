@@ -52,7 +52,8 @@ class KvCache:
 
         `num_draft_layers` adds layers after the target's, for a drafter with the same heads. Unless
         `tap_layers` is None, a slot also holds its token, the target's last state, and the states
-        after these layers. `has_scratch` adds a page after all others, which padded passes write to.
+        after these layers. `has_scratch` adds a page after all others, which padded passes write
+        to.
         """
         self.num_pages = num_pages
         self.page_size = page_size
@@ -84,7 +85,9 @@ class KvCache:
 
     @property
     def scratch_slot(self) -> int:
-        """Return the slot after all pages that padded queries write to, if there is a scratch page."""
+        """Return the slot after all pages that padded queries write to, if there is a scratch
+        page.
+        """
         return self.num_pages * self.page_size
 
     @property

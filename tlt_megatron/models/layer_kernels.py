@@ -1,7 +1,9 @@
-"""Arithmetic of the CUDA path: what lies between two matrices of a layer is one Triton kernel. Not yet run on hardware.
+"""Arithmetic of the CUDA path: what lies between two matrices of a layer is one Triton kernel. Not
+yet run on hardware.
 
-A program computes whole rows or heads, so its bits do not depend on the other rows: `row_kernels.py`
-uses these kernels for `rollout.batch_invariant` too. `TRITON_INTERPRET=1` runs them on a CPU: tests/kernels.
+A program computes whole rows or heads, so its bits do not depend on the other rows:
+`row_kernels.py` uses these kernels for `rollout.batch_invariant` too. `TRITON_INTERPRET=1` runs
+them on a CPU: tests/kernels.
 """
 
 from __future__ import annotations
@@ -111,7 +113,9 @@ def _gate(gate, up, out, size, gate_row, up_row, BLOCK: tl.constexpr, WIDE: tl.c
 def normalize(
     x: Tensor, weight: Tensor | None, eps: Tensor, addend_PD: Tensor | None = None
 ) -> Tensor:
-    """Return the normalized x [.., D], times `weight` [D]. An addend is added to x, in place, before."""
+    """Return the normalized x [.., D], times `weight` [D]. An addend is added to x, in place,
+    before.
+    """
     assert addend_PD is None or x.is_contiguous()
     x, size = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)

@@ -38,7 +38,9 @@ class RmsNorm:
         residual_PD: Tensor,
         weight: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return x = layer(inputs) + residual, and the normalized x. `layer` takes (inputs, addend)."""
+        """Return x = layer(inputs) + residual, and the normalized x. `layer` takes (inputs,
+        addend).
+        """
         x_PD = layer(inputs, residual_PD)
         return x_PD, self(x_PD, weight)
 
@@ -63,7 +65,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Ten
 
 
 def _yarn_blend(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Return [H/2]: 1 for channel pairs of many turns in the original context, 0 for those of few, a line between."""
+    """Return [H/2]: 1 for channel pairs of many turns in the original context, 0 for those of few,
+    a line between.
+    """
 
     def pair_of(turns: float) -> float:
         length = rope.original_max_position_embeddings / (2 * math.pi * turns)
@@ -117,7 +121,8 @@ def apply_rope_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
 def apply_rope_unfused_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
     """Rotate in place as `apply_rope_`, without a fused multiply-add.
 
-    A loop over the last elements of a tensor may not fuse, so a fused result can depend on its place.
+    A loop over the last elements of a tensor may not fuse, so a fused result can depend on its
+    place.
     """
     swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1).mul_(sin_P1H)
     heads_PNH.mul_(cos_P1H).add_(swapped)

@@ -72,7 +72,9 @@ class ExpertsMlp:
 
 
 def route(scores_PE: Tensor, bias_E: Tensor | None, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """Return the weights and the numbers of each token's experts, [P, K] each, the best one first."""
+    """Return the weights and the numbers of each token's experts, [P, K] each, the best one
+    first.
+    """
     if bias_E is not None:
         # The sigmoid, by an exp that is the same at every place of a tensor. torch's own differs
         # between the vectors of a tensor and the elements after the last vector.

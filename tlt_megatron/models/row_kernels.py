@@ -1,8 +1,9 @@
-"""Arithmetic for `rollout.batch_invariant` on CUDA: Triton kernels of fixed shapes. Not yet run on hardware.
+"""Arithmetic for `rollout.batch_invariant` on CUDA: Triton kernels of fixed shapes. Not yet run on
+hardware.
 
-The tile shape of a matrix product is the same for any number of rows. Each row is summed from its first
-input to its last, in blocks of one size. So its bits do not depend on the other rows. On a CPU
-`invariant_arithmetic.py` does the same with torch's kernels.
+The tile shape of a matrix product is the same for any number of rows. Each row is summed from its
+first input to its last, in blocks of one size. So its bits do not depend on the other rows. On a
+CPU `invariant_arithmetic.py` does the same with torch's kernels.
 """
 
 from __future__ import annotations

@@ -219,7 +219,9 @@ class Transformer:
         return hidden_PD, torch.cat((hidden_PD, *taps), dim=-1) if taps else hidden_PD
 
     def routes(self) -> Tensor:
-        """Return the experts of each token of the newest pass, [P, L * K] int16: K of each layer with experts."""
+        """Return the experts of each token of the newest pass, [P, L * K] int16: K of each layer
+        with experts.
+        """
         mlps = (mlp for *_, mlp in self._matrices if isinstance(mlp, ExpertsMlp))
         return torch.cat([mlp.chosen_PK for mlp in mlps], dim=1).short()
 

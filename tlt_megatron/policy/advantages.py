@@ -63,7 +63,9 @@ def advantage_metrics(
     advantages: Mapping[RolloutKey, Tensor],
     returns: Mapping[RolloutKey, Tensor] | None,
 ) -> dict[str, float]:
-    """Return statistics over the policy's tokens. Without a critic the returns are the advantages, as in verl."""
+    """Return statistics over the policy's tokens. Without a critic the returns are the advantages,
+    as in verl.
+    """
     return token_statistics("critic/advantages", generated_tokens(scored, advantages)) | (
         token_statistics("critic/returns", generated_tokens(scored, returns or advantages))
     )
@@ -91,7 +93,9 @@ def generated_tokens(
 
 
 def _token_rewards(rollout: Rollout, reward: float, penalty_T: Tensor | None) -> Tensor:
-    """Return float64: the reward at the last token, less the penalty of each token of the policy."""
+    """Return float64: the reward at the last token, less the penalty of each token of the
+    policy.
+    """
     reward_T = torch.zeros(rollout.num_generated, dtype=torch.float64)
     reward_T[-1] = reward
     return reward_T if penalty_T is None else reward_T - rollout.generated(penalty_T)

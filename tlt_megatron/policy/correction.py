@@ -1,8 +1,10 @@
-"""Weights that correct the policy gradient for rollouts of another distribution than the one trained. `policy_loss` calls it.
+"""Weights that correct the policy gradient for rollouts of another distribution than the one
+trained. `policy_loss` calls it.
 
-The distribution differs because the rollout engine computes with other kernels or another precision, or cuts the distribution
-by top-p or top-k. The ratio is exp(old_logprob - rollout_logprob), at one of three levels: of the token, of the response (the
-product over its tokens) or geometric (their geometric mean). Names follow verl's `rollout_corr_helper.py`.
+The distribution differs because the rollout engine computes with other kernels or another
+precision, or cuts the distribution by top-p or top-k. The ratio is exp(old_logprob -
+rollout_logprob), at one of three levels: of the token, of the response (the product over its
+tokens) or geometric (their geometric mean). Names follow verl's `rollout_corr_helper.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ MAX_LOG_RATIO = 20.0  # keeps exp finite
 def correction_weights(
     old_logprobs: Tensor, batch: MicroBatch, section: AlgorithmSection
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weight of each token [P] in the policy gradient, a constant, and its metrics, summed over tokens.
+    """Return the weight of each token [P] in the policy gradient, a constant, and its metrics,
+    summed over tokens.
 
-    - `tis_cap`: min(ratio, tis_cap), truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly
-      brings you off-policy RL training"), at the level `rollout_is`;
-    - `rollout_rs`: 0 where the ratio is outside its bounds. With `tis_cap` at the upper bound it is masked importance
-      sampling (of responses: Liu et al. 2025, "When speed kills stability"; of tokens: IcePop, arXiv 2510.18855).
+    - `tis_cap`: min(ratio, tis_cap), truncated importance sampling (Yao et al. 2025, "Your
+      efficient RL framework secretly brings you off-policy RL training"), at the level
+      `rollout_is`;
+    - `rollout_rs`: 0 where the ratio is outside its bounds. With `tis_cap` at the upper bound it is
+      masked importance sampling (of responses: Liu et al. 2025, "When speed kills stability"; of
+      tokens: IcePop, arXiv 2510.18855).
     """
     mask_P = batch.loss_mask
     log_ratio_P = (old_logprobs - batch.rollout_logprobs) * mask_P

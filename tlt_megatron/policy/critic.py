@@ -79,8 +79,8 @@ class CriticTrainer:
 def value_loss(predicted: TokenValues, batch: MicroBatch, *, cliprange_value: float) -> LossResult:
     """Return the clipped squared error of the values, weighted as the policy loss.
 
-    Per token 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), with V_old before the update
-    (Schulman et al.'s PPO code; verl's `compute_value_loss`).
+    Per token 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), with V_old before the
+    update (Schulman et al.'s PPO code; verl's `compute_value_loss`).
     """
     old_P, returns_P = batch.old_values, batch.returns
     assert old_P is not None

@@ -1,7 +1,8 @@
 """Sends the tokens of a batch from the ranks that generated them to those that train on them.
 
-All ranks know the row of every response: its length, reward and finish reason. That is enough to plan the batch. Tokens and
-log-probs travel once, as tensors, and only to their owners: the ranks of one data-parallel index.
+All ranks know the row of every response: its length, reward and finish reason. That is enough to
+plan the batch. Tokens and log-probs travel once, as tensors, and only to their owners: the ranks of
+one data-parallel index.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def _key(name: str) -> RolloutKey:
 
 
 def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
-    """Return the tokens of `rollouts` and what belongs to them, b"" for none. `from_bytes` reads it."""
+    """Return the tokens of `rollouts` and what belongs to them, b"" for none. `from_bytes` reads
+    it.
+    """
     tensors: dict[str, Tensor] = {}
     transcripts = {}
     for rollout in rollouts:
@@ -131,7 +134,9 @@ class OwnerExchange:
     def fetch(
         self, scored: Sequence[ScoredGroup], owners: Mapping[RolloutKey, int]
     ) -> tuple[ScoredGroup, ...]:
-        """Return the batch with the tokens of this rank's share, where each response goes to a data-parallel index."""
+        """Return the batch with the tokens of this rank's share, where each response goes to a
+        data-parallel index.
+        """
         world = self._groups.world
         if world.size == 1:
             return tuple(scored)
@@ -155,9 +160,11 @@ class OwnerExchange:
     def gather(
         self, scored: Sequence[ScoredGroup], mine: Mapping[RolloutKey, Tensor]
     ) -> dict[RolloutKey, Tensor]:
-        """Exchange values per token, such as a critic's, and return them for every response of the batch.
+        """Exchange values per token, such as a critic's, and return them for every response of the
+        batch.
 
-        `mine` has those of this rank's share, [T]. They come back unchanged. Those of other ranks leave out the observations.
+        `mine` has those of this rank's share, [T]. They come back unchanged. Those of other ranks
+        leave out the observations.
         """
         known = {key_of(r): r for each in scored for r in each.group.rollouts}
         tensors = {

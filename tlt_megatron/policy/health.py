@@ -52,7 +52,9 @@ class EngineDifference:
 
     @classmethod
     def of_newest(cls, training_T: Tensor, rollout: Rollout) -> EngineDifference:
-        """Compare a response's tokens of its newest policy, which are its last: earlier ones differ."""
+        """Compare a response's tokens of its newest policy, which are its last: earlier ones
+        differ.
+        """
         first = rollout.token_ids.numel() - rollout.versions[-1][1]
         return cls.of(
             rollout.generated(training_T)[first:],

@@ -39,7 +39,9 @@ class TrainedModel(Protocol):
         ...
 
     def leave_device(self) -> None:
-        """Free what only updates need, until `enter_device`. Called before an engine takes memory."""
+        """Free what only updates need, until `enter_device`. Called before an engine takes
+        memory.
+        """
 
     def enter_device(self) -> None:
         """Be ready for log-probs and updates again."""

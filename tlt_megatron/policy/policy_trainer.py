@@ -1,6 +1,7 @@
 """Turns one batch of scored rollouts into an updated policy.
 
-Every rank knows the length and reward of every response and plans the batch from them. It gets the tokens of its share alone.
+Every rank knows the length and reward of every response and plans the batch from them. It gets the
+tokens of its share alone.
 """
 
 from __future__ import annotations
@@ -146,9 +147,9 @@ class PolicyTrainer:
 
         `tap` gets the policy's hidden states of this rank's share, never the reference's. If the
         update is the policy's first pass, the tap is passed to the update instead, and a pass here
-        gives it the long tail of what the update skips, if the tap may run extra forward passes. `version`
-        is the policy's: RL steps done. `values` are those of the critic, if there is one. Without
-        `has_update`, `update` will not be called.
+        gives it the long tail of what the update skips, if the tap may run extra forward passes.
+        `version` is the policy's: RL steps done. `values` are those of the critic, if there is one.
+        Without `has_update`, `update` will not be called.
         """
         section, plan = self.section, self._plan(scored)
         scored, skipped, minibatches = plan.scored, plan.skipped, plan.minibatches
@@ -272,7 +273,9 @@ class PolicyTrainer:
         return split_evenly(len(scored), self.section.num_minibatches)
 
     def _plan(self, batch: Sequence[ScoredGroup]) -> _Plan:
-        """Return the plan of a batch, with the tokens of this rank's share. A collective for a new batch."""
+        """Return the plan of a batch, with the tokens of this rank's share. A collective for a new
+        batch.
+        """
         if self._newest is not None and self._newest.batch is batch:
             return self._newest
         section, dp = self.section, self.groups.dp

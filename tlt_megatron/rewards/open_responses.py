@@ -41,7 +41,8 @@ class ScoredResponse(NamedTuple):
 class OpenResponses:
     """The responses of one RL step or evaluation over its rounds.
 
-    With a limit on a round's tokens, any rank may continue a response, so all ranks have all tokens.
+    With a limit on a round's tokens, any rank may continue a response, so all ranks have all
+    tokens.
     """
 
     def __init__(

@@ -2,7 +2,8 @@
 
 A reward function has the usual signature:
 
-    def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | {"score": float, ...}
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return 1.0  # or {"score": 1.0, ...}
 
 Further numbers in the dict become metrics. It may be `async def`; a worker then scores many
 responses at once. `extra_info` arrives as JSON: keys are text, bytes are base64, dates and decimals

@@ -139,7 +139,9 @@ class WorkerProcess:
             self._reading.cancel()
 
     async def _read_messages(self, connection: socket.socket) -> None:
-        """Take messages until the worker closes its socket, sends something else or is to be ended."""
+        """Take messages until the worker closes its socket, sends something else or is to be
+        ended.
+        """
         reader, self._writer = await asyncio.open_connection(
             sock=connection, limit=_MAX_MESSAGE_BYTES
         )

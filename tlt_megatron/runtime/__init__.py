@@ -1,1 +1,3 @@
-"""Process and device: everything that handles ranks, clocks, the files of a run and the terminal."""
+"""Process and device: everything that handles ranks, clocks, the files of a run and the
+terminal.
+"""

@@ -98,7 +98,9 @@ def broadcast_bytes(value: bytes, group: Group) -> bytes:
 
 
 def gather_json(value: T, group: Group) -> list[T]:
-    """Return the value of every member, in group order, on every member. It consists of JSON types."""
+    """Return the value of every member, in group order, on every member. It consists of JSON
+    types.
+    """
     return [json.loads(each) for each in gather_bytes(json.dumps(value).encode(), group)]
 
 

@@ -38,7 +38,8 @@ def sync_tree(folder: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield the empty folder `<path>.tmp`. If the body succeeds, it is flushed and replaces `path`.
 
-    After a crash `path` is the whole old or the whole new folder, or the whole old one is `<path>.old`, which the next call puts back.
+    After a crash `path` is the whole old or the whole new folder, or the whole old one is
+    `<path>.old`, which the next call puts back.
     """
     temporary, old = (path.with_name(path.name + ending) for ending in (".tmp", ".old"))
     if old.exists() and not path.exists():

@@ -6,10 +6,11 @@ reads the events of the run (events.py). It watches at most two ranks (`watched_
 gets six short calls per rank and interval: 2,000 per second with 1,000 ranks.
 
 A rank is lost if
-- its process has ended without a farewell. Its neighbour on the machine sees this within two intervals;
-- its count has not changed for `timeout_s`, measured in the watcher's own beats. Clocks are never compared, so ranks that were
-  all suspended together continue. On the watcher's machine, a process that uses CPU time is alive: a long call that holds
-  Python's lock must not end a run;
+- its process has ended without a farewell. Its neighbour on the machine sees this within two
+  intervals;
+- its count has not changed for `timeout_s`, measured in the watcher's own beats. Clocks are never
+  compared, so ranks that were all suspended together continue. On the watcher's machine, a process
+  that uses CPU time is alive: a long call that holds Python's lock must not end a run;
 - it is rank 0 and its store is closed, or does not answer for `timeout_s`.
 
 The first event of a rank that is lost or ends counts on all ranks. Each then raises RanksLost when

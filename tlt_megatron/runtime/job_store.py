@@ -1,9 +1,9 @@
 """The store of one job: a TCPStore that rank 0 hosts on the job's own interface.
 
-A job on one machine listens on the loopback, a larger one on MASTER_ADDR. All keys start with a random
-token of the job, so two jobs never mix up their keys. This is no authentication: any process that can
-connect to the port can list and change the keys. Put the ports of a job on several hosts behind a
-firewall.
+A job on one machine listens on the loopback, a larger one on MASTER_ADDR. All keys start with a
+random token of the job, so two jobs never mix up their keys. This is no authentication: any process
+that can connect to the port can list and change the keys. Put the ports of a job on several hosts
+behind a firewall.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ def keep_rows(path: Path, resume_step: int | None) -> int:
     """Keep the rows of a jsonl file, if any, whose "step" is before `resume_step`. None: rename the
     file.
 
-    Returns the number of rows. A crash leaves the old or the new file. A damaged file is copied to another name first.
+    Returns the number of rows. A crash leaves the old or the new file. A damaged file is copied to
+    another name first.
     """
     if not path.is_file():
         return 0

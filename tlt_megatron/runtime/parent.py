@@ -19,7 +19,9 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def run_environment() -> dict[str, str]:
-    """Return the environment of a run that this script or notebook starts, and that is stopped when it ends."""
+    """Return the environment of a run that this script or notebook starts, and that is stopped when
+    it ends.
+    """
     return os.environ | {"PYTHONUNBUFFERED": "1", TRAINER_PID: str(os.getpid())}
 
 

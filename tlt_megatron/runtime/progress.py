@@ -244,7 +244,9 @@ def _stdout_console() -> Console:
 
 
 def _header(column: str) -> str:
-    """Return a short header with a space where it may wrap: reward, mean length, gen s, grad norm."""
+    """Return a short header with a space where it may wrap: reward, mean length, gen s, grad
+    norm.
+    """
     if column in _HEADERS:
         return _HEADERS[column]
     if column.startswith("timing_s/"):
@@ -253,7 +255,9 @@ def _header(column: str) -> str:
 
 
 def format_number(value: float | str | None) -> str:
-    """Return about three digits, with commas between thousands; "-" for None. A text stays as it is."""
+    """Return about three digits, with commas between thousands; "-" for None. A text stays as it
+    is.
+    """
     if value is None or isinstance(value, str):
         return value or "-"
     if not math.isfinite(value):

@@ -1,7 +1,8 @@
-"""What a rank does now: one record, which the trace changes (timeline.py) and which the heartbeat, the
-display and errors name.
+"""What a rank does now: one record, which the trace changes (timeline.py) and which the heartbeat,
+the display and errors name.
 
-A copy is in <run dir>/status/rank_*.json: `tlt watch` shows the step that is under way from these files.
+A copy is in <run dir>/status/rank_*.json: `tlt watch` shows the step that is under way from these
+files.
 """
 
 from __future__ import annotations

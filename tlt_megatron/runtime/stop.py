@@ -46,8 +46,8 @@ class StopRequest:
     def speaks(self) -> bool:
         """Return whether this rank writes to its console why the run ends: the first that told it.
 
-        Where ranks cannot tell each other, the first rank of each node does, and rank 1 if rank 0 is
-        gone with its store.
+        Where ranks cannot tell each other, the first rank of each node does, and rank 1 if rank 0
+        is gone with its store.
         """
         if self._ended_by is not None:
             return self._ended_by == self._rank
@@ -68,7 +68,9 @@ class StopRequest:
         self._events = events
 
     def lose_store(self, error: RuntimeError) -> None:
-        """Drop the store: it does not answer, so rank 0 is gone, and no rank can be told anything."""
+        """Drop the store: it does not answer, so rank 0 is gone, and no rank can be told
+        anything.
+        """
         self._events, self.has_lost_store = None, True
         log.warning("the store of the run's events is gone: %s", error, extra=FILE_ONLY)
 

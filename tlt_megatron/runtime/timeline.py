@@ -1,9 +1,10 @@
 """Records spans of one rank's phases as it runs, and merges all ranks into one trace for
 ui.perfetto.dev.
 
-A time is the wall time, read once, plus the monotonic clock since then. So time never runs backwards,
-and ranks agree on it as far as the clocks of their machines do. The project's phases: ROLLOUT DECODE VERIFY REFRESH-DRAFTER IDLE
-DRAFT-TRAIN PREEMPT SYNC VALUES LOGPROB CRITIC UPDATE REWARD CHECKPOINT EVAL WAIT.
+A time is the wall time, read once, plus the monotonic clock since then. So time never runs
+backwards, and ranks agree on it as far as the clocks of their machines do. The project's phases:
+ROLLOUT DECODE VERIFY REFRESH-DRAFTER IDLE DRAFT-TRAIN PREEMPT SYNC VALUES LOGPROB CRITIC UPDATE
+REWARD CHECKPOINT EVAL WAIT.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Timeline:
     def span(self, name: str, /, *, lane: str = "", **args: object) -> Iterator[None]:
         """Record the time that the body takes.
 
-        An exception from the body is recorded and re-raised. The status keeps the phase that failed.
+        An exception from the body is recorded and re-raised. The status keeps the phase that
+        failed.
         """
         outer = self.status.enter(name)
         start_ns = time.perf_counter_ns()

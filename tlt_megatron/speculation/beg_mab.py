@@ -1,9 +1,10 @@
 """BEG-MAB, the paper's selector: bucketed epsilon-greedy over medians of a sliding window.
 
-Source: TLT (arXiv 2511.16665), section on the adaptive rollout engine. Strategies are grouped by tokens to verify. The bucket
-of the smallest batches gets the group with the most tokens. Inside a bucket the strategy with the highest median of committed
-tokens per second is chosen; a share epsilon of choices is uniform. `OFF` is the group that verifies nothing. Listing it with
-the last threshold gives the paper's elastic switch (its default: on below 32 requests).
+Source: TLT (arXiv 2511.16665), section on the adaptive rollout engine. Strategies are grouped by
+tokens to verify. The bucket of the smallest batches gets the group with the most tokens. Inside a
+bucket the strategy with the highest median of committed tokens per second is chosen; a share
+epsilon of choices is uniform. `OFF` is the group that verifies nothing. Listing it with the last
+threshold gives the paper's elastic switch (its default: on below 32 requests).
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from tlt_megatron.speculation.selector import Decision, fits
 def automatic_thresholds(
     strategies: Sequence[SpeculationStrategy], max_batch_size: int
 ) -> tuple[int, ...]:
-    """Return buckets that grow by a constant factor: with m drafting budgets, bucket i starts at B^(i / m), rounded.
+    """Return buckets that grow by a constant factor: with m drafting budgets, bucket i starts at
+    B^(i / m), rounded.
 
-    If OFF is listed, B = max_batch_size / 2 and OFF starts above B (the paper: 32 for batches of 64). Else
-    B = max_batch_size.
-    Example: budgets 48, 32, 16, 8 and OFF with 64 requests: 1, 2, 6, 13, 33. The official code has 1, 2, 5, 21.
+    If OFF is listed, B = max_batch_size / 2 and OFF starts above B (the paper: 32 for batches of
+    64). Else B = max_batch_size. Example: budgets 48, 32, 16, 8 and OFF with 64 requests: 1, 2, 6,
+    13, 33. The official code has 1, 2, 5, 21.
     """
     num_drafting = len({s.num_nodes for s in strategies if not s.is_off})
     has_off = any(s.is_off for s in strategies)
@@ -44,11 +46,11 @@ def automatic_thresholds(
 class BegMabSelector:
     """Chooses inside the bucket of the batch size.
 
-    Example: strategies 8_4_48, 8_4_16, 4_4_16, off with thresholds (1, 5, 33). Batches of 1-4 use 8_4_48, batches of 5-32
-    the better of 8_4_16 and 4_4_16, and larger ones decode plainly.
+    Example: strategies 8_4_48, 8_4_16, 4_4_16, off with thresholds (1, 5, 33). Batches of 1-4 use
+    8_4_48, batches of 5-32 the better of 8_4_16 and 4_4_16, and larger ones decode plainly.
 
-    `thresholds` are the smallest batch sizes of the buckets, ascending from 1, one per number of tokens to verify. Empty
-    means `automatic_thresholds` for batches up to `max_batch_size`.
+    `thresholds` are the smallest batch sizes of the buckets, ascending from 1, one per number of
+    tokens to verify. Empty means `automatic_thresholds` for batches up to `max_batch_size`.
     Strategies of the bucket without a reward are tried first, in the given order.
     """
 
@@ -110,7 +112,9 @@ class BegMabSelector:
         seconds: float,
         first_by_depth: Sequence[int] | None = None,  # noqa: ARG002
     ) -> None:
-        """Record the reward: committed tokens per second of the batch. Each request commits a bonus token too."""
+        """Record the reward: committed tokens per second of the batch. Each request commits a bonus
+        token too.
+        """
         if strategy in self._rewards:
             reward = (batch_size + sum(accepted_by_depth)) / max(seconds, 1e-9)
             self._rewards[strategy].append(reward)

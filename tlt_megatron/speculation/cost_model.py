@@ -1,9 +1,11 @@
-"""The cost-model selector: expected tokens of a decode pass over its expected seconds; the best strategy runs.
+"""The cost-model selector: expected tokens of a decode pass over its expected seconds; the best
+strategy runs.
 
-Sampling is noise-keyed, so the tokens do not depend on the strategy. One pass therefore tells about the acceptance of every
-strategy of its kind (`_Acceptance`), and its seconds about the cost of similar passes (`PassCost`). Only kinds of strategies
-that do not run at all are probed now and then: plain decoding, the learned drafter, retrieval. The selector uses no clock and
-no random numbers, so it is deterministic in what it observes.
+Sampling is noise-keyed, so the tokens do not depend on the strategy. One pass therefore tells about
+the acceptance of every strategy of its kind (`_Acceptance`), and its seconds about the cost of
+similar passes (`PassCost`). Only kinds of strategies that do not run at all are probed now and
+then: plain decoding, the learned drafter, retrieval. The selector uses no clock and no random
+numbers, so it is deterministic in what it observes.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _REST_GROWTH = 3.0  # at most, from one probe to the next
 
 @dataclass
 class _Acceptance:
-    """How often the first candidate of a drafter is right at each depth, given that the depth above was right."""
+    """How often the first candidate of a drafter is right at each depth, given that the depth above
+    was right.
+    """
 
     tried: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
@@ -65,7 +69,9 @@ def _usual_width(strategy: SpeculationStrategy) -> float:
 
 @dataclass
 class _Kind:
-    """Strategies with one drafter, so that one pass tells about all. One is probed if none of them runs."""
+    """Strategies with one drafter, so that one pass tells about all. One is probed if none of them
+    runs.
+    """
 
     strategies: Sequence[SpeculationStrategy]  # the cheapest first, which is the one to probe
     acceptance: _Acceptance = field(default_factory=_Acceptance)
@@ -74,7 +80,9 @@ class _Kind:
     rest: float = _REST[0]  # passes from `ran_at` to the next probe
 
     def rates(self, strategy: SpeculationStrategy) -> list[float]:
-        """Return the acceptance of each depth. Where a chain misses with chance m, a tree of width w misses with m ** w."""
+        """Return the acceptance of each depth. Where a chain misses with chance m, a tree of width
+        w misses with m ** w.
+        """
         rates = self.acceptance.rates(strategy.depth)
         if strategy.is_chain:
             return rates
@@ -106,7 +114,8 @@ class _Kind:
         self.ran_at, self.rest = now, _REST[0]
 
     def probed(self, now: int, lost: float) -> None:
-        """Note a probe that lost `lost` passes. The next one waits until that is a small share of the time.
+        """Note a probe that lost `lost` passes. The next one waits until that is a small share of
+        the time.
 
         One unlucky probe does not put the next one off for long.
         """
@@ -140,7 +149,8 @@ class CostModelSelector:
         if rates[best] > (1.0 + _HYSTERESIS) * rates[self._current]:
             self._current = best
         self._probe = None
-        # Most requests are new. That the last ones were not worth drafting, mostly a straggler, says little about them.
+        # Most requests are new. That the last ones were not worth drafting, mostly a straggler,
+        # says little about them.
         is_new = self._current.is_off and batch_size >= 2 * self._last[1]
         for kind in self._kinds:
             is_due = is_new or self._num_observed - kind.ran_at >= kind.rest
@@ -172,8 +182,8 @@ class CostModelSelector:
             kind.probed(self._num_observed, lost)
         else:
             kind.ran(self._num_observed)
-        # A pass of the learned drafter after others, or with new requests, includes its reading of their tokens: an upper
-        # bound of its seconds.
+        # A pass of the learned drafter after others, or with new requests, includes its reading of
+        # their tokens: an upper bound of its seconds.
         last, last_size = self._last
         is_clean = not strategy.is_learned or (last.is_learned and batch_size <= last_size)
         if is_clean or seconds < self._cost.seconds(strategy, batch_size):

@@ -1,11 +1,13 @@
-"""The n-gram drafter: proposes the tokens that followed the same n-gram before, in responses to this prompt or any other.
+"""The n-gram drafter: proposes the tokens that followed the same n-gram before, in responses to
+this prompt or any other.
 
-An engine keeps the index across `generate` calls, so it remembers earlier epochs. It runs on the host and takes a few
-microseconds per row and decode pass. Verification accepts only what the target draws, so a lost, stale or wrong entry costs
-only time, and checkpoints do not hold the index.
+An engine keeps the index across `generate` calls, so it remembers earlier epochs. It runs on the
+host and takes a few microseconds per row and decode pass. Verification accepts only what the target
+draws, so a lost, stale or wrong entry costs only time, and checkpoints do not hold the index.
 
-The index maps a context to the one token that followed it last. A proposal looks up its own context again after every token.
-So no response is stored, and a proposal can continue past the end of the response that it follows.
+The index maps a context to the one token that followed it last. A proposal looks up its own context
+again after every token. So no response is stored, and a proposal can continue past the end of the
+response that it follows.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Texts are strings with one character per token: slicing and looking up a short string costs a third of a tuple's cost.
-# Token t is chr(t + 1); chr(0) pads proposals.
+# Texts are strings with one character per token: slicing and looking up a short string costs a
+# third of a tuple's cost. Token t is chr(t + 1); chr(0) pads proposals.
 _PAD = "\0"
 
 
@@ -30,19 +32,22 @@ class IndexedText:
 
 
 class NgramIndex:
-    """Maps contexts of fixed sizes to the token that followed last. The longest known context decides.
+    """Maps contexts of fixed sizes to the token that followed last. The longest known context
+    decides.
 
-    For one size, entries of the same prompt (running siblings, earlier epochs) take precedence over entries of all texts.
-    Example: prompt [5 6 7 8 5 6], sizes (2, 1): after [5 6] came 7, after [6 7] came 8, so it proposes [7 8 5 6 7 ...].
+    For one size, entries of the same prompt (running siblings, earlier epochs) take precedence over
+    entries of all texts. Example: prompt [5 6 7 8 5 6], sizes (2, 1): after [5 6] came 7, after [6
+    7] came 8, so it proposes [7 8 5 6 7 ...].
     """
 
     def __init__(
         self, *, sizes: Sequence[int] = (16, 8, 5, 3, 2), max_entries: int = 4_000_000
     ) -> None:
-        """`sizes` are context lengths in tokens. At the start of a text, all tokens so far are one context.
+        """`sizes` are context lengths in tokens. At the start of a text, all tokens so far are one
+        context.
 
-        Half of `max_entries` is for the tables of single prompts, half for the table of all texts. An entry takes 60 to
-        100 bytes; a token adds at most two entries per size.
+        Half of `max_entries` is for the tables of single prompts, half for the table of all texts.
+        An entry takes 60 to 100 bytes; a token adds at most two entries per size.
         """
         if not sizes or min(sizes) < 1:
             raise ValueError(f"sizes={tuple(sizes)}: must be one or more numbers >= 1")
@@ -53,12 +58,15 @@ class NgramIndex:
         self._max_generation = max_entries // 4
         self._by_prompt: dict[str, dict[str, str]] = {}  # in order of the latest start
         self._num_by_prompt = 0
-        # The table of all texts, in two generations: a full newer one replaces the older, whose entries are lost.
+        # The table of all texts, in two generations: a full newer one replaces the older, whose
+        # entries are lost.
         self._newer: dict[str, str] = {}
         self._older: dict[str, str] = {}
 
     def start(self, prompt_id: str, token_ids: Sequence[int]) -> IndexedText:
-        """Start a response to this prompt. Siblings and later epochs must use the same `prompt_id`."""
+        """Start a response to this prompt. Siblings and later epochs must use the same
+        `prompt_id`.
+        """
         table = self._by_prompt[prompt_id] = self._by_prompt.pop(prompt_id, {})
         text = IndexedText(table)
         tokens, longest = _characters(token_ids), self._sizes[0]
@@ -69,7 +77,9 @@ class NgramIndex:
         return text
 
     def append(self, texts: Sequence[IndexedText], token_ids: Sequence[Sequence[int]]) -> None:
-        """Add committed tokens, any number per text, all in [0, 1114109]. No call is needed when a text ends."""
+        """Add committed tokens, any number per text, all in [0, 1114109]. No call is needed when a
+        text ends.
+        """
         for text, row in zip(texts, token_ids, strict=True):
             self._extend(text, _characters(row))
 
@@ -114,8 +124,11 @@ class NgramIndex:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Empty prompt tables until at most 7/8 of their limit is used, least recently started first."""
-        # Count again: a response may outlive its table's entry here, and still adds to the old count.
+        """Empty prompt tables until at most 7/8 of their limit is used, least recently started
+        first.
+        """
+        # Count again: a response may outlive its table's entry here, and still adds to the old
+        # count.
         self._num_by_prompt = sum(map(len, self._by_prompt.values()))
         for prompt_id, table in list(self._by_prompt.items()):
             if self._num_by_prompt <= self._max_by_prompt * 7 // 8:

@@ -1,14 +1,18 @@
-"""Gumbel noise of token ids on a CPU, and the search for the winner of logits + noise, which makes little of it.
+"""Gumbel noise of token ids on a CPU, and the search for the winner of logits + noise, which makes
+little of it.
 
-The noise of a token is -log(E). All E are independent Exp(1) numbers, drawn as an exponential race in blocks of 64 ids: one hash
-gives a block its smallest E, which is Exp(1) / 64, and the id that has it. The E of another id is the smallest plus an Exp(1)
-number from a hash of that id, because the exponential distribution has no memory. The last block of a vocabulary is drawn like a
-whole one, so noise does not depend on the vocabulary's size.
+The noise of a token is -log(E). All E are independent Exp(1) numbers, drawn as an exponential race
+in blocks of 64 ids: one hash gives a block its smallest E, which is Exp(1) / 64, and the id that
+has it. The E of another id is the smallest plus an Exp(1) number from a hash of that id, because
+the exponential distribution has no memory. The last block of a vocabulary is drawn like a whole
+one, so noise does not depend on the vocabulary's size.
 
-So one hash bounds the noise of 64 tokens. A block can hold the winner only if its largest logit plus this bound reaches a good
-score. `noise_kernel.py` is the same noise for CUDA. NumPy hashes, because it has logical shifts of unsigned integers.
+So one hash bounds the noise of 64 tokens. A block can hold the winner only if its largest logit
+plus this bound reaches a good score. `noise_kernel.py` is the same noise for CUDA. NumPy hashes,
+because it has logical shifts of unsigned integers.
 
-Shapes: K blocks, W = 64 ids of a block, C token ids, R some rows, N blocks of any rows, T tokens of any rows.
+Shapes: K blocks, W = 64 ids of a block, C token ids, R some rows, N blocks of any rows, T tokens of
+any rows.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# SplitMix64 (Steele, Lea, Flood 2014): the golden-ratio increment and the two multipliers of its finalizer.
+# SplitMix64 (Steele, Lea, Flood 2014): the golden-ratio increment and the two multipliers of its
+# finalizer.
 GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
@@ -92,7 +97,8 @@ def _as_numpy(keys_B: Tensor) -> np.ndarray:
 
 
 def noisy_argmax(logits_BV: Tensor, keys_B: Tensor) -> Tensor:
-    """Return [B] int64: the argmax over V of logits + noise, for V of at least `BLOCK`, in float32 or float64.
+    """Return [B] int64: the argmax over V of logits + noise, for V of at least `BLOCK`, in float32
+    or float64.
 
     Of equal sums the lowest id wins. NaN is larger than any number.
     """
@@ -143,7 +149,9 @@ class _Race:
         )
 
     def best(self, rows_R: np.ndarray, least_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for some rows, the best of the tokens whose bound is at least `least_R`, and its score."""
+        """Return, for some rows, the best of the tokens whose bound is at least `least_R`, and its
+        score.
+        """
         is_open_RK = self.bounds_BK[rows_R] >= least_R[:, None]
         index_N, blocks_N = np.divmod(np.flatnonzero(is_open_RK), is_open_RK.shape[1])
         # the window of the last block starts in the block before, if the last one is not whole

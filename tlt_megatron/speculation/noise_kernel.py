@@ -1,7 +1,9 @@
-"""Triton kernels of the sampling noise, for CUDA. `sampling.py` calls them; `noise.py` defines the noise.
+"""Triton kernels of the sampling noise, for CUDA. `sampling.py` calls them; `noise.py` defines the
+noise.
 
-One kernel replaces about thirty elementwise ones: it hashes (row key, block) and (row key, token id) and turns both into
-Gumbel noise in registers. `noisy_argmax` and `add_noise` write no noise at all. `TRITON_INTERPRET=1` runs both on a CPU: tests/kernels.
+One kernel replaces about thirty elementwise ones: it hashes (row key, block) and (row key, token
+id) and turns both into Gumbel noise in registers. `noisy_argmax` and `add_noise` write no noise at
+all. `TRITON_INTERPRET=1` runs both on a CPU: tests/kernels.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def _exponential(bits):
 
 @triton.jit
 def _gumbel(key, token_ids):
-    """`noise._gumbel`: -log of the block's smallest E, plus the token's own number if another token has it."""
+    """`noise._gumbel`: -log of the block's smallest E, plus the token's own number if another token
+    has it.
+    """
     block_bits = _hash(key, -(token_ids // _PLACES).to(tl.int64))
     smallest = _exponential(block_bits) / _PLACES
     others = _exponential(_hash(key, (token_ids + 1).to(tl.int64)))

@@ -1,4 +1,6 @@
-"""Seconds of a decode pass of any strategy at any batch size, learned from the passes that ran. Used by the cost model."""
+"""Seconds of a decode pass of any strategy at any batch size, learned from the passes that ran.
+Used by the cost model.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ _Place = tuple[SpeculationStrategy, int]  # strategy and octave of the batch siz
 class PassCost:
     """A table of medians by strategy and octave of the batch size.
 
-    A strategy that was not measured at a batch size takes the median of the most similar pass, scaled by `_units`.
+    A strategy that was not measured at a batch size takes the median of the most similar pass,
+    scaled by `_units`.
     """
 
     def __init__(self) -> None:
@@ -78,7 +81,9 @@ def _units(strategy: SpeculationStrategy, batch_size: int) -> float:
 
 
 def _distance(one: _Place, other: _Place) -> float:
-    """Return how different two passes are: octaves of the batch size, twice those of rows and draft steps."""
+    """Return how different two passes are: octaves of the batch size, twice those of rows and draft
+    steps.
+    """
     (a, a_octave), (b, b_octave) = one, other
     rows = abs(math.log2(a.num_rows / b.num_rows))
     steps = abs(math.log2((1 + a.num_steps) / (1 + b.num_steps)))

@@ -1,9 +1,10 @@
 """Sampling keyed by (request seed, position): the token does not depend on batch, rank or drafter.
 
-The rollout engines call it for every token; drafters use the same noise to rank candidates. Over the allowed set, token =
-argmax(logits / temperature + Gumbel noise) is an exact sample of the tempered distribution (Gumbel-max). The noise is a pure
-function of (seed, position, token id), defined in `noise.py`. Sharing it makes the output independent of the drafter: Daliri, Musco, Suresh 2024,
-"Coupling without communication and drafter-invariant speculative decoding".
+The rollout engines call it for every token; drafters use the same noise to rank candidates. Over
+the allowed set, token = argmax(logits / temperature + Gumbel noise) is an exact sample of the
+tempered distribution (Gumbel-max). The noise is a pure function of (seed, position, token id),
+defined in `noise.py`. Sharing it makes the output independent of the drafter: Daliri, Musco, Suresh
+2024, "Coupling without communication and drafter-invariant speculative decoding".
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def _mix(value: int) -> int:
 
 
 def _mix_(value: Tensor) -> Tensor:
-    """Apply `_mix` to an int64 tensor in place. Multiplications wrap; masks turn arithmetic shifts into logical ones."""
+    """Apply `_mix` to an int64 tensor in place. Multiplications wrap; masks turn arithmetic shifts
+    into logical ones.
+    """
     for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
         value ^= (value >> shift) & ((1 << (64 - shift)) - 1)
         value *= _signed(multiplier)
@@ -58,7 +61,8 @@ def _mix_(value: Tensor) -> Tensor:
 
 
 def request_seed(seed: int, draw_index: int, sample_index: int, first_position: int = 0) -> int:
-    """Return the signed 64-bit noise seed of one request, from the run's seed, draw index and sample index.
+    """Return the signed 64-bit noise seed of one request, from the run's seed, draw index and
+    sample index.
 
     Its position 0 has the noise of position `first_position` of the request that it continues.
     """
@@ -68,7 +72,8 @@ def request_seed(seed: int, draw_index: int, sample_index: int, first_position: 
 
 
 def seed_at_origin(seed: int, num_prompt_tokens: int) -> int:
-    """Return the seed for noise keyed by the last token's sequence position instead of the next token's response position.
+    """Return the seed for noise keyed by the last token's sequence position instead of the next
+    token's response position.
 
     Both give the same noise: response position 0 follows sequence position num_prompt_tokens - 1.
     """
@@ -76,17 +81,20 @@ def seed_at_origin(seed: int, num_prompt_tokens: int) -> int:
 
 
 def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tensor:
-    """Return [B, V] float64 standard Gumbel noise. Element (b, v) depends only on (seeds_B[b], positions_B[b], v).
+    """Return [B, V] float64 standard Gumbel noise. Element (b, v) depends only on (seeds_B[b],
+    positions_B[b], v).
 
-    A position is the index of the token in the response, from 0. `seeds_B` and `positions_B` are int64. The noise is
-    always finite: within [-3.7, 40.9].
+    A position is the index of the token in the response, from 0. `seeds_B` and `positions_B` are
+    int64. The noise is always finite: within [-3.7, 40.9].
     """
     ids_V = torch.arange(vocab_size, device=seeds_B.device)
     return noise_of_ids(row_keys(seeds_B, positions_B), ids_V)
 
 
 def noise_of_ids(keys_B: Tensor, ids_C: Tensor) -> Tensor:
-    """Return [B, C]: the columns `ids_C`, ascending, of `gumbel_noise`, for the keys from `row_keys`."""
+    """Return [B, C]: the columns `ids_C`, ascending, of `gumbel_noise`, for the keys from
+    `row_keys`.
+    """
     return gumbel_of(keys_B, ids_C) if keys_B.is_cuda else noise.gumbel_of_ids(keys_B, ids_C)
 
 
@@ -106,7 +114,9 @@ def _exponential(hashes: Tensor) -> Tensor:
 
 
 def noisy_argmax(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-    """Return [B] int64: the argmax over V of logits + `gumbel_noise`, without making all of the noise where that is faster."""
+    """Return [B] int64: the argmax over V of logits + `gumbel_noise`, without making all of the
+    noise where that is faster.
+    """
     if _has_kernels(seeds_B):
         return _kernels().noisy_argmax(logits_BV, seeds_B, positions_B)
     if is_searched(logits_BV.shape[0], logits_BV.shape[1], logits_BV.device):
@@ -125,7 +135,9 @@ def _has_kernels(like: Tensor) -> bool:
 
 
 def is_searched(num_rows: int, vocab_size: int, device: torch.device) -> bool:
-    """Return whether `noisy_argmax` makes noise for few tokens only, so that noise made ahead costs more."""
+    """Return whether `noisy_argmax` makes noise for few tokens only, so that noise made ahead costs
+    more.
+    """
     is_large = vocab_size >= _SEARCHED_TOKENS and num_rows * vocab_size >= _SEARCHED_LOGITS
     return is_large and device.type == "cpu"
 
@@ -136,9 +148,11 @@ def _kernels() -> ModuleType:
 
 
 class NoiseWindow:
-    """`gumbel_noise` for a decode loop. If one pass is small, it makes the noise of several passes in one call.
+    """`gumbel_noise` for a decode loop. If one pass is small, it makes the noise of several passes
+    in one call.
 
-    Keeps a block of positions per row, and makes noise only for those that it lacks. Call `start` after the rows change.
+    Keeps a block of positions per row, and makes noise only for those that it lacks. Call `start`
+    after the rows change.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -150,7 +164,9 @@ class NoiseWindow:
         self._block_BAV = None
 
     def window(self, seeds_B: Tensor, positions_B: Tensor, length: int) -> Tensor:
-        """Return [B, length, V]: the noise of positions_B and the `length` - 1 positions after each. Do not overwrite it."""
+        """Return [B, length, V]: the noise of positions_B and the `length` - 1 positions after
+        each. Do not overwrite it.
+        """
         if self._block_BAV is not None and self._used_up_to + length > self._block_BAV.shape[1]:
             self._used_up_to = int((positions_B - self._first_B).max())
         if self._block_BAV is None or self._used_up_to + length > self._block_BAV.shape[1]:
@@ -187,8 +203,9 @@ class NoiseWindow:
 def cut_logits(scaled_BV: Tensor, top_p: float, top_k: int) -> Tensor:
     """Set logits outside the allowed set to -inf.
 
-    The set is the `top_k` largest, then the fewest of them whose probability reaches `top_p`. Equal logits rank by token
-    id, lowest first, so the set is the same on every device. `top_k=0` and `top_p=1.0` keep all.
+    The set is the `top_k` largest, then the fewest of them whose probability reaches `top_p`. Equal
+    logits rank by token id, lowest first, so the set is the same on every device. `top_k=0` and
+    `top_p=1.0` keep all.
     """
     if top_k == 0 and top_p >= 1.0:
         return scaled_BV
@@ -209,7 +226,8 @@ def cut_logits(scaled_BV: Tensor, top_p: float, top_k: int) -> Tensor:
 
 
 def kept_table(cut_BV: Tensor) -> Tensor:
-    """Return [B, 1 + C] int64: how many ids `cut_logits` kept in each row, then these ids, ascending. C is at most MAX_KEPT.
+    """Return [B, 1 + C] int64: how many ids `cut_logits` kept in each row, then these ids,
+    ascending. C is at most MAX_KEPT.
 
     A row with more than MAX_KEPT counts as 0. Nothing is read back.
     """
@@ -228,7 +246,9 @@ def kept_ids(table: Tensor) -> list[Tensor]:
 
 
 def _ids_of(is_kept_BV: Tensor, most: int) -> Tensor:
-    """Return [B, most]: the ids that are kept in each row, ascending, then zeros. No row keeps more. No read-back."""
+    """Return [B, most]: the ids that are kept in each row, ascending, then zeros. No row keeps
+    more. No read-back.
+    """
     places_BV = (is_kept_BV.cumsum(dim=-1) - 1).masked_fill_(~is_kept_BV, most)
     ids_BV = torch.arange(is_kept_BV.shape[-1], device=is_kept_BV.device).expand_as(places_BV)
     table = places_BV.new_zeros(len(places_BV), most + 1)
@@ -236,7 +256,9 @@ def _ids_of(is_kept_BV: Tensor, most: int) -> Tensor:
 
 
 def _top_ids(scaled_BV: Tensor, top_k: int) -> Tensor:
-    """Return the ids of the `top_k` largest, ascending. `topk` alone does not define which of equal values it takes."""
+    """Return the ids of the `top_k` largest, ascending. `topk` alone does not define which of equal
+    values it takes.
+    """
     smallest_B1 = scaled_BV.topk(top_k, dim=-1).values[:, -1:]
     larger_BV = scaled_BV > smallest_B1
     equal_BV = scaled_BV == smallest_B1
@@ -255,10 +277,12 @@ def sample(
     *,
     noise_BV: Tensor | None = None,
 ) -> Sampled:
-    """Draw one token per row. `temperature=0` is greedy: the first of the largest logits, with logprob 0.
+    """Draw one token per row. `temperature=0` is greedy: the first of the largest logits, with
+    logprob 0.
 
-    `noise_BV` is `gumbel_noise(seeds_B, positions_B, V)` if the caller has it already. One row of noise serves all nodes of
-    a draft tree at one depth, so `seeds_B` and `positions_B` may then be shorter than the logits.
+    `noise_BV` is `gumbel_noise(seeds_B, positions_B, V)` if the caller has it already. One row of
+    noise serves all nodes of a draft tree at one depth, so `seeds_B` and `positions_B` may then be
+    shorter than the logits.
     """
     wide = torch.float64 if logits_BV.dtype == torch.float64 else torch.float32
     logits = logits_BV.to(wide)
@@ -297,10 +321,12 @@ def add_noise(
     factor: Tensor,
     ids_V: Tensor | None = None,
 ) -> Tensor:
-    """Return logits * scale + `gumbel_noise` * factor in at least float32, for logits [B, V] or [B, K, V].
+    """Return logits * scale + `gumbel_noise` * factor in at least float32, for logits [B, V] or [B,
+    K, V].
 
-    The K rows of a request share its noise. `scale` is 0-dim, `factor` 0-dim or [B], both float64. `ids_V` are the token ids
-    of the columns, ascending (None: 0 to V - 1). On CUDA the noise is not written.
+    The K rows of a request share its noise. `scale` is 0-dim, `factor` 0-dim or [B], both float64.
+    `ids_V` are the token ids of the columns, ascending (None: 0 to V - 1). On CUDA the noise is not
+    written.
     """
     if _has_kernels(seeds_B):
         return _kernels().add_noise(logits, seeds_B, positions_B, scale, factor, ids_V)

@@ -1,8 +1,9 @@
-"""Strategy selectors: the protocol, the selector with a fixed strategy, and the one that a setting names.
+"""Strategy selectors: the protocol, the selector with a fixed strategy, and the one that a setting
+names.
 
-The engine calls `choose` before a decode pass and `observe` after it. It passes numbers that it has on the host already, so
-no selector synchronizes the device. Passes without drafting (`OFF`) are observed too, with no depths, so that selectors learn
-when speculation is slower.
+The engine calls `choose` before a decode pass and `observe` after it. It passes numbers that it has
+on the host already, so no selector synchronizes the device. Passes without drafting (`OFF`) are
+observed too, with no depths, so that selectors learn when speculation is slower.
 """
 
 from __future__ import annotations
@@ -43,25 +44,32 @@ class StrategySelector(Protocol):
     ) -> None:
         """Record the result of a decode pass.
 
-        Element d - 1 of `accepted_by_depth` counts the requests that accepted at least d drafted tokens
-        (`verify.accepted_by_depth`; empty for OFF). `first_by_depth` counts those of them whose token at depth d was the
-        drafter's first candidate (`verify.first_on_path`); None for a chain: all. `seconds` covers the whole pass. It includes a rebuild of the drafter's
-        cache, which is part of the cost of turning speculation on.
+        Element d - 1 of `accepted_by_depth` counts the requests that accepted at least d drafted
+        tokens (`verify.accepted_by_depth`; empty for OFF). `first_by_depth` counts those of them
+        whose token at depth d was the drafter's first candidate (`verify.first_on_path`); None for
+        a chain: all. `seconds` covers the whole pass. It includes a rebuild of the drafter's cache,
+        which is part of the cost of turning speculation on.
         """
 
     def drafter_changed(self) -> None:
-        """Signal that the learned drafter was replaced, so estimates of the old one may be wrong."""
+        """Signal that the learned drafter was replaced, so estimates of the old one may be
+        wrong.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the learned state, as values that JSON can hold."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`. A state of another selector or of other strategies is ignored with a warning."""
+        """Restore `state_dict`. A state of another selector or of other strategies is ignored with
+        a warning.
+        """
 
 
 class FixedSelector(StrategySelector):
-    """Always chooses the same strategy. It learns nothing: other methods do nothing, as in the Protocol."""
+    """Always chooses the same strategy. It learns nothing: other methods do nothing, as in the
+    Protocol.
+    """
 
     def __init__(self, strategy: SpeculationStrategy) -> None:
         self._decision = Decision(strategy=strategy, reason="fixed")
@@ -75,7 +83,9 @@ class FixedSelector(StrategySelector):
 
 
 def fits(state: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
-    """Return whether `state` has all values of `expected` (kind, strategies). If not, warn that learning starts anew."""
+    """Return whether `state` has all values of `expected` (kind, strategies). If not, warn that
+    learning starts anew.
+    """
     for name, value in expected.items():
         if state.get(name) != value:
             log.warning(
@@ -94,9 +104,11 @@ def make_selector(
     *,
     max_batch_size: int,
 ) -> StrategySelector:
-    """Return a new selector over `strategies`. A selector that is not built in is called as `Selector(strategies)`.
+    """Return a new selector over `strategies`. A selector that is not built in is called as
+    `Selector(strategies)`.
 
-    ValueError names the methods of `StrategySelector` that it lacks, or what is wrong with the import path.
+    ValueError names the methods of `StrategySelector` that it lacks, or what is wrong with the
+    import path.
     """
     selector = load_extension("speculation.selector", spec)
     if spec == "fixed":

@@ -1,6 +1,8 @@
-"""Counts the tokens of an engine's responses. The most frequent ones are what a drafter with a reduced head proposes.
+"""Counts the tokens of an engine's responses. The most frequent ones are what a drafter with a
+reduced head proposes.
 
-A token outside the set is never drafted, so the policy's own draw of it ends the accepted path. It changes no token.
+A token outside the set is never drafted, so the policy's own draw of it ends the accepted path. It
+changes no token.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class TokenCounts:
         self._add_saved(torch.zeros_like(self._counts_V), state)
 
     def merge(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Add the counts of another engine's `state_dict`. ValueError if they are of a larger vocabulary."""
+        """Add the counts of another engine's `state_dict`. ValueError if they are of a larger
+        vocabulary.
+        """
         self._add_saved(self._counts_V, state)
 
     def _add_saved(self, counts_V: Tensor, state: Mapping[str, Sequence[int]]) -> None:

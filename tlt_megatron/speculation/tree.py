@@ -1,12 +1,15 @@
 """Draft trees: the record that drafters pass to the verify pass, and its growth from draft logits.
 
-The engines grow trees with the learned drafter as the callable `Expand`. `chain_tree` makes the same record of retrieved tokens. The strategy fixes every shape and nothing is read back from the device, so a graph can capture growth.
-Shapes: Q nodes, R = Q + 1 rows of the verify pass (row 0 is the root, the last committed token; node q is row q + 1),
-S = depth + 1 rows of a path, K nodes expanded at once, D positions of noise.
+The engines grow trees with the learned drafter as the callable `Expand`. `chain_tree` makes the
+same record of retrieved tokens. The strategy fixes every shape and nothing is read back from the
+device, so a graph can capture growth. Shapes: Q nodes, R = Q + 1 rows of the verify pass (row 0 is
+the root, the last committed token; node q is row q + 1), S = depth + 1 rows of a path, K nodes
+expanded at once, D positions of noise.
 
-Growth follows EAGLE-2 (Li et al. 2024, section 4): expand the K best nodes at each depth, then keep the Q best of all
-candidates. EAGLE-2 scores a child by its probability; here it is draft logit / temperature + noise. This is the noise with
-which the target will sample at that position. So a score estimates that the target draws this token now, not on average.
+Growth follows EAGLE-2 (Li et al. 2024, section 4): expand the K best nodes at each depth, then keep
+the Q best of all candidates. EAGLE-2 scores a child by its probability; here it is draft logit /
+temperature + noise. This is the noise with which the target will sample at that position. So a
+score estimates that the target draws this token now, not on average.
 """
 
 from __future__ import annotations
@@ -23,18 +26,21 @@ from tlt_megatron.speculation.sampling import add_noise, cut_logits
 ROOT = -1  # as a parent: the last committed token
 UNUSED = -1  # as a token: a node that is never accepted
 
-# The error of draft logits: a child's estimate is softmax((logits + temperature * noise) / error). If
-# the error were Gumbel noise of this scale, the softmax would be the exact posterior.
+# The error of draft logits: a child's estimate is softmax((logits + temperature * noise) / error).
+# If the error were Gumbel noise of this scale, the softmax would be the exact posterior.
 _DRAFT_ERROR = 0.7
 
-# Subtracted from a candidate's log score per depth, in float64. A child then never ties with its parent, so the best Q
-# candidates always include their own ancestors.
+# Subtracted from a candidate's log score per depth, in float64. A child then never ties with its
+# parent, so the best Q candidates always include their own ancestors.
 _DEPTH_PENALTY = 1e-9
 
 
 Expand = Callable[[Tensor, Tensor], Tensor]
-"""(token_ids_BK, parents_BK) -> logits_BKV: draft logits after each token. parents_BK index the K rows of the call before
-(all 0 in the first call: the root). Called num_steps - 1 times."""
+"""(token_ids_BK, parents_BK) -> logits_BKV: draft logits after each token.
+
+parents_BK index the K rows of the call before (all 0 in the first call: the root). Called
+num_steps - 1 times.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +70,15 @@ class DraftTree:
 
     @property
     def row_depths_BR(self) -> Tensor:
-        """Return the depth of each verify row. A row's position is the root's position plus its depth."""
+        """Return the depth of each verify row. A row's position is the root's position plus its
+        depth.
+        """
         return torch.nn.functional.pad(self.depths_BQ, (1, 0))
 
     def row_token_ids_BR(self, root_ids_B: Tensor) -> Tensor:
-        """Return the verify pass's input: the root's token first. UNUSED nodes get token 0; their rows are never used."""
+        """Return the verify pass's input: the root's token first. UNUSED nodes get token 0; their
+        rows are never used.
+        """
         return torch.cat([root_ids_B.unsqueeze(1), self.token_ids_BQ.clamp(min=0)], dim=1)
 
 
@@ -86,7 +96,9 @@ def chain_tree(token_ids_BQ: Tensor) -> DraftTree:
 
 
 def ancestor_mask(tree: DraftTree) -> Tensor:
-    """Return [B, R, R] bool: row r sees itself and its ancestors, root included. UNUSED nodes are treated like others."""
+    """Return [B, R, R] bool: row r sees itself and its ancestors, root included. UNUSED nodes are
+    treated like others.
+    """
     batch_size, num_nodes = tree.parents_BQ.shape
     num_rows, device = num_nodes + 1, tree.parents_BQ.device
     if tree.is_chain:
@@ -96,7 +108,8 @@ def ancestor_mask(tree: DraftTree) -> Tensor:
     parent_rows_BR = torch.nn.functional.pad(tree.parents_BQ + 1, (1, 0))
     reach_BRR = (parent_rows_BR.unsqueeze(2) == rows_R).float()
     reach_BRR += torch.eye(num_rows, device=device)
-    # reach ^ n counts the paths of at most n edges up. Squaring doubles n, and counts stay below 2 ^ (2 depth).
+    # reach ^ n counts the paths of at most n edges up. Squaring doubles n, and counts stay below 2
+    # ^ (2 depth).
     for _ in range((tree.depth - 1).bit_length()):
         reach_BRR = reach_BRR @ reach_BRR
     return reach_BRR > 0
@@ -105,7 +118,8 @@ def ancestor_mask(tree: DraftTree) -> Tensor:
 def deepest_path(
     tree: DraftTree, is_match_BQ: Tensor, ancestors_BRR: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the longest path from the root over matching nodes: its length [B] and its rows [B, S], root first.
+    """Return the longest path from the root over matching nodes: its length [B] and its rows [B,
+    S], root first.
 
     Rows after its end are 0. `ancestors_BRR` is `ancestor_mask(tree)` if the caller has it already.
     """
@@ -140,7 +154,9 @@ class _Scoring:
     ids_V: Tensor | None  # token ids of the columns, ascending; None: 0 to V - 1
 
     def best(self, logits: Tensor, depth: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and token ids of the `count` best children, [B, count] or [B, K, count]."""
+        """Return log-probabilities and token ids of the `count` best children, [B, count] or [B, K,
+        count].
+        """
         values, columns = self._scores(logits, depth).log_softmax(-1).topk(count)
         return values, self._ids(columns)
 
@@ -170,7 +186,8 @@ class _Scoring:
         return torch.addcmul(offset, logits, self.scale)
 
     def _cut(self, logits: Tensor) -> Tensor:
-        """Drop tokens that the target's top-p and top-k most likely exclude, because noise could rank them high.
+        """Drop tokens that the target's top-p and top-k most likely exclude, because noise could
+        rank them high.
 
         The drafter knows the border only roughly, so its cut is half as strict.
         """
@@ -215,9 +232,11 @@ class TreeGrower:
     ) -> DraftTree:
         """Grow one tree per request.
 
-        `root_logits_BV` are the draft logits after the root. `noise_BDV[:, d]` is `gumbel_noise` of the position of depth
-        d + 1; the row for the bonus token is not read. Temperature 0 needs no noise. On CUDA give `noise_keys` instead, the seeds and positions [B] of depth 1: then the noise is never written. `top_p` and `top_k` are those of the target's sampling. `ids_V` are the token ids
-        of the columns of logits and `noise_BDV`; None: 0 to V - 1.
+        `root_logits_BV` are the draft logits after the root. `noise_BDV[:, d]` is `gumbel_noise` of
+        the position of depth d + 1; the row for the bonus token is not read. Temperature 0 needs no
+        noise. On CUDA give `noise_keys` instead, the seeds and positions [B] of depth 1: then the
+        noise is never written. `top_p` and `top_k` are those of the target's sampling. `ids_V` are
+        the token ids of the columns of logits and `noise_BDV`; None: 0 to V - 1.
         """
         dtype = torch.promote_types(root_logits_BV.dtype, torch.float32)
         has_noise = temperature > 0.0
@@ -285,7 +304,9 @@ class TreeGrower:
         return self._keep_best(torch.cat(scores, dim=1), torch.cat(tokens, dim=1), picks)
 
     def _keep_best(self, scores_BM: Tensor, tokens_BM: Tensor, picks: list[Tensor]) -> DraftTree:
-        """Return the tree of the Q best candidates in growth order; `picks[e]` are those that depth e + 1 expanded."""
+        """Return the tree of the Q best candidates in growth order; `picks[e]` are those that depth
+        e + 1 expanded.
+        """
         strategy, topk = self.strategy, self.strategy.topk
         num_nodes = strategy.num_draft_tokens
         batch_size, num_candidates = scores_BM.shape
@@ -308,7 +329,8 @@ class TreeGrower:
         node_of_BM[:, 0].fill_(ROOT)
         node_of_BM.scatter_(1, kept_BQ + 1, self._nodes_Q.expand(batch_size, num_nodes))
         parents_BQ = node_of_BM.gather(1, parents_BM.gather(1, kept_BQ))
-        # A child without its parent comes only from NaN logits. Such a node costs a row but is never accepted.
+        # A child without its parent comes only from NaN logits. Such a node costs a row but is
+        # never accepted.
         is_unused_BQ = (parents_BQ < ROOT) | ~(log_scores_BQ > -torch.inf)
         return DraftTree(
             token_ids_BQ=tokens_BM.gather(1, kept_BQ).masked_fill(is_unused_BQ, UNUSED),

@@ -1,10 +1,12 @@
-"""Verification of a draft tree: which drafted tokens the target accepts, and which tokens are committed.
+"""Verification of a draft tree: which drafted tokens the target accepts, and which tokens are
+committed.
 
-It accepts tokens that equal the target's noise-keyed samples. The KV rows to keep are `path_BS[:num_committed]`, in that
-order. The last committed token is the next root and has no KV row yet.
+It accepts tokens that equal the target's noise-keyed samples. The KV rows to keep are
+`path_BS[:num_committed]`, in that order. The last committed token is the next root and has no KV
+row yet.
 
-Shapes: Q nodes, R = Q + 1 rows (row 0 is the root), S = depth + 1 (most tokens committed by a pass). No shape
-depends on the data, and nothing is read back from the device.
+Shapes: Q nodes, R = Q + 1 rows (row 0 is the root), S = depth + 1 (most tokens committed by a
+pass). No shape depends on the data, and nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from tlt_megatron.speculation.tree import UNUSED, DraftTree, deepest_path
 class Verdict:
     """The tokens that B requests commit.
 
-    Example: drafts 7 and 8 follow the root and are accepted, then the target draws 5: num_accepted 2, path [0 1 2],
-    committed [7 8 5], num_committed 3. With stop token 8: num_accepted 2, num_committed 2, is_stopped.
+    Example: drafts 7 and 8 follow the root and are accepted, then the target draws 5: num_accepted
+    2, path [0 1 2], committed [7 8 5], num_committed 3. With stop token 8: num_accepted 2,
+    num_committed 2, is_stopped.
     """
 
     num_accepted_B: Tensor  # int64, drafted tokens on the path, before stops and limits
@@ -44,10 +47,11 @@ def verify_noise_keyed(
 ) -> Verdict:
     """Accept the path of the tree that equals the target's samples.
 
-    `target_samples_BR` is `sampling.sample` of the target's logits at every row, with the position of the token that
-    follows the row. A node is accepted iff it and all its ancestors equal the sample at their parent's row. `ancestors_BRR`
-    is `ancestor_mask(tree)` if the engine has it already. `stop_token_ids` is int64 on the same device. `max_commit_B` >= 1
-    limits the tokens that each request may still commit.
+    `target_samples_BR` is `sampling.sample` of the target's logits at every row, with the position
+    of the token that follows the row. A node is accepted iff it and all its ancestors equal the
+    sample at their parent's row. `ancestors_BRR` is `ancestor_mask(tree)` if the engine has it
+    already. `stop_token_ids` is int64 on the same device. `max_commit_B` >= 1 limits the tokens
+    that each request may still commit.
     """
     sampled_BQ = target_samples_BR.gather(1, tree.parents_BQ + 1)
     is_match_BQ = sampled_BQ == tree.token_ids_BQ  # False for UNUSED: no sample is negative
@@ -75,7 +79,8 @@ def verify_noise_keyed(
 
 
 def accepted_by_depth(num_accepted: Sequence[int], depth: int) -> list[int]:
-    """Return how many requests accepted at least d drafted tokens, in element d - 1; selectors observe it.
+    """Return how many requests accepted at least d drafted tokens, in element d - 1; selectors
+    observe it.
 
     Example: accepted [2, 0, 1] by a strategy of depth 3 gives [2, 1, 0].
     """
@@ -83,7 +88,8 @@ def accepted_by_depth(num_accepted: Sequence[int], depth: int) -> list[int]:
 
 
 def first_on_path(tree: DraftTree, verdict: Verdict) -> Tensor:
-    """Return [B, depth] bool: whether the accepted token at each depth is the first child of its parent.
+    """Return [B, depth] bool: whether the accepted token at each depth is the first child of its
+    parent.
 
     The learned drafter ranks children in node order.
     """

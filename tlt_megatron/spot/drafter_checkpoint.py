@@ -1,8 +1,9 @@
 """Checkpoints of the drafter: what the engines draft with, and what its training continues from.
 
-A folder is written under a temporary name, flushed and renamed, so a crash leaves none half-written.
+A folder is written under a temporary name, flushed and renamed, so a crash leaves none
+half-written.
 
-    config.json, model.safetensors    the published drafter, as drafter/eagle_folder.py and SGLang load it
+    config.json, model.safetensors    the published drafter, as eagle_folder.py and SGLang load it
     training/state.safetensors        the trainer's weights, moments and counters
     training/record.json              the rest
 """
@@ -59,7 +60,9 @@ class DrafterCheckpoint:
     record: Mapping[str, Any]  # JSON-able
 
     def write(self, folder: Path) -> None:
-        """Write `folder`, or replace it. OSError if that fails; then nothing is left of the new one."""
+        """Write `folder`, or replace it. OSError if that fails; then nothing is left of the new
+        one.
+        """
         with new_folder(folder) as temporary:
             write_drafter(temporary, self.config, self.weights, self.state)
             (temporary / _RECORD_FILE).write_text(json.dumps(self.record), encoding="utf-8")
@@ -90,7 +93,9 @@ class AsyncDrafterCheckpointer:
         self._saves: list[Future[None]] = []  # that are not known to be done
 
     def save(self, checkpoint: DrafterCheckpoint) -> None:
-        """Copy the trainer's state, which changes in place, to the host. The thread does the rest."""
+        """Copy the trainer's state, which changes in place, to the host. The thread does the
+        rest.
+        """
         for save in self._saves:
             if not save.cancel() and save.done():
                 save.result()  # raises what is not a failed write

@@ -1,4 +1,6 @@
-"""Accept length of a drafter on responses that no session has trained on. The publisher compares it."""
+"""Accept length of a drafter on responses that no session has trained on. The publisher compares
+it.
+"""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ EVAL_SEED_OFFSET = 0x5EED  # evaluation never samples with the noise of training
 def build_run(site: Site) -> Run:
     """Build the run, and restore a checkpoint if asked. A collective of all ranks.
 
-    Cheap checks come first: a bad function of the user or a bad prompt raises before any model is built.
+    Cheap checks come first: a bad function of the user or a bad prompt raises before any model is
+    built.
     """
     config, run_dir, world, stack = site.config, site.run_dir, site.world, site.stack
     saved = saved_run_of(config, run_dir, world)
@@ -208,7 +209,9 @@ def _open_report(
     groups: ProcessGroups,
     saved: SavedRun | None,
 ) -> RunReport:
-    """Open the files of this rank. Rank 0 cuts rows and files of steps that a resumed run does again."""
+    """Open the files of this rank. Rank 0 cuts rows and files of steps that a resumed run does
+    again.
+    """
     run_dir, rank = site.run_dir, site.world.rank
     passes = SpeculationLog(run_dir / "speculation", rank=rank)
     rollouts = None

@@ -85,7 +85,9 @@ def _with_drafter(config: RunConfig, run_dir: Path, world: Group) -> Speculation
 
 
 def _together(make: Callable[[], _Made], world: Group) -> _Made:
-    """Return the result of `make` on each rank. If it fails on any rank, all ranks raise one error."""
+    """Return the result of `make` on each rank. If it fails on any rank, all ranks raise one
+    error.
+    """
     made: _Made | None = None
     error: Exception | None = None
     try:

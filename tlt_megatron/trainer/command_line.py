@@ -1,6 +1,8 @@
-"""The arguments of launch/pretrain_rl.py, and what can be refused before a rank is started or torch is imported.
+"""The arguments of launch/pretrain_rl.py, and what can be refused before a rank is started or torch
+is imported.
 
-The launcher reads them before it starts ranks, so that a mistake is reported at once; each rank reads them again.
+The launcher reads them before it starts ranks, so that a mistake is reported at once; each rank
+reads them again.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ _LEAST_BYTES = 2 << 30  # of address space: torch and its threads fail with 1.5 
 
 
 def read_command(arguments: list[str] | None) -> tuple[RunConfig, argparse.Namespace]:
-    """Return the settings and the options: `config`, `print_config`, and the settings `fetched` that replace ids of the Hub.
+    """Return the settings and the options: `config`, `print_config`, and the settings `fetched`
+    that replace ids of the Hub.
 
-    Reads no weights. ValueError for settings or files that no number of ranks can use; with `--print-config` files are not checked.
+    Reads no weights. ValueError for settings or files that no number of ranks can use; with
+    `--print-config` files are not checked.
     """
     options = _parse(arguments)
     _check_process()

@@ -1,8 +1,10 @@
-"""Conversations of the policy with the environment of `rollout.environment`, for the rollout worker.
+"""Conversations of the policy with the environment of `rollout.environment`, for the rollout
+worker.
 
-A turn of the policy is a request of the engine. While the environment answers it in a reward worker, the engine goes on with
-other conversations. The answered turn comes back as a longer prompt, which keeps the sample index and the positions of the
-sampling noise. So a conversation's tokens do not depend on how long an answer takes.
+A turn of the policy is a request of the engine. While the environment answers it in a reward
+worker, the engine goes on with other conversations. The answered turn comes back as a longer
+prompt, which keeps the sample index and the positions of the sampling noise. So a conversation's
+tokens do not depend on how long an answer takes.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class _Conversation:
 
 
 def _observed(token_ids: tuple[int, ...], turn: Rollout) -> Rollout:
-    """Return an observation as a part of the conversation before `turn`: it has no log-probs and no kept tokens."""
+    """Return an observation as a part of the conversation before `turn`: it has no log-probs and no
+    kept tokens.
+    """
     nothing = torch.zeros(len(token_ids))
     return dataclasses.replace(
         turn,
@@ -125,10 +129,12 @@ class Conversations:
         on_features: Callable[[Rollout, Tensor], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[RolloutGroup]:
-        """Return the conversations as `RolloutEngine.generate` returns responses; `on_finish` gets each when it ends.
+        """Return the conversations as `RolloutEngine.generate` returns responses; `on_finish` gets
+        each when it ends.
 
-        `params.max_new_tokens` limits the policy's tokens of a conversation. With reward.on_error=raise, RuntimeError if the
-        environment fails. Otherwise the conversation ends with its last turn, and `Transcript.has_failed` is set.
+        `params.max_new_tokens` limits the policy's tokens of a conversation. With
+        reward.on_error=raise, RuntimeError if the environment fails. Otherwise the conversation
+        ends with its last turn, and `Transcript.has_failed` is set.
         """
         open_: dict[_Key, _Conversation] = {
             (prompt.draw_index, index): _Conversation(prompt=prompt, messages=self._begin(prompt))
@@ -187,7 +193,9 @@ class Conversations:
         return [{"role": "user", "content": self._tokenizer.decode(prompt.token_ids)}]
 
     def _ask(self, conversation: _Conversation, turn: Rollout) -> bool:
-        """Add a turn of the policy and ask the environment. Return False if it was the last turn."""
+        """Add a turn of the policy and ask the environment. Return False if it was the last
+        turn.
+        """
         text = self._tokenizer.decode_turn(turn.token_ids.tolist())
         conversation.turns.append(turn)
         conversation.messages.append({"role": "assistant", "content": text})
@@ -201,7 +209,9 @@ class Conversations:
         return True
 
     def _continue(self, conversation: _Conversation, params: SamplingParams) -> Prompt | None:
-        """Return the prompt of the next turn. None if the answer to the last turn ends the conversation."""
+        """Return the prompt of the next turn. None if the answer to the last turn ends the
+        conversation.
+        """
         assert conversation.answer is not None
         outcome, conversation.answer = conversation.answer.result(), None
         self._answered.append(outcome)

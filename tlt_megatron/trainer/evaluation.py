@@ -24,7 +24,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 class Evaluator:
     """Measures mean reward (accuracy for 0/1 rewards), pass@k and maj@k over fixed prompts.
 
-    `data_sets` has the prompts of each file by its name (`data.prompts.load_held_out`). `right_score` as in `right_responses`.
+    `data_sets` has the prompts of each file by its name (`data.prompts.load_held_out`).
+    `right_score` as in `right_responses`.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class Evaluator:
 def pass_at_k(num_right: Sequence[int], num_samples: int) -> dict[str, float]:
     """Return the chance that k responses hold a right one, for k = 1, 2, 4, ... and `num_samples`.
 
-    `num_right` has the right responses of each prompt. The estimate is unbiased: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
-    arXiv 2107.03374, eq. 1).
+    `num_right` has the right responses of each prompt. The estimate is unbiased: 1 - C(n - c, k) /
+    C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """
     sizes = {1 << i for i in range(num_samples.bit_length())} | {num_samples}
     return {
@@ -102,7 +103,9 @@ def pass_at_k(num_right: Sequence[int], num_samples: int) -> dict[str, float]:
 
 
 def final_answer(text: str) -> str:
-    """Return what a response answers: its last boxed text, else its last number, else its last line."""
+    """Return what a response answers: its last boxed text, else its last number, else its last
+    line.
+    """
     boxed, numbers = _BOXED.findall(text), _NUMBER.findall(text)
     answer = boxed[-1] if boxed else numbers[-1] if numbers else text.strip().rpartition("\n")[2]
     return answer.replace(",", "").strip(" $.")
@@ -111,7 +114,8 @@ def final_answer(text: str) -> str:
 def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
     """Return whether the most frequent answer to a prompt is right: maj@k of all k responses.
 
-    Of equally frequent answers the first counts. If only some of its responses are right, their share counts.
+    Of equally frequent answers the first counts. If only some of its responses are right, their
+    share counts.
     """
     chosen = Counter(answers).most_common(1)[0][0]
     return fmean(r for text, r in zip(answers, right, strict=True) if text == chosen)

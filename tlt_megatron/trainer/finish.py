@@ -105,7 +105,9 @@ def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:
 def _write_evaluation(
     config: RunConfig, row: dict[str, float], path: Path, progress: Progress
 ) -> None:
-    """Write and print the metrics of a run of 0 steps: a row per data set, then the data sources."""
+    """Write and print the metrics of a run of 0 steps: a row per data set, then the data
+    sources.
+    """
     samples, names = config.eval.num_samples, list(config.data.eval_files)
     prefixes = [f"eval/{name}/" if len(names) > 1 else "eval/" for name in names]
     kinds = [name.removeprefix(prefixes[0]) for name in row if name.startswith(prefixes[0])]

@@ -1,6 +1,8 @@
-"""Model FLOPs utilization: the operations that passes of the policy need over what the ranks' GPUs could do.
+"""Model FLOPs utilization: the operations that passes of the policy need over what the ranks' GPUs
+could do.
 
-The count is verl's (verl/utils/flops_counter.py at b178a3cd, `_estimate_qwen2_flops`), so that numbers compare.
+The count is verl's (verl/utils/flops_counter.py at b178a3cd, `_estimate_qwen2_flops`), so that
+numbers compare.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.policy.batching import key_of
 from tlt_megatron.policy.policy_trainer import Inference
 
-# Dense bfloat16 FLOP/s of the tensor cores, from NVIDIA's data sheets. Where a sheet has the rate with sparsity alone, half of it.
+# Dense bfloat16 FLOP/s of the tensor cores, from NVIDIA's data sheets. Where a sheet has the rate
+# with sparsity alone, half of it.
 _PEAKS = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -38,15 +41,19 @@ _PEAKS = {
 
 
 def peak_flops(gpu_name: str) -> float | None:
-    """Return the bfloat16 FLOP/s of a GPU by torch's name of it ("NVIDIA H100 80GB HBM3"); None if unknown."""
+    """Return the bfloat16 FLOP/s of a GPU by torch's name of it ("NVIDIA H100 80GB HBM3"); None if
+    unknown.
+    """
     known = [name for name in _PEAKS if re.search(rf"\b{name}\b", gpu_name)]
     return _PEAKS[max(known, key=len)] if known else None
 
 
 def forward_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
-    """Return the FLOPs of a forward pass over sequences of `lengths` tokens, each with causal attention.
+    """Return the FLOPs of a forward pass over sequences of `lengths` tokens, each with causal
+    attention.
 
-    A multiply-add counts as two. The embedding table counts like the head. A backward pass takes twice as many.
+    A multiply-add counts as two. The embedding table counts like the head. A backward pass takes
+    twice as many.
     """
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention, dense = 2 * heads + 2 * kv, 3 * model.ffn_size
@@ -71,8 +78,8 @@ class Utilization:
     def metrics(self, inference: Inference, step: Mapping[str, float]) -> dict[str, float]:
         """Return perf/mfu/actor and perf/mfu/actor_infer, each where its pass ran.
 
-        `step` are the other metrics of the step. Responses that the update skips are not counted. A pass of the reference
-        before the update counts as one of the policy.
+        `step` are the other metrics of the step. Responses that the update skips are not counted. A
+        pass of the reference before the update counts as one of the policy.
         """
         lengths = {
             key_of(rollout): rollout.num_tokens

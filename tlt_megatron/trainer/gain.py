@@ -39,15 +39,18 @@ def measure_gain(
 ) -> SpeculationGain | None:
     """Time generation rounds of `sizes` prompts with and without speculation. A collective.
 
-    `draw` returns the next prompts of the run, the same on every rank. A response of an earlier step would be known to
-    n-grams, so no prompt of the run comes again. A switch drops captured graphs, so the first generation after it is not timed.
-    Returns None if the engine cannot decode without speculation, or if any rank was told to stop.
+    `draw` returns the next prompts of the run, the same on every rank. A response of an earlier
+    step would be known to n-grams, so no prompt of the run comes again. A switch drops captured
+    graphs, so the first generation after it is not timed. Returns None if the engine cannot decode
+    without speculation, or if any rank was told to stop.
     """
     seconds = {True: 0.0, False: 0.0}
     tokens: dict[bool, list[list[int]]] = {True: [], False: []}
 
     def generate(prompts: Sequence[Prompt]) -> tuple[float, list[RolloutGroup]]:
-        """Return the seconds until the last rank is done, inf if one is told to stop, and this rank's responses."""
+        """Return the seconds until the last rank is done, inf if one is told to stop, and this
+        rank's responses.
+        """
         barrier(replicas)
         started = time.perf_counter()
         groups, own_s = [], math.inf

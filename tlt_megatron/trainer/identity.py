@@ -1,7 +1,8 @@
 """Identity and settings of a run, stored in every checkpoint and compared at a resume.
 
-A different model or seed is an error, because the run would train a wrong policy. Other settings may change. A drafter that
-does not fit the new settings starts anew. The strategy selector compares its own state (speculation/selector.py).
+A different model or seed is an error, because the run would train a wrong policy. Other settings
+may change. A drafter that does not fit the new settings starts anew. The strategy selector compares
+its own state (speculation/selector.py).
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ _FREE = (
 
 
 def saved_run_of(config: RunConfig, run_dir: Path, world: Group) -> SavedRun | None:
-    """Return the verified checkpoint to resume from, if any. ValueError if none is intact, or if it is beyond the last step."""
+    """Return the verified checkpoint to resume from, if any. ValueError if none is intact, or if it
+    is beyond the last step.
+    """
     path = resume_path(run_dir, config.checkpoint.resume)
     saved = None if path is None else find_saved_run(path, world)
     if path is not None and saved is None and world.is_first:
@@ -79,7 +82,8 @@ def describe_run(
 
 
 def compare_run(saved: SavedRun, about: Mapping[str, Any], *, is_warning: bool) -> bool:
-    """Return whether the saved drafter fits. ValueError, naming every change, if model or seeds differ.
+    """Return whether the saved drafter fits. ValueError, naming every change, if model or seeds
+    differ.
 
     With `is_warning` (set it on one rank), one warning names the changed settings.
     """

@@ -1,4 +1,6 @@
-"""One RL step. `RLTrainer.train_step` follows the paper's figure, and each box of the figure is one file."""
+"""One RL step. `RLTrainer.train_step` follows the paper's figure, and each box of the figure is one
+file.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ class RLTrainer:
         self.carried: tuple[ScoredGroup, ...] = ()  # left over by the last step (partial rollouts)
 
     def train_step(self) -> TrainedStep:
-        """Run one RL step. GenerationStopped on all ranks, without a change, if one is told to stop."""
+        """Run one RL step. GenerationStopped on all ranks, without a change, if one is told to
+        stop.
+        """
         seed_everything(self.settings.sampling.seed, self.step + 1)
         collected = self._collect()  # prompts -> rollouts -> rewards
         self._publish_drafter(collected)
@@ -153,7 +157,9 @@ class RLTrainer:
             return push_policy(model, self.engine, self.step, dtype=dtype, world=self.world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON types. Policy, drafter, engine and `carried` have files of their own."""
+        """Return the state for a checkpoint, as JSON types. Policy, drafter, engine and `carried`
+        have files of their own.
+        """
         return {
             "step": self.step,
             "critic_from": self.critic_from,
@@ -163,7 +169,9 @@ class RLTrainer:
     def load_state_dict(
         self, state: Mapping[str, Any], carried: Sequence[ScoredGroup], *, has_critic: bool
     ) -> None:
-        """Restore what `state_dict` returned, except the sampler. `has_critic`: the critic goes on."""
+        """Restore what `state_dict` returned, except the sampler. `has_critic`: the critic goes
+        on.
+        """
         self.step = int(state["step"])
         self.critic_from = state.get("critic_from", 0) if has_critic else self.step
         rules, num_samples = self.settings.batch, self.settings.sampling.num_samples

@@ -78,7 +78,9 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
 
 
 def describe_checkpoint(config: RunConfig, world_size: int) -> str:
-    """Return two lines about the bytes of a checkpoint and the seconds for which it blocks the run."""
+    """Return two lines about the bytes of a checkpoint and the seconds for which it blocks the
+    run.
+    """
     sharding = _sharding(config, world_size, is_cuda=False)
     models = (ModelSizes(load_model_config(config.model.path)), _critic_sizes(config))
     parts = [sharding.checkpoint_bytes(sizes) for sizes in models if sizes is not None]

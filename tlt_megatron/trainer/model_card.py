@@ -1,4 +1,6 @@
-"""The model card of a trained policy: README.md beside its weights, with the recipe, the metrics and how to serve it."""
+"""The model card of a trained policy: README.md beside its weights, with the recipe, the metrics
+and how to serve it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _SHOWN = (
 
 
 def base_model(path: str) -> str:
-    """Return the id on the Hub of a folder in its cache, with the commit; the name of any other folder."""
+    """Return the id on the Hub of a folder in its cache, with the commit; the name of any other
+    folder.
+    """
     for part in Path(path).parts:
         if part.startswith("models--"):
             return part.removeprefix("models--").replace("--", "/", 1)

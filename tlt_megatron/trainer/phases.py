@@ -1,4 +1,6 @@
-"""Records each phase of a step: a span, seconds and peak memory, its name on the display and in the rank's status."""
+"""Records each phase of a step: a span, seconds and peak memory, its name on the display and in the
+rank's status.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ _NUM_SAMPLES = 16  # responses of a step that trackers get
 
 
 class RolloutLog:
-    """Writes <run.dir>/rollouts/step_0000001.rank_00000.jsonl, one line per response, in the order of the draws."""
+    """Writes <run.dir>/rollouts/step_0000001.rank_00000.jsonl, one line per response, in the order
+    of the draws.
+    """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, rank: int) -> None:
         self.folder = folder
@@ -30,7 +32,8 @@ class RolloutLog:
         self.rank = rank
 
     def begin(self, resume_step: int | None) -> None:
-        """Delete the files of all ranks from `resume_step` on. None is for a fresh run, which renames the folder of an earlier run.
+        """Delete the files of all ranks from `resume_step` on. None is for a fresh run, which
+        renames the folder of an earlier run.
 
         Only one rank calls it, before any writes.
         """
@@ -47,7 +50,9 @@ class RolloutLog:
         own: Collection[RolloutKey],
         differences: Mapping[RolloutKey, float],
     ) -> list[dict[str, object]]:
-        """Write the responses `own` of a step and return the first ones. `differences` as in `TrainedStep`."""
+        """Write the responses `own` of a step and return the first ones. `differences` as in
+        `TrainedStep`.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         first: list[dict[str, object]] = []
         path = self.folder / f"step_{step:07d}.rank_{self.rank:05d}.jsonl"

@@ -1,4 +1,6 @@
-"""Metrics of the responses that a step or an evaluation collected. Called by the rollout worker and the evaluator."""
+"""Metrics of the responses that a step or an evaluation collected. Called by the rollout worker and
+the evaluator.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def rollout_metrics(
     max_prompt_tokens: int,
     right_score: float = 1.0,
 ) -> dict[str, float]:
-    """Return the metrics of rewards, lengths and tokens of a batch, whose prompts have at most `max_prompt_tokens`.
+    """Return the metrics of rewards, lengths and tokens of a batch, whose prompts have at most
+    `max_prompt_tokens`.
 
     `sums` are the `token_sums` of all ranks. `right_score` as in `right_responses`.
     """
@@ -130,10 +133,11 @@ def _rows_and_tokens(totals: Sequence[PassTotals]) -> list[int]:
 
 
 def speculation_metrics(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return metrics of the passes that drafted: tokens out per request and pass, and acceptance at each draft depth.
+    """Return metrics of the passes that drafted: tokens out per request and pass, and acceptance at
+    each draft depth.
 
-    With a learned drafter also its accept length, and the share of all tokens from its passes. `sums` are the
-    `speculation_sums` of all ranks and rounds.
+    With a learned drafter also its accept length, and the share of all tokens from its passes.
+    `sums` are the `speculation_sums` of all ranks and rounds.
     """
     num_rows, num_tokens = (
         sum(column) for column in zip(*(s["drafting"] for s in sums), strict=True)

@@ -1,6 +1,8 @@
-"""Prompts -> scored rollouts. Each rank generates its share; when the last one finishes, all learn lengths and rewards.
+"""Prompts -> scored rollouts. Each rank generates its share; when the last one finishes, all learn
+lengths and rewards.
 
-Tokens stay where they were generated until the policy trainer has planned the batch (policy/exchange.py).
+Tokens stay where they were generated until the policy trainer has planned the batch
+(policy/exchange.py).
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Collected:
 
 
 class RolloutWorker:
-    """Runs this rank's engine and reward workers. `replicas` is the group of all ranks with an engine."""
+    """Runs this rank's engine and reward workers. `replicas` is the group of all ranks with an
+    engine.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,8 @@ class RolloutWorker:
         should_stop: Callable[[], bool] = lambda: False,
         conversations: Conversations | None = None,
     ) -> None:
-        """`conversations` is given only with an environment. If an engine spans several ranks, the first of them gets all its prompts.
+        """`conversations` is given only with an environment. If an engine spans several ranks, the
+        first of them gets all its prompts.
 
         Each rank calls `should_stop` on its own, about once per pass.
         """
@@ -94,14 +99,16 @@ class RolloutWorker:
         step: int = 0,
         plan: BatchPlan | None = None,
     ) -> Collected:
-        """Generate responses, score them as they finish, and exchange the batch. A collective of all replicas.
+        """Generate responses, score them as they finish, and exchange the batch. A collective of
+        all replicas.
 
-        With `drafter`, a rank that has finished trains the drafter until all ranks have finished. `step` is the RL step; 0 for
-        an evaluation. With dynamic sampling or partial rollouts, there are rounds until the batch is complete, for which
-        `plan` draws further prompts. Each round is a rollout phase with its own spot training, and all ranks begin the next
-        round with the same drafter.
-        All ranks raise GenerationStopped if any rank was told to stop before its responses were generated and scored. That
-        rank ends its phase as if it had finished, so that spot sessions end normally.
+        With `drafter`, a rank that has finished trains the drafter until all ranks have finished.
+        `step` is the RL step; 0 for an evaluation. With dynamic sampling or partial rollouts, there
+        are rounds until the batch is complete, for which `plan` draws further prompts. Each round
+        is a rollout phase with its own spot training, and all ranks begin the next round with the
+        same drafter. All ranks raise GenerationStopped if any rank was told to stop before its
+        responses were generated and scored. That rank ends its phase as if it had finished, so that
+        spot sessions end normally.
         """
         if plan is None:
             plan = BatchPlan(rules=BatchRules(num_prompts=len(prompts)), draw=lambda _: ())
@@ -163,7 +170,9 @@ class RolloutWorker:
         rules: BatchRules,
         number: int,
     ) -> _Round:
-        """Go on with open responses, answer `prompts` and score, on all ranks: the round `number` of the step."""
+        """Go on with open responses, answer `prompts` and score, on all ranks: the round `number`
+        of the step.
+        """
         own: list[ScoredResponse] = []
         passes: list[PassTotals] = []
         share = None
@@ -294,7 +303,8 @@ class _Round:
     shares: list[dict[str, Any]]  # of each rank: numbers of its engine and reward workers
     spots: Sequence[dict[str, float]]  # `SpotReport.metrics` of each rank
     slowest: dict[str, float]  # see `slow_rank.slowest_rank`
-    # From the end of each rank's rollouts to the end of the last rank's, with and without spot training.
+    # From the end of each rank's rollouts to the end of the last rank's, with and without spot
+    # training.
     idle_s: float
 
 
@@ -303,7 +313,9 @@ def _cost_s(slowest: Mapping[str, float]) -> float:
 
 
 def _spot_metrics(rounds: Sequence[_Round]) -> dict[str, float]:
-    """Return the sums over all rounds of a step. Means of the drafter's training are of the newest round that has them."""
+    """Return the sums over all rounds of a step. Means of the drafter's training are of the newest
+    round that has them.
+    """
     metrics: dict[str, float] = {}
     for each in rounds:
         for name, value in merge_metrics(each.spots).items():

@@ -1,4 +1,6 @@
-"""A run: RL steps with evaluations and checkpoints between them, until the last step or a stop. Built by build.py."""
+"""A run: RL steps with evaluations and checkpoints between them, until the last step or a stop.
+Built by build.py.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Run:
         checkpoints: CheckpointManager,
         report: RunReport,
     ) -> None:
-        """Intervals are in RL steps. Further evaluations come before the first step and after the last, and a checkpoint then."""
+        """Intervals are in RL steps. Further evaluations come before the first step and after the
+        last, and a checkpoint then.
+        """
         self.num_steps = num_steps
         self.eval_interval = eval_interval
         self.checkpoint_interval = checkpoint_interval
@@ -94,7 +98,9 @@ class Run:
             self._is_saved = False
 
     def save_checkpoint(self) -> None:
-        """Save everything that a resumed run needs to equal an uninterrupted one, unless it is saved."""
+        """Save everything that a resumed run needs to equal an uninterrupted one, unless it is
+        saved.
+        """
         if self._is_saved:
             return
         trainer = self.trainer
@@ -122,7 +128,9 @@ class Run:
         self.trainer.load_engine(folder)
 
     def measure_gain(self) -> SpeculationGain | None:
-        """Time further batches with and without speculation. Returns None after a run without new steps."""
+        """Time further batches with and without speculation. Returns None after a run without new
+        steps.
+        """
         trainer = self.trainer
         sizes = [trainer.settings.batch.num_first(())] * min(_GAIN_STEPS, self.num_new_steps)
         if not sizes:  # resumed after the last step

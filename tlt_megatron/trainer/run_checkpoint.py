@@ -110,7 +110,9 @@ def _verify(folder: Path, manifest: Manifest, world: Group) -> str | None:
 
 
 def _on_first(function: Callable[[], T], world: Group) -> T:
-    """Return the result of `function` on rank 0. Its ValueError or OSError is a ValueError on all."""
+    """Return the result of `function` on rank 0. Its ValueError or OSError is a ValueError on
+    all.
+    """
     value, error = None, None
     if world.is_first:
         try:
@@ -269,7 +271,9 @@ class CheckpointManager:
             replace_text(self.root / POINTER, str(step))
 
     def _drop_old(self) -> None:
-        """Delete all but the newest, by the order of writing. The newest is the pointer's target."""
+        """Delete all but the newest, by the order of writing. The newest is the pointer's
+        target.
+        """
         orders = {folder: manifest.order for folder, manifest in list_checkpoints(self.root)[0]}
         folders = sorted(checkpoint_folders(self.root), key=lambda folder: orders.get(folder, 0))
         complete = [folder for folder in folders if folder.suffix != ".tmp"]

@@ -27,10 +27,12 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system with
 
 
 class RunFolder:
-    """The run folder at `path`, locked for this process until `close`. ValueError if another run holds the lock.
+    """The run folder at `path`, locked for this process until `close`. ValueError if another run
+    holds the lock.
 
-    The lock is a POSIX record lock: the kernel releases it when the process ends, even by a crash. Child processes do not
-    inherit it. On NFS and Lustre it works across hosts if the mount supports locks.
+    The lock is a POSIX record lock: the kernel releases it when the process ends, even by a crash.
+    Child processes do not inherit it. On NFS and Lustre it works across hosts if the mount supports
+    locks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,9 +82,11 @@ class RunFolder:
 
 
 def owner_has_ended(path: Path) -> bool:
-    """Return whether the process that locked the run folder last has ended; False also if this machine cannot tell.
+    """Return whether the process that locked the run folder last has ended; False also if this
+    machine cannot tell.
 
-    Asks the kernel and takes no lock. Locks of other hosts and of a file system without locks are not known.
+    Asks the kernel and takes no lock. Locks of other hosts and of a file system without locks are
+    not known.
     """
     if not (path / LOCK_FILE).is_file():  # a pipe would block
         return False
@@ -99,8 +103,8 @@ def owner_has_ended(path: Path) -> bool:
 def claim_run_folder(path: Path, *, resume: str) -> RunFolder:
     """Lock the folder for a run with this `checkpoint.resume`. Creates a missing folder.
 
-    ValueError in three cases: another run holds the lock; the folder holds an earlier run that is not resumed; or the path in
-    `resume` holds no checkpoint.
+    ValueError in three cases: another run holds the lock; the folder holds an earlier run that is
+    not resumed; or the path in `resume` holds no checkpoint.
     """
     resume_root = resume_path(path, resume)
     if resume not in ("auto", "never") and not is_checkpoint_root(Path(resume)):

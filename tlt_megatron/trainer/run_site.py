@@ -1,4 +1,6 @@
-"""The site of a run: settings, folder, ranks, device and what watches over them. The launcher opens it, build.py builds on it."""
+"""The site of a run: settings, folder, ranks, device and what watches over them. The launcher opens
+it, build.py builds on it.
+"""
 
 from __future__ import annotations
 

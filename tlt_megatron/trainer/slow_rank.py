@@ -1,7 +1,7 @@
 """Finds the rank that decodes slower than the others at equal work, and what that costs a step.
 
-A rollout is long because of its responses or because of its machine. Passes of equal strategy and about equal batch size tell
-the two apart.
+A rollout is long because of its responses or because of its machine. Passes of equal strategy and
+about equal batch size tell the two apart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ SLOWDOWN, COST_SHARE = 2.0, 0.05  # from which a rank is reported: times slower,
 
 
 def pass_costs(totals: Iterable[PassTotals]) -> dict[str, list[float]]:
-    """Return the passes of a rank by strategy and batch size, which is rounded up to a power of two, as JSON types."""
+    """Return the passes of a rank by strategy and batch size, which is rounded up to a power of
+    two, as JSON types.
+    """
     costs: dict[str, list[float]] = {}
     for total in totals:
         kind = f"{total.strategy} {(total.batch_size - 1).bit_length()}"
@@ -29,10 +31,11 @@ def pass_costs(totals: Iterable[PassTotals]) -> dict[str, list[float]]:
 
 
 def slowest_rank(costs: Sequence[Costs], ends: Sequence[float]) -> dict[str, float]:
-    """Return metrics of the slowest rank: its number, its slowdown, and the seconds that the others waited because of it.
+    """Return metrics of the slowest rank: its number, its slowdown, and the seconds that the others
+    waited because of it.
 
-    `costs` are the `pass_costs` of each rank, and `ends` the moments at which their rollouts ended. {} if no two ranks had
-    passes of one kind.
+    `costs` are the `pass_costs` of each rank, and `ends` the moments at which their rollouts ended.
+    {} if no two ranks had passes of one kind.
     """
     counts, seconds = defaultdict[str, float](float), defaultdict[str, float](float)
     for each in costs:

@@ -1,7 +1,8 @@
-"""Records the engine's strategy decisions as spans of the trace and rows of speculation/rank_*.jsonl.
+"""Records the engine's strategy decisions as spans of the trace and rows of
+speculation/rank_*.jsonl.
 
-Each rank adds spans to its own timeline, and writes the sums of its passes. A span is a run of passes
-with the same strategy and batch size, and a row is their total over a step.
+Each rank adds spans to its own timeline, and writes the sums of its passes. A span is a run of
+passes with the same strategy and batch size, and a row is their total over a step.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ _OFF = "off"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTotals:
-    """Totals of all passes of one rank with one strategy and batch size; a line of speculation/rank_*.jsonl.
+    """Totals of all passes of one rank with one strategy and batch size; a line of
+    speculation/rank_*.jsonl.
 
     Of one step, or of each generation round of it with dynamic sampling.
 
-    Example: `committed / (passes * batch_size)` is the accept length. `accepted_by_depth[0] / (passes * batch_size)` is
-    the share of requests, counted once per pass, that accepted at least one drafted token.
+    Example: `committed / (passes * batch_size)` is the accept length. `accepted_by_depth[0] /
+    (passes * batch_size)` is the share of requests, counted once per pass, that accepted at least
+    one drafted token.
     """
 
     step: int
@@ -43,7 +46,8 @@ class PassTotals:
 
 
 def add_pass_spans(timeline: Timeline, passes: Sequence[PassRecord]) -> None:
-    """Add a span for each run of passes with the same strategy and batch size: `VERIFY(6_4_16)` or `DECODE`.
+    """Add a span for each run of passes with the same strategy and batch size: `VERIFY(6_4_16)` or
+    `DECODE`.
 
     Call it inside the phase whose span encloses them, or after it, on the same thread.
     """
@@ -65,7 +69,9 @@ def add_pass_spans(timeline: Timeline, passes: Sequence[PassRecord]) -> None:
 
 
 def sum_passes(passes: Iterable[PassRecord], *, step: int, rank: int) -> list[PassTotals]:
-    """Return the totals of one rank's rollout phase by strategy and batch size, the largest batch first."""
+    """Return the totals of one rank's rollout phase by strategy and batch size, the largest batch
+    first.
+    """
     sums: dict[tuple[int, str], list[PassRecord]] = {}
     for record in passes:
         sums.setdefault((-record.batch_size, record.strategy), []).append(record)
@@ -93,7 +99,8 @@ class SpeculationLog:
         self.path = folder / f"rank_{rank:05d}.jsonl"
 
     def begin(self, resume_step: int | None) -> None:
-        """Cut the rows of all ranks from `resume_step` on. None is for a fresh run, which renames the folder of an earlier run.
+        """Cut the rows of all ranks from `resume_step` on. None is for a fresh run, which renames
+        the folder of an earlier run.
 
         Only one rank calls it, before any writes.
         """

@@ -42,7 +42,9 @@ class RunReport:
         utilization: Utilization | None = None,
         ledger: MemoryLedger | None = None,
     ) -> None:
-        """`rollouts` is given to one rank of each data-parallel index. `ledger` has the memory that was planned for each phase."""
+        """`rollouts` is given to one rank of each data-parallel index. `ledger` has the memory that
+        was planned for each phase.
+        """
         self.phases = phases
         self.world = world
         self.last_eval_step = -1  # of the last evaluation, also before a resume
@@ -118,7 +120,9 @@ class RunReport:
         self._slow_rank = slow_rank if sentence else self._slow_rank
 
     def _memory(self) -> dict[str, float]:
-        """Return the peak memory of each phase since the last step, the maximum over ranks, and what was planned."""
+        """Return the peak memory of each phase since the last step, the maximum over ranks, and
+        what was planned.
+        """
         metrics = {}
         for phase, peak in max_by_name(self.phases.take_peaks(), self.world).items():
             if peak:  # 0: no rank can tell
@@ -140,14 +144,18 @@ class RunReport:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, has_history: bool) -> None:
-        """Restore what `state_dict` returned. With `has_history`, warn if less is on the disk than there was."""
+        """Restore what `state_dict` returned. With `has_history`, warn if less is on the disk than
+        there was.
+        """
         self.last_eval_step = state.get("last_eval_step", -1)  # older checkpoints lack the report
         self._seconds_before = state.get("seconds", 0.0)
         if has_history:
             self._warn_of_loss(state.get("written", {}))
 
     def _num_written(self) -> dict[str, int]:
-        """Return the rows, or the files that are not empty, in each part of the history on the disk."""
+        """Return the rows, or the files that are not empty, in each part of the history on the
+        disk.
+        """
         if self._metrics is None:
             return {}
         run_dir = self._metrics.path.parent

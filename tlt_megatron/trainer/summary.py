@@ -1,4 +1,6 @@
-"""The content of summary.json: what the metrics of a run say of the whole run. Rank 0 calls it at the end."""
+"""The content of summary.json: what the metrics of a run say of the whole run. Rank 0 calls it at
+the end.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tlt_megatron.trainer.gain import SpeculationGain
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the metrics in `metrics.jsonl` by step. The rows of an evaluation are merged into the row of its step."""
+    """Return the metrics in `metrics.jsonl` by step. The rows of an evaluation are merged into the
+    row of its step.
+    """
     rows: dict[int, dict[str, float]] = {}
     for row in read_json_lines(path, "step"):
         rows.setdefault(row["step"], {}).update(row)

@@ -56,7 +56,8 @@ class ChecksummedTensors:
 def push_policy(
     model: PolicyModel, engine: RolloutEngine, version: int, *, dtype: torch.dtype, world: Group
 ) -> dict[str, float]:
-    """Load the policy into every engine as `version`, and return metrics of this rank. A collective.
+    """Load the policy into every engine as `version`, and return metrics of this rank. A
+    collective.
 
     Extra memory is at most two layers. On every rank, RuntimeError names the ranks that were sent
     other weights, and UnhealthyTrainingError the weights that are not finite.

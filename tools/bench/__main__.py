@@ -53,7 +53,7 @@ def _summary_of(name: str) -> str:
 
 def _parse(name: str, bench: ModuleType, arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog=f"tools.bench {name}", description=(bench.__doc__ or "").splitlines()[0]
+        prog=f"tools.bench {name}", description=(bench.__doc__ or "").partition("\n\n")[0]
     )
     if hasattr(bench, "add_options"):
         bench.add_options(parser.add_argument)

@@ -1,12 +1,14 @@
-"""Which parts of speculation pay: the throughput with each part and without it, over recorded passes.
+"""Which parts of speculation pay: the throughput with each part and without it, over recorded
+passes.
 
     python -m tools.bench ablate --seeds 51 52 53
 
-Each seed makes a small policy and a drafter. Every strategy then decodes at every batch size, with that drafter and with an
-untrained one. The trace has what each pass accepted and the median CPU seconds of its kind, so that the load of the machine
-does not matter. Selectors choose again over it, and see these seconds with seeded noise: two rollouts whose batch halves, two
-with the untrained drafter, and one with the good drafter again. Selectors and parts must not be tuned on these seeds. Folders
-and traces that are there are kept.
+Each seed makes a small policy and a drafter. Every strategy then decodes at every batch size, with
+that drafter and with an untrained one. The trace has what each pass accepted and the median CPU
+seconds of its kind, so that the load of the machine does not matter. Selectors choose again over
+it, and see these seconds with seeded noise: two rollouts whose batch halves, two with the untrained
+drafter, and one with the good drafter again. Selectors and parts must not be tuned on these seeds.
+Folders and traces that are there are kept.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ def add_options(add: Callable[..., object]) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """Record what is missing, and print the tables of selectors and of parts. Return the values of the JSON."""
+    """Record what is missing, and print the tables of selectors and of parts. Return the values of
+    the JSON.
+    """
     traces = {seed: _trace(options, seed) for seed in options.seeds}
     makers: dict[str, Callable[[], StrategySelector]] = {
         **{f"{s}": partial(FixedSelector, s) for s in (OFF, *_STRATEGIES)},
@@ -153,7 +157,9 @@ def _trace(options: argparse.Namespace, seed: int) -> Tables:
 
 
 def _record(options: argparse.Namespace, model: Path, drafter: Path) -> dict[str, list[PassTrace]]:
-    """Return the passes of all strategies by drafter. N-grams find an earlier epoch in their index."""
+    """Return the passes of all strategies by drafter. N-grams find an earlier epoch in their
+    index.
+    """
     policy = LoadedPolicy(
         model, dtype=options.dtype, num_identity_layers=options.deepen, max_new_tokens=600
     )

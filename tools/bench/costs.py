@@ -2,10 +2,11 @@
 
     python -m tools.bench costs
 
-Noise: a search for the winner against noise for all tokens, by vocabulary. Draft step: the drafter's layer and head, the noise
-and the choice of a token, by the number of token ids that are drafted. Target and drafter have random weights in the shapes of
-SmolLM2-135M, or of another `--model`. Passes leave out attention over the context and the draw, so shares are upper bounds. Logits have 2.8
-nats of entropy.
+Noise: a search for the winner against noise for all tokens, by vocabulary. Draft step: the
+drafter's layer and head, the noise and the choice of a token, by the number of token ids that are
+drafted. Target and drafter have random weights in the shapes of SmolLM2-135M, or of another
+`--model`. Passes leave out attention over the context and the draw, so shares are upper bounds.
+Logits have 2.8 nats of entropy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Shared by the benchmarks: clocks, interleaved rounds, spread over rounds, tables, the JSON file."""
+"""Shared by the benchmarks: clocks, interleaved rounds, spread over rounds, tables, the JSON
+file.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def made(folder: str) -> str:
 
 
 def add_policy_options(add: Callable[..., object], split: str) -> None:
-    """Add the options that name a policy, its drafter, and prompts of the split "train" or "eval"."""
+    """Add the options that name a policy, its drafter, and prompts of the split "train" or
+    "eval".
+    """
     add("--model", default="build/tiny_policy", type=made, help="folder of a Hugging Face model")
     add("--drafter", default="build/tiny_drafter", type=made)
     add("--prompts", default=f"build/tiny_policy/{split}.jsonl")

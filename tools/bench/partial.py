@@ -45,7 +45,9 @@ def add_options(add: Callable[..., object]) -> None:
 
 
 def summarize(rows: Sequence[Mapping[str, Any]], target: float) -> dict[str, float | None]:
-    """Return the figures of one run from its metrics by step; None for a target that no evaluation reaches."""
+    """Return the figures of one run from its metrics by step; None for a target that no evaluation
+    reaches.
+    """
     scores = {row["step"]: row[_ACCURACY] for row in rows if row.get(_ACCURACY) is not None}
     reached = min((step for step, score in scores.items() if score >= target), default=None)
     steps = [row for row in rows if STEP_SECONDS in row]

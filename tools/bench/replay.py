@@ -1,8 +1,10 @@
-"""Offline evaluation of selectors on recorded decode passes instead of a running engine. Used by benchmarks and tests.
+"""Offline evaluation of selectors on recorded decode passes instead of a running engine. Used by
+benchmarks and tests.
 
-A `RecordingSelector` records passes of one strategy. When every strategy has run at every batch size, `replay` lets any selector choose
-again. It compares the selector with an oracle that knows the best strategy of every batch size. A selector observes recorded passes
-with noisy seconds. Its score uses the mean tokens and median seconds of each choice, so luck does not count.
+A `RecordingSelector` records passes of one strategy. When every strategy has run at every batch
+size, `replay` lets any selector choose again. It compares the selector with an oracle that knows
+the best strategy of every batch size. A selector observes recorded passes with noisy seconds. Its
+score uses the mean tokens and median seconds of each choice, so luck does not count.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ _NOISE, _SLOWDOWN, _SLOW_SHARE = 0.05, 4.0, 0.01  # relative noise of seconds; r
 class PassTrace(NamedTuple):
     """One decode pass of an engine.
 
-    Example: two requests with strategy 3_1_3 accept 3 and 1 drafted tokens: accepted_by_depth is (2, 1, 1), and 6 tokens
-    are committed.
+    Example: two requests with strategy 3_1_3 accept 3 and 1 drafted tokens: accepted_by_depth is
+    (2, 1, 1), and 6 tokens are committed.
     """
 
     strategy: str
@@ -78,7 +80,8 @@ class TraceTable:
     """Recorded passes of every strategy, OFF included, at every batch size."""
 
     def __init__(self, passes: Iterable[PassTrace], batch_sizes: Iterable[int]) -> None:
-        """Group `passes` by strategy and batch size; ignore other batch sizes, which occur as a batch shrinks.
+        """Group `passes` by strategy and batch size; ignore other batch sizes, which occur as a
+        batch shrinks.
 
         ValueError if OFF is missing, or a strategy was not recorded at one of `batch_sizes`.
         """
@@ -104,7 +107,9 @@ class TraceTable:
         }
 
     def nearest(self, batch_size: int) -> int:
-        """Return the recorded batch size whose ratio to this one is closest to 1; the larger on a tie."""
+        """Return the recorded batch size whose ratio to this one is closest to 1; the larger on a
+        tie.
+        """
         return min(self.batch_sizes, key=lambda b: (max(b, batch_size) / min(b, batch_size), -b))
 
 
@@ -114,10 +119,11 @@ def replay(
     batch_sizes: Sequence[int],
     seed: int | None = None,
 ) -> float:
-    """Let `selector` choose for passes of `batch_sizes` and observe recorded ones, in recorded order.
+    """Let `selector` choose for passes of `batch_sizes` and observe recorded ones, in recorded
+    order.
 
-    Return its throughput over that of the best strategy of each batch size. Seconds have noise if there is a `seed`. ValueError
-    if it chooses a strategy that was not recorded.
+    Return its throughput over that of the best strategy of each batch size. Seconds have noise if
+    there is a `seed`. ValueError if it chooses a strategy that was not recorded.
     """
     total_s = oracle_s = 0.0
     rng = random.Random(seed)

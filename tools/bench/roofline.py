@@ -26,7 +26,8 @@ QWEN_2_5_32B = replace(
     QWEN_2_5_7B, hidden_size=5120, num_heads=40, num_kv_heads=8, num_layers=64, ffn_size=27648
 )
 _ITEM_BYTES = 2  # bfloat16
-# models/attention/kernels.py without a fused kernel: keys and values are read, copied and read; passes over float32 scores.
+# models/attention/kernels.py without a fused kernel: keys and values are read, copied and read;
+# passes over float32 scores.
 _TORCH_KV_READS, _TORCH_SCORE_BYTES = 3, 72
 _CONTEXTS, _BATCHES, _ACCEPT_LENGTHS = (2048, 16384), (1, 8, 64), (2.0, 3.0, 4.0, 5.0)
 _ENGINES: dict[str, dict[str, Any]] = {
@@ -35,7 +36,8 @@ _ENGINES: dict[str, dict[str, Any]] = {
     "32B, TP 4": {"model": QWEN_2_5_32B, "num_gpus": 4},
 }
 _CHAIN = 6  # draft depth of the table
-# TLT (arXiv 2511.16665), figure 13: Qwen2.5-32B on 4 H100, batch 1, 16 tokens to verify. (depth, accept length, speedup)
+# TLT (arXiv 2511.16665), figure 13: Qwen2.5-32B on 4 H100, batch 1, 16 tokens to verify. (depth,
+# accept length, speedup)
 _PAPER_SPEEDUPS = ((4, 4.63, 2.71), (6, 5.71, 3.09), (8, 6.34, 3.19), (10, 6.80, 3.22))
 
 

@@ -35,7 +35,9 @@ def add_setting_options(add: Callable[..., object]) -> None:
 
 
 def load_policy(options: argparse.Namespace, dtype: str, **settings: Any) -> LoadedPolicy:
-    """Return the policy of `options.model` with `options.deepen` identity layers. `settings` go to RolloutSection."""
+    """Return the policy of `options.model` with `options.deepen` identity layers. `settings` go to
+    RolloutSection.
+    """
     return LoadedPolicy(
         options.model,
         dtype=dtype,

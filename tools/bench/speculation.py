@@ -1,17 +1,18 @@
 """Measures what speculation gains on this machine, in four tables.
 
-    python -m tools.bench speculation --model build/tiny_policy --drafter build/tiny_drafter --dtype both
+    python -m tools.bench speculation --dtype both
 
-(a) speed by batch size, for fixed strategies and both selectors; the cost model also with a useless drafter
-(b) a long-tailed set of requests end to end
-(c) accept length by kind of tree and temperature
-(d) the selectors against the strategy that is best over all batch sizes; `tools.bench ablate` judges them without noise
+(a) speed by batch size, for fixed strategies and both selectors; the cost model also with a useless
+drafter (b) a long-tailed set of requests end to end (c) accept length by kind of tree and
+temperature (d) the selectors against the strategy that is best over all batch sizes; `tools.bench
+ablate` judges them without noise
 
 It also measures what `rollout.batch_invariant` costs.
 
-`--deepen N` adds N identity layers (attention and MLP output zero) after the policy's own. Its tokens do not change, and its
-cost is that of a model N layers deeper: the drafter's one layer should be small beside its target. The tables say so. In the
-JSON of `--dtype both`, bfloat16 is at the top level and float32 under its name.
+`--deepen N` adds N identity layers (attention and MLP output zero) after the policy's own. Its
+tokens do not change, and its cost is that of a model N layers deeper: the drafter's one layer
+should be small beside its target. The tables say so. In the JSON of `--dtype both`, bfloat16 is at
+the top level and float32 under its name.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def _bench_one_dtype(options: argparse.Namespace, dtype: str) -> dict[str, objec
 
 
 def _bench_accept_lengths(options: argparse.Namespace) -> dict[str, object]:
-    """Return temperature -> kind -> tokens out per verify pass, and the entropy at temperature 1 in nats per token.
+    """Return temperature -> kind -> tokens out per verify pass, and the entropy at temperature 1 in
+    nats per token.
 
     Entropy is minus the mean log-probability of what the policy draws.
     """

@@ -182,7 +182,9 @@ def phase_seconds(run: Run, steps: Sequence[int]) -> dict[str, float]:
 
 
 def idle_figures(run: Run, steps: Sequence[int]) -> dict[str, Any]:
-    """Return idle rank-seconds, the share that the drafter used, and what the RL step paid for it."""
+    """Return idle rank-seconds, the share that the drafter used, and what the RL step paid for
+    it.
+    """
     idle_s, used_s = _sum(run, steps, "bubble/idle_s"), _sum(run, steps, "bubble/used_s")
     preempt_ms = [run[step].metrics.get("spot/preempt_ms", 0.0) for step in steps]
     preempted = [value for value in preempt_ms if value > 0]  # steps that ended in a session

@@ -1,4 +1,6 @@
-"""Stage 0: what the machine is and has, what its memory and its matrix units do, and whether kernels and graphs start."""
+"""Stage 0: what the machine is and has, what its memory and its matrix units do, and whether
+kernels and graphs start.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def machine(machine: Machine) -> Iterator[Figures]:
 
 
 def rates(machine: Machine) -> Iterator[Figures]:
-    """Yield the ceilings that all other figures are compared with. Copies count bytes read and bytes written."""
+    """Yield the ceilings that all other figures are compared with. Copies count bytes read and
+    bytes written.
+    """
     import torch
 
     with machine.gpu() as device:
@@ -65,7 +69,8 @@ def rates(machine: Machine) -> Iterator[Figures]:
         n = machine.pick(8192, 32)
         a, b = (torch.empty(n, n, dtype=torch.bfloat16, device=gpu).normal_() for _ in range(2))
         yield {"product_tflop_s": 2e-12 * n**3 / seconds_of(device, lambda: a @ b)}
-        # The largest product of a 7B layer at batch 1 reads its weights once; 16 of them exceed the cache.
+        # The largest product of a 7B layer at batch 1 reads its weights once; 16 of them exceed the
+        # cache.
         shape = machine.pick((16, 2 * 18944, 3584), (2, 16, 8))
         weights = torch.empty(shape, dtype=torch.bfloat16, device=gpu).normal_()
         for batch_size in (1, 8, 64):

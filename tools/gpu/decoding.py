@@ -1,4 +1,6 @@
-"""Stage 2b: plain decode passes of a 7B with random weights, as the engine runs them, and where their time goes."""
+"""Stage 2b: plain decode passes of a 7B with random weights, as the engine runs them, and where
+their time goes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _TOP = 15
 
 
 def plain(machine: Machine, context: str) -> Iterator[Figures]:
-    """Yield, by batch size, milliseconds of a pass, of its graph's replay and of its kernels, and the bytes of graphs."""
+    """Yield, by batch size, milliseconds of a pass, of its graph's replay and of its kernels, and
+    the bytes of graphs.
+    """
     config, sizes = machine.pick((QWEN_2_5_7B, (1, 8, 64)), (TINY, (1, 3)))
     num_new = machine.pick(64, 16)
     num_prompt = machine.pick(int(context), 128) - num_new
@@ -98,7 +102,9 @@ def _profiled(
 def kernel_figures(
     events: list[dict[str, Any]], num_passes: int, seconds: float, top: int = _TOP
 ) -> Figures:
-    """Return kernels of a pass, their milliseconds, the share of `seconds` in which none runs, and the longest ones."""
+    """Return kernels of a pass, their milliseconds, the share of `seconds` in which none runs, and
+    the longest ones.
+    """
     by_name: dict[str, list[float]] = defaultdict(list)
     for event in events:
         if event.get("cat") in _ON_GPU:

@@ -1,7 +1,8 @@
-"""Stage 1: the Triton kernels at the shapes of a 7B against torch: error, microseconds in a graph, GB/s.
+"""Stage 1: the Triton kernels at the shapes of a 7B against torch: error, microseconds in a graph,
+GB/s.
 
-On a CPU they are interpreted, at tiny sizes and in float32 instead of bfloat16, which Triton's interpreter multiplies wrongly.
-A shape that fails does not keep the others from running.
+On a CPU they are interpreted, at tiny sizes and in float32 instead of bfloat16, which Triton's
+interpreter multiplies wrongly. A shape that fails does not keep the others from running.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def _timed(
 
 
 def noise(machine: Machine) -> Iterator[Figures]:
-    """Yield how the noise kernels agree with the torch form, and their times, for 1 to 320 rows of logits."""
+    """Yield how the noise kernels agree with the torch form, and their times, for 1 to 320 rows of
+    logits.
+    """
     device = machine.kernel_device()
     vocab_size = machine.pick(QWEN_2_5_7B.vocab_size, 1025)
     for_drafts = machine.pick(8192, 300)
@@ -108,7 +111,9 @@ def _keys(num_rows: int, device: Device) -> tuple[Tensor, Tensor]:
 
 
 def attention(machine: Machine, dtype_name: str) -> Iterator[Figures]:
-    """Yield error and time of the attention kernels: over lanes, and in bfloat16 also in the order of a slot table."""
+    """Yield error and time of the attention kernels: over lanes, and in bfloat16 also in the order
+    of a slot table.
+    """
     device, dtype = machine.kernel_device(), getattr(torch, dtype_name)
     if machine.is_cpu and dtype == torch.bfloat16:
         dtype = torch.float32
@@ -184,7 +189,9 @@ def _attend_ordered(
 
 
 def rows(machine: Machine) -> Iterator[Figures]:
-    """Yield error and time of the batch-invariant product and norm, and that a row has the same bits in every batch."""
+    """Yield error and time of the batch-invariant product and norm, and that a row has the same
+    bits in every batch.
+    """
     device = machine.kernel_device()
     dtype = torch.float32 if machine.is_cpu else torch.bfloat16
     c, gpu = machine.pick(QWEN_2_5_7B, TINY), device.torch_device

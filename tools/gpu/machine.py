@@ -1,4 +1,5 @@
-"""The GPU that the items of `tools/gpu_check.py` use, real or pretended, and how they time work on it.
+"""The GPU that the items of `tools/gpu_check.py` use, real or pretended, and how they time work on
+it.
 
 It imports torch only when an item asks for it: an item that needs a missing package ends at once.
 """
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from tlt_megatron.runtime.device import Device
 
 Figures = dict[str, Any]
-"""What an item yields: numbers and short texts by name, also nested. The last value of a name counts."""
+"""What an item yields: numbers and short texts by name, also nested; the last value of a name."""
 
 _T = TypeVar("_T")
 _LEAST_S = 0.02  # of one timed round, so that its start and end do not count
@@ -33,7 +34,9 @@ class NothingRan(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What an item may use. On a CPU there is a pretended GPU (tests/pretend_cuda.py) and Triton's interpreter."""
+    """What an item may use. On a CPU there is a pretended GPU (tests/pretend_cuda.py) and Triton's
+    interpreter.
+    """
 
     is_cpu: bool
     is_tiny: bool  # sizes that only show that the code runs
@@ -72,7 +75,9 @@ class Machine:
 
 
 def seconds_of(device: Device, run: Callable[[], object], *, least_s: float = _LEAST_S) -> float:
-    """Return the seconds of one call: the median of a few rounds of back-to-back calls, each until the device is done."""
+    """Return the seconds of one call: the median of a few rounds of back-to-back calls, each until
+    the device is done.
+    """
 
     def round_of(count: int) -> float:
         device.synchronize()
@@ -90,7 +95,8 @@ def seconds_of(device: Device, run: Callable[[], object], *, least_s: float = _L
 
 
 def kernel_seconds(device: Device, run: Callable[[int], object], *, calls: int = 16) -> float:
-    """Return the seconds of one call on the GPU, without the host: `run(0)` to `run(calls - 1)` are captured in one graph.
+    """Return the seconds of one call on the GPU, without the host: `run(0)` to `run(calls - 1)` are
+    captured in one graph.
 
     Let `run` take other inputs for every number if all of them fit into the GPU's cache.
     """
@@ -106,7 +112,9 @@ def kernel_seconds(device: Device, run: Callable[[int], object], *, calls: int =
 
 
 def copies_beyond_cache(num_bytes: int, *, most: int = 16) -> int:
-    """Return how many copies of an input of `num_bytes` are larger than the cache of a GPU (60 MB on an H200)."""
+    """Return how many copies of an input of `num_bytes` are larger than the cache of a GPU (60 MB
+    on an H200).
+    """
     return max(1, min(most, (200 << 20) // max(num_bytes, 1)))
 
 

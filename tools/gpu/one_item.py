@@ -1,4 +1,6 @@
-"""Runs one item of `tools/gpu_check.py`, in a process of its own: `python -m tools.gpu.one_item JSON`."""
+"""Runs one item of `tools/gpu_check.py`, in a process of its own: `python -m tools.gpu.one_item
+JSON`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _OWN = ("tests", "tools", "launch", "tlt_megatron")  # not packages that may be 
 
 
 def main(given: Mapping[str, Any]) -> int:
-    """Call the item's function. Write each of its figures at once: those before a hang or a crash are kept."""
+    """Call the item's function. Write each of its figures at once: those before a hang or a crash
+    are kept.
+    """
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(given["limit_s"] - 1.0, 0.5))
     machine = Machine(

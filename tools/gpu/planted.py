@@ -1,8 +1,10 @@
-"""Stage 2c: speculation at the cost of a 7B, with an accept length that is chosen: true step times without real weights.
+"""Stage 2c: speculation at the cost of a 7B, with an accept length that is chosen: true step times
+without real weights.
 
-The layers of the target add nothing (`o_proj` and `down_proj` are 0) and cost as much as any. So the next token depends on the
-last one alone, and the head is planted: each token of a cycle has one successor, far ahead of all others. The drafter sees one
-half of an embedding. For a share of the tokens that half is another token's, and the drafter's guess is wrong.
+The layers of the target add nothing (`o_proj` and `down_proj` are 0) and cost as much as any. So
+the next token depends on the last one alone, and the head is planted: each token of a cycle has one
+successor, far ahead of all others. The drafter sees one half of an embedding. For a share of the
+tokens that half is another token's, and the drafter's guess is wrong.
 """
 
 from __future__ import annotations
@@ -28,14 +30,17 @@ from tools.gpu.machine import Figures, Machine
 from tools.gpu.random_engine import generate, make_engine
 from tools.gpu.shapes import QWEN_2_5_7B, TINY
 
-# Share of tokens that the drafter gets right, for these accept lengths of 6_1_6: the sum of its powers 0 to 6.
+# Share of tokens that the drafter gets right, for these accept lengths of 6_1_6: the sum of its
+# powers 0 to 6.
 _SHARES = {"2": 0.505, "4.5": 0.85, "6": 0.95}
 _MARGIN = 30.0  # of the right logit over the next. Noise of 152,064 tokens spans about 15.
 _WARM_UP = 2  # passes: the drafter reads the context in the first one
 
 
 def planted(machine: Machine, batch_size_text: str) -> Iterator[Figures]:
-    """Yield, by accept length and strategy or selector, milliseconds of a step, accept length and speed over plain decoding."""
+    """Yield, by accept length and strategy or selector, milliseconds of a step, accept length and
+    speed over plain decoding.
+    """
     batch_size = machine.pick(int(batch_size_text), min(int(batch_size_text), 3))
     config = machine.pick(QWEN_2_5_7B, TINY)
     section = SpeculationSection(draft_vocab_size=machine.pick(None, 0))
@@ -101,7 +106,8 @@ def _make_drafter(engine: EmbeddedEngine, config: ModelConfig) -> DraftModel:
 
 
 def plant(embedding_VD: Tensor, head_VD: Tensor, share: float, num_ids: int) -> None:
-    """Write a cycle through the tokens 1 to `num_ids` - 1. The drafter's guess is right for `share` of them.
+    """Write a cycle through the tokens 1 to `num_ids` - 1. The drafter's guess is right for `share`
+    of them.
 
     Token 0, which ends the prompt, has many equally likely successors, so that responses differ.
     """
@@ -116,7 +122,8 @@ def plant(embedding_VD: Tensor, head_VD: Tensor, share: float, num_ids: int) -> 
     hard, easy = mixed[:num_hard], mixed[num_hard:]
     codes_CD = torch.randn(num_ids, size, generator=generator)
     successor_rows_CD = codes_CD * (2 * _MARGIN / size)
-    # What the drafter sees of a hard token says nothing of its own successor, but names another token's.
+    # What the drafter sees of a hard token says nothing of its own successor, but names another
+    # token's.
     successor_rows_CD[hard, : size // 2] = 0.0
     successor_rows_CD[hard, size // 2 :] *= 2.0
     decoys = easy[torch.randint(len(easy), (num_hard,), generator=generator)]

@@ -1,4 +1,6 @@
-"""An embedded engine with random weights, made where they are used, and long contexts that nobody had to compute."""
+"""An embedded engine with random weights, made where they are used, and long contexts that nobody
+had to compute.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def generate(
     num_new: int,
     should_stop: Callable[[], bool] | None = None,
 ) -> tuple[list[list[int]], list[PassRecord]]:
-    """Return tokens and passes of `batch_size` responses to one prompt, of low token ids and 0 at its end."""
+    """Return tokens and passes of `batch_size` responses to one prompt, of low token ids and 0 at
+    its end.
+    """
     ids = (*((7 * i + 3) % 64 for i in range(num_prompt - 1)), 0)
     prompt = Prompt(prompt_id="0", draw_index=0, token_ids=ids)
     params = SamplingParams(num_samples=batch_size, max_new_tokens=num_new, seed=1)

@@ -1,7 +1,8 @@
-"""Stage 3: RL steps of the whole program on one GPU, with speculation, offload, a checkpoint and a resume.
+"""Stage 3: RL steps of the whole program on one GPU, with speculation, offload, a checkpoint and a
+resume.
 
-The policies are random: what counts is that each phase runs, and its seconds. Megatron takes its local layers where Transformer
-Engine is missing.
+The policies are random: what counts is that each phase runs, and its seconds. Megatron takes its
+local layers where Transformer Engine is missing.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def _metrics(run_dir: Path) -> Figures:
 
 
 def _write_random(folder: Path, config: dict[str, object], tokenizer: Path) -> None:
-    """Write a Hugging Face folder of a model with random weights in bfloat16 and a tokenizer of few tokens."""
+    """Write a Hugging Face folder of a model with random weights in bfloat16 and a tokenizer of few
+    tokens.
+    """
     import torch
     from safetensors.torch import save_file
 

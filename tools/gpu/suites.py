@@ -1,4 +1,6 @@
-"""Stages 2a, 3 and 4: files of tests, each in a pytest of its own. Its figures are counts, failures and the slowest tests."""
+"""Stages 2a, 3 and 4: files of tests, each in a pytest of its own. Its figures are counts, failures
+and the slowest tests.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _REPO = Path(__file__).resolve().parents[2]
 
 
 def suite(machine: Machine, file: str) -> Iterator[Figures]:
-    """Run the tests of a file. RuntimeError has the failures, NothingRan a reason why all were skipped."""
+    """Run the tests of a file. RuntimeError has the failures, NothingRan a reason why all were
+    skipped.
+    """
     report = machine.scratch / "junit.xml"
     report.unlink(missing_ok=True)
     has_timeout = importlib.util.find_spec("pytest_timeout") is not None
@@ -38,7 +42,9 @@ def suite(machine: Machine, file: str) -> Iterator[Figures]:
 
 
 def read_junit(report: Path) -> Figures:
-    """Return counts, the message of each failed test, one reason for skipping, and the seconds of the slowest tests."""
+    """Return counts, the message of each failed test, one reason for skipping, and the seconds of
+    the slowest tests.
+    """
     cases = {str(case.get("name")): case for case in ET.parse(report).getroot().iter("testcase")}
 
     def messages(*kinds: str) -> dict[str, str]:

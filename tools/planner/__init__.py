@@ -1,1 +1,3 @@
-"""Predicts the seconds of an RL step by phase from recorded runs: `tlt plan CONFIG.yaml --ranks N --simulate RUN`."""
+"""Predicts the seconds of an RL step by phase from recorded runs: `tlt plan CONFIG.yaml --ranks N
+--simulate RUN`.
+"""

@@ -1,4 +1,6 @@
-"""Prints what a configuration would take per step without speculation, with a frozen drafter, and with TLT."""
+"""Prints what a configuration would take per step without speculation, with a frozen drafter, and
+with TLT.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ def print_plan(
 ) -> None:
     """Print the predictions from recorded `runs`. ValueError names what a run or an option lacks.
 
-    `lengths`, "median,p99", assumes a lognormal distribution; the default is that of the recorded runs. `against` is a
-    finished run of this configuration: its own lengths are taken, and its seconds are printed beside the predicted ones.
+    `lengths`, "median,p99", assumes a lognormal distribution; the default is that of the recorded
+    runs. `against` is a finished run of this configuration: its own lengths are taken, and its
+    seconds are printed beside the predicted ones.
     """
     recordings = [read_recording(Path(run)) for run in runs]
     machine = Machine(recordings)
@@ -65,7 +68,9 @@ def print_plan(
 
 
 def _resampled(config: RunConfig, recordings: Sequence[Recording]) -> list[Batch]:
-    """Return the steps of the recordings with the batch of `config`: prompts and responses are drawn again if it differs."""
+    """Return the steps of the recordings with the batch of `config`: prompts and responses are
+    drawn again if it differs.
+    """
     rollout, draw = config.rollout, random.Random(0)
     steps = []
     for batch in (batch for recording in recordings for batch in recording.batches):

@@ -1,4 +1,6 @@
-"""What recorded runs say about a machine and a policy: seconds and tokens of a decode pass, seconds of the other phases."""
+"""What recorded runs say about a machine and a policy: seconds and tokens of a decode pass, seconds
+of the other phases.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ class Machine:
     def accepted(self, strategy: SpeculationStrategy, updates: float) -> Accepted:
         """Return what a request gains from a pass with a drafter of so many optimizer steps.
 
-        All chains of the learned drafter share the acceptance by depth. A tree and an n-gram chain have their own.
+        All chains of the learned drafter share the acceptance by depth. A tree and an n-gram chain
+        have their own.
         """
         if strategy.is_off:
             return Accepted(tokens=1.0, by_depth=())
@@ -62,7 +65,9 @@ class Machine:
         return self._accepted[key]
 
     def _nearest(self, strategy: SpeculationStrategy, updates: float) -> Accepted:
-        """Return the mean over the passes whose drafter had the most similar number of optimizer steps."""
+        """Return the mean over the passes whose drafter had the most similar number of optimizer
+        steps.
+        """
         is_alike = _is_learned_chain if _is_learned_chain(strategy) else strategy.__eq__
         alike = [pair for other, rows in self._rows.items() if is_alike(other) for pair in rows]
         tried, right = np.zeros(strategy.depth), np.zeros(strategy.depth)
@@ -88,7 +93,9 @@ class Machine:
         return Accepted(tokens=tokens, by_depth=by_depth.tolist())
 
     def phase_seconds(self, phase: str, batch: Batch, num_replicas: int) -> float:
-        """Return the seconds of a phase: the update by the tokens of a replica that are trained on, others by all."""
+        """Return the seconds of a phase: the update by the tokens of a replica that are trained on,
+        others by all.
+        """
         start_s, slope_s = self._phase_lines[phase]
         return start_s + slope_s * _tokens(phase, batch, num_replicas)
 

@@ -30,7 +30,9 @@ Batch = list[Group]  # of an RL step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """The passes of one rank in a step with one strategy at one batch size: a row of speculation/rank_*.jsonl."""
+    """The passes of one rank in a step with one strategy at one batch size: a row of
+    speculation/rank_*.jsonl.
+    """
 
     step: int
     rank: int
@@ -64,7 +66,9 @@ class Recording:
         return len({row.rank for rows in self.passes for row in rows})
 
     def seconds(self, phase: str) -> float:
-        """Return the mean seconds of a phase in a step, on its slowest rank; 0.0 for one that never ran."""
+        """Return the mean seconds of a phase in a step, on its slowest rank; 0.0 for one that never
+        ran.
+        """
         return sum(row.get(phase, 0.0) for row in self.phases) / len(self.phases)
 
     def total(self, metric: str) -> float:
@@ -112,8 +116,8 @@ def read_recording(path: Path) -> Recording:
 def _phases(row: Mapping[str, float], passes: Sequence[Passes]) -> Mapping[str, float]:
     """Return the seconds of phases by name.
 
-    "gen_rest" is the part of a rollout in which no decode pass ran: prefill, and refreshes of the drafter. "rest" is what no
-    phase names.
+    "gen_rest" is the part of a rollout in which no decode pass ran: prefill, and refreshes of the
+    drafter. "rest" is what no phase names.
     """
     start = "timing_s/"
     seconds = {name.removeprefix(start): row[name] for name in row if name.startswith(start)}

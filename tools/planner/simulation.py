@@ -1,4 +1,6 @@
-"""Simulates RL steps: the decode passes of every replica, drafter training on idle ones, and the phases after."""
+"""Simulates RL steps: the decode passes of every replica, drafter training on idle ones, and the
+phases after.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Prediction:
 
 
 class _Speeds:
-    """Seconds per token of a request, by batch size: what the replicas had that were simulated pass by pass."""
+    """Seconds per token of a request, by batch size: what the replicas had that were simulated pass
+    by pass.
+    """
 
     def __init__(self, max_batch: int) -> None:
         self.seconds_B = np.zeros(max_batch + 1)
@@ -67,7 +71,9 @@ class _Speeds:
 def simulate(
     machine: Machine, variant: Variant, steps: Sequence[Batch], *, num_replicas: int, max_batch: int
 ) -> Prediction:
-    """Predict these steps, whose responses have known lengths. Each replica answers an equal share of the prompts."""
+    """Predict these steps, whose responses have known lengths. Each replica answers an equal share
+    of the prompts.
+    """
     found = Prediction(num_steps=len(steps), updates=variant.updates)
     count = min(num_replicas, _PASS_BY_PASS)
     selectors = [
@@ -102,7 +108,9 @@ def simulate(
 
 
 def _shares(batch: Batch, num_replicas: int) -> list[list[int]]:
-    """Return the lengths of each replica's responses. As in a run, replicas take prompts in turn."""
+    """Return the lengths of each replica's responses. As in a run, replicas take prompts in
+    turn.
+    """
     return [
         [length for group in batch[replica::num_replicas] for length in group.lengths]
         for replica in range(num_replicas)
@@ -121,7 +129,9 @@ class _Decode:
     def run(
         self, lengths: Sequence[int], speeds: _Speeds, passes: Counter[tuple[str, int]]
     ) -> float:
-        """Return the seconds. Requests wait while `max_batch` run; the first token comes from the prefill."""
+        """Return the seconds. Requests wait while `max_batch` run; the first token comes from the
+        prefill.
+        """
         left_N = np.maximum(np.asarray(lengths, dtype=float) - 1.0, 0.0)
         running, waiting = left_N[: self.max_batch], left_N[self.max_batch :]
         total_s = 0.0
@@ -143,7 +153,9 @@ class _Decode:
 
 
 def _drain(lengths: Sequence[int], per_token_B: np.ndarray, max_batch: int) -> float:
-    """Return the seconds of a replica whose requests all advance at the speed of the batch size, from one end to the next."""
+    """Return the seconds of a replica whose requests all advance at the speed of the batch size,
+    from one end to the next.
+    """
     left = sorted(max(length - 1.0, 0.0) for length in lengths[:max_batch])
     waiting = list(lengths[max_batch:])
     total_s = done = 0.0  # tokens that a request has gained that runs from the start

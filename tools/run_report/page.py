@@ -2,8 +2,8 @@
 
 Jinja2 makes the page and Plotly, which is inlined, the figures.
 
-Figures are plain JSON in the page (`figure-<key>`), so every number can be read there. Three numbers
-of summary.json stand at the top, all of it at the end.
+Figures are plain JSON in the page (`figure-<key>`), so every number can be read there. Three
+numbers of summary.json stand at the top, all of it at the end.
 """
 
 from __future__ import annotations

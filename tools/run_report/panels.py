@@ -1,5 +1,5 @@
-"""The panels of the report below its timeline: metrics over RL steps, as figures.yaml lists them, and
-the strategies that were chosen.
+"""The panels of the report below its timeline: metrics over RL steps, as figures.yaml lists them,
+and the strategies that were chosen.
 
 If a run did not do something, its panel has a sentence and no data.
 """

@@ -1,7 +1,8 @@
-"""Runs at the start of every Python process that has this folder on its path: lets torchvision's wheel import beside CPU torch.
+"""Runs at the start of every Python process that has this folder on its path: lets torchvision's
+wheel import beside CPU torch.
 
-Its compiled half needs CUDA, so operators that its Python half refers to at import are never registered. Declaring them is
-enough: nobody here runs one.
+Its compiled half needs CUDA, so operators that its Python half refers to at import are never
+registered. Declaring them is enough: nobody here runs one.
 """
 
 import sys

@@ -1,4 +1,6 @@
-"""Runs that cannot start are refused before anything expensive, by key, value and what is allowed."""
+"""Runs that cannot start are refused before anything expensive, by key, value and what is
+allowed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""YAML and overrides: what is read, what is refused and how the refusal reads, and that a dump reads back."""
+"""YAML and overrides: what is read, what is refused and how the refusal reads, and that a dump
+reads back.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What files alone can tell is refused by the launcher in one line, with exit code 2, before torch is imported.
+"""What files alone can tell is refused by the launcher in one line, with exit code 2, before torch
+is imported.
 
 All cases go through `main` in one fresh process in which an import of torch fails.
 """
@@ -25,7 +26,8 @@ DRAFTS = (
     "speculation.strategies=['2_1_2']",
     "speculation.drafter={0}/drafter",
 )
-# Runs main on each line of standard input (a JSON list of arguments) and prints exit code and stderr.
+# Runs main on each line of standard input (a JSON list of arguments) and prints exit code and
+# stderr.
 DRIVER = """
 import contextlib, io, json, sys
 for name in ("torch", "transformers", "megatron", "pyarrow", "rich"):

@@ -29,7 +29,9 @@ def test_a_text_stands_for_its_numbers(
 
 
 def test_candidates_are_counted_by_hand() -> None:
-    """2 below the root, then 2 expanded nodes with 2 children each for each of the steps 2, 3, 4."""
+    """2 below the root, then 2 expanded nodes with 2 children each for each of the steps 2, 3,
+    4.
+    """
     assert SpeculationStrategy.parse("4_2_14").num_candidates == 2 + 3 * 4
     assert SpeculationStrategy.parse("5_1_5").num_candidates == 5
 

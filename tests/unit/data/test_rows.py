@@ -1,4 +1,6 @@
-"""What a row of slime's or verl's keys becomes; what is refused or named in a warning, with row and key."""
+"""What a row of slime's or verl's keys becomes; what is refused or named in a warning, with row and
+key.
+"""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ def test_an_observation_is_what_the_template_writes_after_the_turn(tokenizer: To
 
 LOOP = "{% for m in messages %}"
 PROMPT = "{% endfor %}{% if add_generation_prompt %}"
-# Of the shape of public models: the template, the stop token, what it writes after a turn, around the observation.
+# Of the shape of public models: the template, the stop token, what it writes after a turn, around
+# the observation.
 SHAPES = {
     "DeepSeek-R1-Distill": (
         LOOP + "{% if m.role == 'user' %}<｜User｜>{{ m.content }}"

@@ -1,4 +1,6 @@
-"""The buffer of drafter data: bytes, turns, the long tail, what is unseen, and a resume that changes nothing."""
+"""The buffer of drafter data: bytes, turns, the long tail, what is unseen, and a resume that
+changes nothing.
+"""
 
 from __future__ import annotations
 

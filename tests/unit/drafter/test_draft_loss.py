@@ -27,7 +27,9 @@ def gradients_of(model: DraftModel, loss_sum: torch.Tensor) -> list[torch.Tensor
 
 @pytest.mark.parametrize("architecture", ["eagle", "eagle3"])
 def test_unrolled_steps_equal_drafting_on_kept_keys(architecture: str) -> None:
-    """Row t at step k is what the engine computes k tokens after it verified up to t + 1: no mixed-up features or keys."""
+    """Row t at step k is what the engine computes k tokens after it verified up to t + 1: no
+    mixed-up features or keys.
+    """
     model = make_draft_model(architecture)
     sequences = [make_sequence(model, n, seed=n) for n in (9, 4, 6)]
     batch = pack_batch(sequences)

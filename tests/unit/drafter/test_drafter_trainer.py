@@ -1,4 +1,6 @@
-"""Steps on a group: k ranks = 1 rank, flags, skipped and abandoned steps, the schedule, and that it learns."""
+"""Steps on a group: k ranks = 1 rank, flags, skipped and abandoned steps, the schedule, and that it
+learns.
+"""
 
 from __future__ import annotations
 

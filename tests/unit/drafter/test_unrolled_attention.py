@@ -1,4 +1,6 @@
-"""Attention over the steps of an unrolled draft against a full score matrix; its gradients against finite differences."""
+"""Attention over the steps of an unrolled draft against a full score matrix; its gradients against
+finite differences.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ def engine_over(
     max_prompt_tokens: int = 1024,
     **settings: int,
 ) -> EmbeddedEngine:
-    """An engine with the weights at `path` loaded as version 1; `settings` go to RolloutSection. `device` None: the CPU."""
+    """An engine with the weights at `path` loaded as version 1; `settings` go to RolloutSection.
+    `device` None: the CPU.
+    """
     section = RolloutSection(dtype=dtype, **settings)
     config = load_model_config(path)
     device = device or select_device("cpu")
@@ -77,7 +79,9 @@ def load_from(path: Path, engine: EmbeddedEngine, dtype: str = "float64") -> Non
 def make_drafter(
     engine: EmbeddedEngine, architecture: str = "eagle", *, seed: int = 0, is_wrong: bool = False
 ) -> DraftModel:
-    """A random drafter over an engine's policy. `is_wrong`: it proposes what it takes for the least likely."""
+    """A random drafter over an engine's policy. `is_wrong`: it proposes what it takes for the least
+    likely.
+    """
     embedding, head = engine.target_tensors()
     config = make_draft_config(engine._weights.config, architecture, embedding)
     head = -head if is_wrong else head
@@ -92,8 +96,8 @@ def speculate(
     drafter: DraftModel | None = None,
     num_ids: int = 0,
 ) -> Speculation:
-    """Let an engine speculate, with the first of the strategies unless there is a selector, and with a random drafter
-    unless there is another."""
+    """Let an engine speculate, with the first of the strategies unless there is a selector, and
+    with a random drafter unless there is another."""
     if isinstance(strategies, str):
         strategies = [SpeculationStrategy.parse(text) for text in strategies.split()]
     model = drafter or make_drafter(engine)

@@ -1,4 +1,6 @@
-"""With `rollout.batch_invariant` a rollout is the same bit for bit, whatever shares its passes and whatever drafts it."""
+"""With `rollout.batch_invariant` a rollout is the same bit for bit, whatever shares its passes and
+whatever drafts it.
+"""
 
 from __future__ import annotations
 

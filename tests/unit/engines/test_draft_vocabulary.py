@@ -1,4 +1,6 @@
-"""A drafter that proposes only the most frequent token ids: the tokens stay the policy's, and the ids follow its responses."""
+"""A drafter that proposes only the most frequent token ids: the tokens stay the policy's, and the
+ids follow its responses.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def accept_lengths(groups: list[RolloutGroup]) -> list[tuple[int, ...]]:
 def test_few_draft_ids_give_the_tokens_of_plain_decoding(
     device: Device | None, tiny_path: Path
 ) -> None:
-    """Chains and trees by turns; ids chosen anew before the second call, under the captured graphs."""
+    """Chains and trees by turns; ids chosen anew before the second call, under the captured
+    graphs.
+    """
     engine = engine_over(tiny_path, device=device, max_batch_size=16, max_new_tokens=64)
     plain = answer(engine)
     speculation = speculate_with(engine)

@@ -1,4 +1,6 @@
-"""The embedded engine: the same tokens whatever shares the batch or is preempted, exact logprobs, and its refusals."""
+"""The embedded engine: the same tokens whatever shares the batch or is preempted, exact logprobs,
+and its refusals.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A thousand requests: whatever drafts and however it is chosen, the tokens are those of plain decoding. Token for token in float64; in float32 log-probabilities agree and differing tokens are counted."""
+"""A thousand requests: whatever drafts and however it is chosen, the tokens are those of plain
+decoding. Token for token in float64; in float32 log-probabilities agree and differing tokens are
+counted.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ CHAIN, TREE, NGRAMS = (SpeculationStrategy.parse(text) for text in ("4_1_4", "4_
 DRAFTERS = ("trained", "random", "always_wrong", "always_right", "broken")
 SELECTORS = ("fixed", "beg_mab", "cost_model", "restless")
 NUM_COMPOSITIONS, NUM_REQUESTS = 2, 32  # of each drafter with each selector; 1,280 requests in all
-# Noise all but decides what is drawn at this temperature, so a drafter that knows a little is nearly always right.
+# Noise all but decides what is drawn at this temperature, so a drafter that knows a little is
+# nearly always right.
 HOT = 10.0
 
 Weights = dict[str, Tensor]
@@ -59,7 +63,9 @@ def draw_prompts(count: int, longest: int, draw: random.Random) -> list[Prompt]:
 def draw_composition(
     drafter: str, number: int, draw: random.Random
 ) -> tuple[list[Prompt], SamplingParams, list[list[int]], dict[str, int]]:
-    """What is asked of an engine: prompts, parameters, limits of single requests; and settings of RolloutSection."""
+    """What is asked of an engine: prompts, parameters, limits of single requests; and settings of
+    RolloutSection.
+    """
     num_samples = draw.choice((1, 2, 4, 8))
     temperature = draw.choice((0.0, 0.6, 1.0, 1.3))
     if drafter == "always_right":

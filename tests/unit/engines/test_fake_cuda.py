@@ -1,5 +1,6 @@
-"""The embedded engine's CUDA path on a machine without a GPU: everything stays on its device, captured passes read nothing
-back, and the tokens are those of the CPU. What a real GPU adds is in tests/gpu.
+"""The embedded engine's CUDA path on a machine without a GPU: everything stays on its device,
+captured passes read nothing back, and the tokens are those of the CPU. What a real GPU adds is in
+tests/gpu.
 """
 
 from __future__ import annotations
@@ -238,7 +239,9 @@ def test_graphs_that_are_kept_replay_with_the_weights_of_an_update(
 
 @pytest.mark.parametrize("algorithm", ["hass", "eagle3"])
 def test_a_drafter_is_judged(deep_path: Path, device: PretendDevice, algorithm: str) -> None:
-    """The loss with its unrolled attention; its backward pass asks torch for more of a GPU than can be pretended."""
+    """The loss with its unrolled attention; its backward pass asks torch for more of a GPU than can
+    be pretended.
+    """
     architecture = "eagle3" if algorithm == "eagle3" else "eagle"
     losses = []
     for where in (None, device):
@@ -261,7 +264,9 @@ def test_a_drafter_is_judged(deep_path: Path, device: PretendDevice, algorithm: 
 
 
 def test_the_host_is_at_most_two_matrices_ahead_of_a_pass(device: PretendDevice) -> None:
-    """So a pass that is given up is over soon: a whole pass of kernels would run for up to a second."""
+    """So a pass that is given up is over soon: a whole pass of kernels would run for up to a
+    second.
+    """
     gpu = device.gpu
     twin = make_draft_model("eagle", dtype=torch.float32)
     embedding, head = twin.embedding_VD.to(CUDA), twin.lm_head_VD.to(CUDA)

@@ -1,5 +1,6 @@
-"""Captured graphs in the embedded engine: every pass in lanes is a replay, what is not is counted with its reason, and
-graphs live exactly as long as what they read stays in place. On the CPU, with `RecordedGraphs` in a GPU's stead.
+"""Captured graphs in the embedded engine: every pass in lanes is a replay, what is not is counted
+with its reason, and graphs live exactly as long as what they read stays in place. On the CPU, with
+`RecordedGraphs` in a GPU's stead.
 
 That tokens do not change is tested where they are: test_speculative_engine.py runs with graphs too.
 """
@@ -128,7 +129,9 @@ def test_lanes_as_needed_where_those_planned_do_not_fit(
 def test_a_narrow_tree_at_the_end_of_a_length_is_verified_where_the_widest_one_fits(
     tiny_path: Path, device: RecordingDevice
 ) -> None:
-    """All strategies share one verify capture, and its rows after a narrow tree need positions too."""
+    """All strategies share one verify capture, and its rows after a narrow tree need positions
+    too.
+    """
     found = []
     for where in (None, device):
         engine = engine_over(tiny_path, device=where, **SIZES)

@@ -1,4 +1,6 @@
-"""The capture plan: what it covers, what it merges, and its bytes against a dry run of the real pass."""
+"""The capture plan: what it covers, what it merges, and its bytes against a dry run of the real
+pass.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The graph pool over a real model on the CPU: padded replays give what the plain step gives, and everything is counted.
+"""The graph pool over a real model on the CPU: padded replays give what the plain step gives, and
+everything is counted.
 
-`RecordedGraphs` stands in for a GPU's graphs: it makes the captured calls again on the same tensors. tests/gpu/test_graph_pool_cuda.py runs the same comparison on real ones.
+`RecordedGraphs` stands in for a GPU's graphs: it makes the captured calls again on the same
+tensors. tests/gpu/test_graph_pool_cuda.py runs the same comparison on real ones.
 """
 
 from __future__ import annotations

@@ -165,6 +165,7 @@ def test_a_shifted_seed_makes_the_same_noise(num_prompt_tokens: int) -> None:
     places = torch.tensor([0, 1, 500])
     expected = gumbel_noise(torch.full((3,), seed), places, 64)
     shifted = seed_at_origin(seed, num_prompt_tokens)
-    # The token at place t of the response follows position num_prompt_tokens - 1 + t of the sequence.
+    # The token at place t of the response follows position num_prompt_tokens - 1 + t of the
+    # sequence.
     found = gumbel_noise(torch.full((3,), shifted), places + num_prompt_tokens - 1, 64)
     assert torch.equal(found, expected)

@@ -1,4 +1,6 @@
-"""What is settled before an SGLang engine starts: its release and the environment; without SGLang."""
+"""What is settled before an SGLang engine starts: its release and the environment; without
+SGLang.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def test_whatever_a_start_that_fails_has_set_is_as_before_afterwards(
 def test_engine_processes_know_their_owner_and_release_graphs_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And do not get the trainer's allocator: the memory saver cannot release expandable segments."""
+    """And do not get the trainer's allocator: the memory saver cannot release expandable
+    segments.
+    """
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "expandable_segments:True")
     monkeypatch.delenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", raising=False)

@@ -110,7 +110,9 @@ def test_the_file_makes_our_policy_and_another_file_sglangs(tmp_path: Path) -> N
 
 
 def test_buckets_of_beg_mab_follow_the_largest_batch(tmp_path: Path) -> None:
-    """Two budgets: the second bucket starts at the square root of the largest batch, 3 of 9 and 8 of 64."""
+    """Two budgets: the second bucket starts at the square root of the largest batch, 3 of 9 and 8
+    of 64.
+    """
     chains = [SpeculationStrategy.parse("2_1_2"), CHAIN]
     for max_batch_size, at_three in ((9, 2), (64, 4)):
         path = tmp_path / f"{max_batch_size}.json"

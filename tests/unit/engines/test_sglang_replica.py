@@ -1,4 +1,6 @@
-"""The ranks of one engine in step: who enters, leaves and fails when, and whose weights are sent; without SGLang."""
+"""The ranks of one engine in step: who enters, leaves and fails when, and whose weights are sent;
+without SGLang.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ class FakeConnection:
 
 @pytest.fixture
 def messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `WeightSender` takes from SGLang: requests as namespaces, a payload that names rank and tensors."""
+    """What `WeightSender` takes from SGLang: requests as namespaces, a payload that names rank and
+    tensors.
+    """
 
     class Bucket(SimpleNamespace):
         def get_flattened_tensor(self) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""Speculation changes nothing but time: token for token in float64, whatever the drafter, the tree or the switching, and
-whether passes run one by one or as captured graphs, padded to the shapes that were captured.
+"""Speculation changes nothing but time: token for token in float64, whatever the drafter, the tree
+or the switching, and whether passes run one by one or as captured graphs, padded to the shapes that
+were captured.
 """
 
 from __future__ import annotations
@@ -208,8 +209,8 @@ def test_features_and_taps_are_the_targets_and_an_eagle3_drafter_reads_them(
 
 
 def test_the_drafters_cache_after_rejections_equals_a_fresh_one(make_engine, tiny_path) -> None:
-    """A drafter that has drafted, been rejected and switched proposes what one that starts now proposes: the same number
-    of tokens is accepted from the same place on."""
+    """A drafter that has drafted, been rejected and switched proposes what one that starts now
+    proposes: the same number of tokens is accepted from the same place on."""
     strategy = STRATEGIES[3]
     engine = make_engine(max_batch_size=1)
     alone = dataclasses.replace(PARAMS, num_samples=1)
@@ -228,7 +229,9 @@ def test_the_drafters_cache_after_rejections_equals_a_fresh_one(make_engine, tin
 def test_continued_responses_wait_for_room_beside_the_lanes(
     tiny_path: Path, num_pages: int
 ) -> None:
-    """Eight continued responses, each with a long prompt of its own, and four siblings that share a short one."""
+    """Eight continued responses, each with a long prompt of its own, and four siblings that share a
+    short one.
+    """
     prompts = [
         dataclasses.replace(
             prompt,

@@ -1,4 +1,6 @@
-"""The local core attention in bfloat16; tests/distributed/test_mcore_parity.py compares packed sequences with transformers."""
+"""The local core attention in bfloat16; tests/distributed/test_mcore_parity.py compares packed
+sequences with transformers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def _inputs(tokens: int) -> list[Tensor]:
 
 
 def test_packed_bfloat16_differentiates_as_exactly_as_its_inputs_allow() -> None:
-    """Against float64 on the same rounded inputs: one rounding of the output, a few of the gradients."""
+    """Against float64 on the same rounded inputs: one rounding of the output, a few of the
+    gradients.
+    """
     lengths = [5, 1, 9]
     rounded = [x.bfloat16() for x in _inputs(sum(lengths))]
     bounds = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 6, 15], dtype=torch.int32))

@@ -18,7 +18,9 @@ GRADED = NAMES[:2]
 
 
 def _case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [P, V], labels [P] that touch both ends of every shard, and a weight [2, P] for each output with a gradient."""
+    """Logits [P, V], labels [P] that touch both ends of every shard, and a weight [2, P] for each
+    output with a gradient.
+    """
     generator = torch.Generator().manual_seed(1)
     logits_PV = (torch.randn(P, V, generator=generator) * 4 + 30).to(dtype)
     labels_P = torch.randint(0, V, (P,), generator=generator)
@@ -27,7 +29,9 @@ def _case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _kept_sets(labels_P: Tensor) -> tuple[KeptTokens, Tensor]:
-    """Sets of 1 to 6 tokens with the label, and the whole vocabulary at every fifth place; as a mask [P, V] too."""
+    """Sets of 1 to 6 tokens with the label, and the whole vocabulary at every fifth place; as a
+    mask [P, V] too.
+    """
     generator = torch.Generator().manual_seed(7)
     is_kept_PV = torch.zeros(P, V, dtype=torch.bool)
     is_kept_PV.scatter_(1, torch.randint(0, V, (P, 5), generator=generator), True)
@@ -80,7 +84,9 @@ def _ours(
 def test_values_and_gradient_equal_a_dense_softmax(
     temperature: float, which: str, has_kept: bool
 ) -> None:
-    """Over the kept tokens, if there are some. The log-probs of the raw policy stay those of the whole vocabulary."""
+    """Over the kept tokens, if there are some. The log-probs of the raw policy stay those of the
+    whole vocabulary.
+    """
     logits_PV, labels_P, weights_2P = _case()
     if which != "all":
         weights_2P = weights_2P * torch.tensor([[n == which] for n in GRADED])

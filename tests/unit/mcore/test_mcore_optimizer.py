@@ -92,7 +92,8 @@ def test_learning_rate_follows_its_schedule(
 def test_one_update_equals_adam_on_the_gradient_of_transformers(
     model_path: Path, clip_grad: float
 ) -> None:
-    # With lr = eps = 1 and no decay, the first update of Adam is -g / (|g| + 1): it shows the gradient's size.
+    # With lr = eps = 1 and no decay, the first update of Adam is -g / (|g| + 1): it shows the
+    # gradient's size.
     section = OptimizerSection(lr=1.0, eps=1.0, weight_decay=0.0, clip_grad=clip_grad)
 
     def run() -> tuple[Weights, OptimizerStats]:
@@ -140,7 +141,8 @@ def _hf_gradients(path: Path) -> tuple[Weights, Weights]:
 
 
 def test_bfloat16_adds_up_updates_too_small_to_show_one_by_one(model_path: Path) -> None:
-    # A bfloat16 just below 1 is 2^-8 from the next: updates of 5e-4 vanish unless a float32 copy adds them up.
+    # A bfloat16 just below 1 is 2^-8 from the next: updates of 5e-4 vanish unless a float32 copy
+    # adds them up.
     section = OptimizerSection(lr=5e-4, weight_decay=0.0, clip_grad=0.0)
 
     def run() -> list[torch.Tensor]:

@@ -1,4 +1,6 @@
-"""The weight table: splitting and merging are inverse, and the layouts are the ones that Megatron computes with."""
+"""The weight table: splitting and merging are inverse, and the layouts are the ones that Megatron
+computes with.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Bit for bit: a row's result in every part of the invariant arithmetic is the same whatever rows are beside it."""
+"""Bit for bit: a row's result in every part of the invariant arithmetic is the same whatever rows
+are beside it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 def differing_batches(run: Callable[[Tensor], Tensor], x: Tensor, expected: Tensor) -> list[int]:
-    """Sizes of random batches of rows of x for which `run` does not give their rows of `expected`."""
+    """Sizes of random batches of rows of x for which `run` does not give their rows of
+    `expected`.
+    """
     draw, found = random.Random(0), []
     for size in [*range(1, 20), 33, 64, 100, 257, 300]:
         rows = torch.tensor([draw.randrange(x.shape[0]) for _ in range(size)])

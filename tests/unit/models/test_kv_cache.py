@@ -1,4 +1,6 @@
-"""Pages are taken from two ends, freed, moved together; the data and the lists that name them follow."""
+"""Pages are taken from two ends, freed, moved together; the data and the lists that name them
+follow.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""config.json read without transformers says what transformers says, and weights are read where the index says."""
+"""config.json read without transformers says what transformers says, and weights are read where the
+index says.
+"""
 
 from __future__ import annotations
 

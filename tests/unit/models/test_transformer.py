@@ -1,4 +1,6 @@
-"""The forward pass equals transformers' for every family, rope kind and head layout; weights go in and out by name."""
+"""The forward pass equals transformers' for every family, rope kind and head layout; weights go in
+and out by name.
+"""
 
 from __future__ import annotations
 

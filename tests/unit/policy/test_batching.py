@@ -1,4 +1,6 @@
-"""Alignment of packed batches against a loop written from the definition; balance and bounds of the packing."""
+"""Alignment of packed batches against a loop written from the definition; balance and bounds of the
+packing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""When a run is stopped: engines that disagree at the first batch, updates and weights that are not finite."""
+"""When a run is stopped: engines that disagree at the first batch, updates and weights that are not
+finite.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def with_observations(scored: ScoredGroup) -> ScoredGroup:
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda s: f"{s.advantage}-{s.loss}")
 def test_metrics_of_a_batch_are_those_without_observations(section: AlgorithmSection) -> None:
-    """The fake model's log-probs depend on the label alone, so only counts and masks could differ."""
+    """The fake model's log-probs depend on the label alone, so only counts and masks could
+    differ.
+    """
     found = []
     for scored in (scored_batch(), [with_observations(group) for group in scored_batch()]):
         trainer = make_trainer(FakeModel(), section, micro_batch_tokens=40)
@@ -64,7 +66,9 @@ def test_metrics_of_a_batch_are_those_without_observations(section: AlgorithmSec
 def test_a_masked_loss_and_its_gradient_by_hand(
     aggregation: str, weight: float, count: int
 ) -> None:
-    """Prompt [1], turn [2 3], observation [4 5], turn [6]: -ratio * advantage of the three tokens of the policy alone."""
+    """Prompt [1], turn [2 3], observation [4 5], turn [6]: -ratio * advantage of the three tokens
+    of the policy alone.
+    """
     rollout = make_rollout(
         (1,),
         torch.tensor([2, 3, 4, 5, 6]),

@@ -78,7 +78,9 @@ def test_kl_loss_adds_its_coefficient_times_the_estimate() -> None:
 
 
 def two_responses(**fields: object) -> MicroBatch:
-    """Prompt tokens at 0 and 3. Response 1 has the advantage 2, response 2 the advantage -1. Weights of sequence_mean."""
+    """Prompt tokens at 0 and 3. Response 1 has the advantage 2, response 2 the advantage -1.
+    Weights of sequence_mean.
+    """
     return micro_batch(
         [0.0, 2.0, 2.0, 0.0, -1.0, -1.0, -1.0, 0.0],
         [0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0],
@@ -90,12 +92,16 @@ def two_responses(**fields: object) -> MicroBatch:
 
 
 def shifted(*ratios: float) -> TokenLogprobs:
-    """Log-probs whose ratios to the old ones, all -1, are those. At masked tokens they do not matter."""
+    """Log-probs whose ratios to the old ones, all -1, are those. At masked tokens they do not
+    matter.
+    """
     return predicted([-1.0 + math.log(ratio) for ratio in ratios])
 
 
 def test_gspo_by_hand() -> None:
-    """Ratios 4 and 1 have the geometric mean 2; 1/8, 1 and 1 have 1/2. The arithmetic means would be 2.5 and 0.7."""
+    """Ratios 4 and 1 have the geometric mean 2; 1/8, 1 and 1 have 1/2. The arithmetic means would
+    be 2.5 and 0.7.
+    """
     section = AlgorithmSection(loss="gspo", aggregation="sequence_mean", clip_low=0.9, clip_high=2)
     output = shifted(7.0, 4.0, 1.0, 7.0, 1 / 8, 1.0, 1.0, 7.0)
     result = policy_loss(output, two_responses(), section)
@@ -103,7 +109,8 @@ def test_gspo_by_hand() -> None:
     assert float(result.loss_sum) == pytest.approx(-4 + 0.5, rel=1e-5)
     assert result.count == 2
     result.loss_sum.backward()
-    # d s/d logprob_t = s / T: -2 * 2 / 2 for each token of response 1, 1/2 / 3 for each of response 2
+    # d s/d logprob_t = s / T: -2 * 2 / 2 for each token of response 1, 1/2 / 3 for each of response
+    # 2
     expected = [0.0, -2.0, -2.0, 0.0, 1 / 6, 1 / 6, 1 / 6, 0.0]
     assert output.logprobs.grad.tolist() == pytest.approx(expected, rel=1e-5)
     assert float(result.metrics["pg_clipfrac"]) == 0
@@ -128,7 +135,8 @@ def test_cispo_by_hand_keeps_the_gradient_of_a_clipped_token() -> None:
     output = shifted(7.0, 4.0, 1.0, 7.0, 1 / 8, 1.0, 1.0, 7.0)
     result = policy_loss(output, two_responses(), section)
     result.loss_sum.backward()
-    # ratio 4 -> 1.5, no lower bound: 1/8 stays. Times the advantage, times the weight of sequence_mean.
+    # ratio 4 -> 1.5, no lower bound: 1/8 stays. Times the advantage, times the weight of
+    # sequence_mean.
     expected = [0.0, -1.5, -1.0, 0.0, 1 / 24, 1 / 3, 1 / 3, 0.0]
     assert output.logprobs.grad.tolist() == pytest.approx(expected, rel=1e-5)
     logprobs = [-1 + math.log(ratio) for ratio in (7.0, 4.0, 1.0, 7.0, 1 / 8, 1.0, 1.0, 7.0)]

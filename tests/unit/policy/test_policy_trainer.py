@@ -1,4 +1,6 @@
-"""The policy trainer over a fake model: shares of data-parallel ranks make up the whole, numbers do not depend on the cut."""
+"""The policy trainer over a fake model: shares of data-parallel ranks make up the whole, numbers do
+not depend on the cut.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ NUM_TOKENS = 9  # of the vocabulary of `scored_batch`
 
 
 class FakeModel:
-    """Log-probs that depend on the label alone: -label / 10, less 0.5 for the reference and 0.1 in an update, which follows its
-    gradient. Remembers what it is asked."""
+    """Log-probs that depend on the label alone: -label / 10, less 0.5 for the reference and 0.1 in
+    an update, which follows its gradient. Remembers what it is asked."""
 
     def __init__(self, groups: ProcessGroups | None = None) -> None:
         self.table_V = -torch.arange(NUM_TOKENS).double() / 10
@@ -195,7 +197,9 @@ def test_a_rank_knows_the_difference_of_every_response_of_its_share(
 
 
 def test_update_uses_the_old_logprobs_of_the_log_prob_pass() -> None:
-    """The fake's policy has moved by -0.1 since: the mean log-ratio, whatever the rollout engine said."""
+    """The fake's policy has moved by -0.1 since: the mean log-ratio, whatever the rollout engine
+    said.
+    """
     section = WithLogprobPass()
     updated = run(section)[1]
     assert updated["actor/ppo_kl"] == pytest.approx(0.1, rel=1e-5)
@@ -203,7 +207,9 @@ def test_update_uses_the_old_logprobs_of_the_log_prob_pass() -> None:
 
 
 def test_in_the_reward_the_default_estimate_of_kl_is_the_log_ratio() -> None:
-    """It is 0.5 at every token of the fake model. Each token takes a tenth of it off the reward of its response."""
+    """It is 0.5 at every token of the fake model. Each token takes a tenth of it off the reward of
+    its response.
+    """
     section = AlgorithmSection(advantage="dr_grpo", kl_coef=0.1, kl_placement="reward")
     trainer = make_trainer(FakeModel(), section)
     advantages = trainer.infer_logprobs(scored_batch(num_groups=1)).advantages
@@ -245,7 +251,8 @@ def test_without_a_log_prob_pass_every_ratio_is_one_and_the_metrics_are_there() 
     assert {name.partition("/")[0] for name in inferred} == {"critic"}  # of the advantages alone
     assert updated["actor/ppo_kl"] == 0
     assert updated["actor/pg_clipfrac"] == 0
-    # The fake's update says 0.1 less than the rollouts' distribution, and 0.15 more than their raw policy.
+    # The fake's update says 0.1 less than the rollouts' distribution, and 0.15 more than their raw
+    # policy.
     assert updated["actor/tis_weight"] == pytest.approx(math.exp(-0.1), rel=1e-5)
     assert updated["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(0.15)
 

@@ -1,4 +1,6 @@
-"""The critic's loss and statistics against numbers worked out by hand, and the end of a run whose critic does not learn."""
+"""The critic's loss and statistics against numbers worked out by hand, and the end of a run whose
+critic does not learn.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ import torch
 
 from tlt_megatron.config.extensions import load_extension
 
-# The rewards of tokens, of responses, of groups. In the first group two responses score 1 and two 0.
+# The rewards of tokens, of responses, of groups. In the first group two responses score 1 and two
+# 0.
 GROUPS = [[[0.0, 1.0], [0.0], [0.0, 0.0, 0.0], [1.0]], [[0.0], [0.0], [0.0], [0.0, 0.0]]]
 EQUAL = [[[0.0, 0.1], [0.1], [0.0, 0.0, 0.1]]]  # float64's mean of three times 0.1 is not 0.1
 TWO = [[[0.0, 0.0, 1.0]], [[0.0]]]
@@ -33,7 +34,8 @@ BASELINE = whitened([1 / 2, 1 / 2, 1 / 2, -1 / 2, 0, 0], 1 / 6)
     [
         ("grpo", GROUPS, {}, [UP] * 2 + [-UP] * 4 + [UP] + [0] * 5),
         ("dr_grpo", GROUPS, {}, [0.5] * 2 + [-0.5] * 4 + [0.5] + [0] * 5),
-        # of a response of 1 less the mean of the others: 1 - (0 + 0 + 1) / 3; of 0: -(1 + 0 + 1) / 3
+        # of a response of 1 less the mean of the others: 1 - (0 + 0 + 1) / 3; of 0: -(1 + 0 + 1) /
+        # 3
         ("rloo", GROUPS, {}, [2 / 3] * 2 + [-2 / 3] * 4 + [2 / 3] + [0] * 5),
         *((kind, EQUAL, {}, [0] * 6) for kind in ("grpo", "dr_grpo", "rloo")),
         ("dr_grpo", [[[-0.25, 0.75], [0.0]]], {}, [0.25, 0.25, -0.25]),  # of the sum of a response

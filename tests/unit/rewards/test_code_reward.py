@@ -1,4 +1,6 @@
-"""The reward for code of examples/datasets: what passes its tests scores 1, and nothing else does."""
+"""The reward for code of examples/datasets: what passes its tests scores 1, and nothing else
+does.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ def test_cuda_without_a_card_is_refused_and_auto_is_the_cpu() -> None:
 def test_files_that_the_host_keeps_in_memory_do_not_count_against_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each control group around the process limits it: here the job's, not the user's or the root."""
+    """Each control group around the process limits it: here the job's, not the user's or the
+    root.
+    """
     job = tmp_path / "user" / "job"
     job.mkdir(parents=True)
     for folder, limit in ((tmp_path / "user", "max"), (job, str(6 << 30))):

@@ -36,8 +36,9 @@ def test_automatic_thresholds_grow_by_one_factor_up_to_half_of_the_largest_batch
 def test_greedy_choice_is_the_median_of_the_window() -> None:
     """Rewards by hand, batch size 10, 1 s: 10 requests + accepted. Window 3.
 
-    LONG: 30 (all accept 2: 10 + 20), 20, 90 -> median 30. SHORT: 23, 25 -> median 24. Then LONG gets 20, its first 30 leaves
-    the window: 20, 90, 20 -> median 20, and SHORT leads. (Of all four the median would be 25.)
+    LONG: 30 (all accept 2: 10 + 20), 20, 90 -> median 30. SHORT: 23, 25 -> median 24. Then LONG
+    gets 20, its first 30 leaves the window: 20, 90, 20 -> median 20, and SHORT leads. (Of all four
+    the median would be 25.)
     """
     selector = BegMabSelector([WIDE, LONG, SHORT], (1, 5), epsilon=0.0, window=3)
     assert selector.choose(10).strategy == LONG  # without rewards: in the order given
@@ -53,7 +54,9 @@ def test_greedy_choice_is_the_median_of_the_window() -> None:
 
 
 def test_epsilon_is_the_share_of_uniform_draws() -> None:
-    """4,000 choices at epsilon 0.2: 800 explore and half of them draw the loser; 5 standard errors, 1e-6."""
+    """4,000 choices at epsilon 0.2: 800 explore and half of them draw the loser; 5 standard errors,
+    1e-6.
+    """
     selector = BegMabSelector([LONG, SHORT], (1,), epsilon=0.2, seed=3)
     selector.observe(LONG, 1, [1] * 8, 1.0)
     selector.observe(SHORT, 1, [0], 1.0)

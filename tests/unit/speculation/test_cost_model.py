@@ -1,6 +1,7 @@
 """The cost-model selector on synthetic machines and drafters that change.
 
-All scores are sums of expected values, and the noise is seeded, so nothing here depends on the speed of the machine.
+All scores are sums of expected values, and the noise is seeded, so nothing here depends on the
+speed of the machine.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def after(
 
 @pytest.mark.parametrize("quality", [0.7, 0.9])
 def test_long_tailed_rollouts_are_close_to_the_oracle_and_ahead_of_beg_mab(quality: float) -> None:
-    """128 requests, 64 at once, each with a text of its own; the drafter has to catch up after every pause."""
+    """128 requests, 64 at once, each with a text of its own; the drafter has to catch up after
+    every pause.
+    """
     later = []
     for seed in range(2):
         world = SyntheticDecoding(seed=seed, quality=quality, catch_up_s=2e-5, slowdown=6.0)
@@ -57,7 +60,9 @@ def test_long_tailed_rollouts_are_close_to_the_oracle_and_ahead_of_beg_mab(quali
 
 @pytest.mark.parametrize("quality", [0.0, 0.03])
 def test_a_useless_drafter_costs_at_most_three_percent(quality: float) -> None:
-    """A probe of the drafter includes its reading of all tokens that it missed: that is paid for too."""
+    """A probe of the drafter includes its reading of all tokens that it missed: that is paid for
+    too.
+    """
     for seed in range(2):
         world = SyntheticDecoding(seed=seed, quality=quality, catch_up_s=2e-5)
         selector = CostModelSelector(ARMS)
@@ -93,7 +98,9 @@ def test_a_drafter_that_goes_bad_is_left_and_taken_up_again_when_it_is_good(
 
 
 def test_a_bad_drafter_is_never_given_up_for_good() -> None:
-    """Though its reading grows with every step that it does not run, and with it the price of a probe."""
+    """Though its reading grows with every step that it does not run, and with it the price of a
+    probe.
+    """
     for seed in range(4):
         world, selector = after(300, 8, 0.02, seed=seed)
         chosen = run_selector(selector, world, [8] * 1200).chosen
@@ -103,7 +110,9 @@ def test_a_bad_drafter_is_never_given_up_for_good() -> None:
 
 
 def test_a_strategy_that_met_a_slow_moment_gets_another_chance() -> None:
-    """Five times as slow whenever 6_1_6 runs within the first 60 steps, and the best by far from then on."""
+    """Five times as slow whenever 6_1_6 runs within the first 60 steps, and the best by far from
+    then on.
+    """
     arms = ARMS[:3]
     world = SyntheticDecoding(seed=0, quality=0.95, arms=arms)
     assert world.best(1) == arms[2]
@@ -129,7 +138,9 @@ def decode(selector: CostModelSelector, num_steps: int, *, num_accepted: int) ->
 
 
 def test_a_new_drafter_is_not_judged_by_its_first_pass() -> None:
-    """The first pass reads the prompts, so it is slow, and drafts the beginnings of responses, which are hard."""
+    """The first pass reads the prompts, so it is slow, and drafts the beginnings of responses,
+    which are hard.
+    """
     selector = CostModelSelector([CHAIN])
     decode(selector, 300, num_accepted=0)
     for _ in range(3):
@@ -142,7 +153,9 @@ def test_a_new_drafter_is_not_judged_by_its_first_pass() -> None:
 
 
 def test_a_straggler_does_not_keep_new_requests_from_drafting() -> None:
-    """The last request of a batch accepts nothing and is decoded plainly. The next batch is drafted at once."""
+    """The last request of a batch accepts nothing and is decoded plainly. The next batch is drafted
+    at once.
+    """
     for seed in range(4):
         world, selector = SyntheticDecoding(seed=seed, quality=0.85), CostModelSelector(ARMS)
         run_selector(selector, world, [8] * 300)
@@ -153,7 +166,9 @@ def test_a_straggler_does_not_keep_new_requests_from_drafting() -> None:
 
 
 def test_retrieval_goes_on_while_learned_drafts_find_no_memory() -> None:
-    """A probe that the engine overrules waits for its next turn, also the first one of a new drafter."""
+    """A probe that the engine overrules waits for its next turn, also the first one of a new
+    drafter.
+    """
     world = SyntheticDecoding(seed=0, quality=0.03, retrieval=0.6, arms=RETRIEVING_ARMS)
     selector = CostModelSelector(RETRIEVING_ARMS)
     run_selector(selector, world, [4] * 300)

@@ -59,7 +59,9 @@ def grow_slowly(
 
 
 def paths_of(tree: DraftTree, row: int) -> set[Path]:
-    """Node paths of one request, read off the record; checks order, depths and uniqueness on the way."""
+    """Node paths of one request, read off the record; checks order, depths and uniqueness on the
+    way.
+    """
     paths: list[Path] = []
     for node, token in enumerate(tree.token_ids_BQ[row].tolist()):
         parent = int(tree.parents_BQ[row, node])

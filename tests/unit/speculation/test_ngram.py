@@ -14,7 +14,9 @@ SIZES = (5, 3, 2)
 
 
 class SlowIndex:
-    """The definition: every token with all that stood before it, in the order in which they came."""
+    """The definition: every token with all that stood before it, in the order in which they
+    came.
+    """
 
     def __init__(self) -> None:
         self.events: list[tuple[str, list[int], int]] = []
@@ -83,7 +85,9 @@ def test_proposals_equal_a_search_through_all_texts(vocab: int) -> None:
 
 
 def test_sibling_of_a_known_prompt_teaches_nothing() -> None:
-    """Indexing the prompt again would cost as much as a short response, and bury what the others wrote."""
+    """Indexing the prompt again would cost as much as a short response, and bury what the others
+    wrote.
+    """
     index = NgramIndex(sizes=(2,))
     index.append([index.start("a", [5, 1, 2, 3, 1, 2])], [[9]])
     assert rows(*index.propose([index.start("a", [5, 1, 2, 3, 1, 2])], 1)) == [[9]]
@@ -113,7 +117,9 @@ def count_entries(index: NgramIndex) -> int:
 
 
 def test_room_is_bounded() -> None:
-    """All tokens differ, so that each makes one entry for each size, in its prompt's table and in that of all texts."""
+    """All tokens differ, so that each makes one entry for each size, in its prompt's table and in
+    that of all texts.
+    """
     index, max_entries, num_tokens = NgramIndex(sizes=(3, 2), max_entries=400), 400, 0
     for number in range(60):
         texts = [index.start(str(number), [])]

@@ -1,4 +1,6 @@
-"""The search for the noise-keyed sample gives the token of the plain definition, bit for bit, on any logits."""
+"""The search for the noise-keyed sample gives the token of the plain definition, bit for bit, on
+any logits.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def test_one_token_far_above_the_others(lead: float) -> None:
 @pytest.mark.parametrize("behind", [0.0, 1e-15, 1e-12, 1e-10])
 @pytest.mark.parametrize("vocab_size", [4096, 4133])
 def test_a_rival_at_the_bound_is_not_lost(vocab_size: int, behind: float) -> None:
-    """All tokens end up equal, but for one that is just below or equal: the first id of the best wins."""
+    """All tokens end up equal, but for one that is just below or equal: the first id of the best
+    wins.
+    """
     seeds_B, positions_B = draws(16)
     logits_BV = 1.0 - gumbel_noise(seeds_B, positions_B, vocab_size)
     for first in (0, 2000, vocab_size - 1):
@@ -89,7 +93,9 @@ def test_a_rival_at_the_bound_is_not_lost(vocab_size: int, behind: float) -> Non
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("count", [1, 2, 4000, REAL])
 def test_logits_that_are_not_finite(value: float, count: int) -> None:
-    """The first NaN wins, then the first inf; a row of -inf gives token 0. Other rows are not affected."""
+    """The first NaN wins, then the first inf; a row of -inf gives token 0. Other rows are not
+    affected.
+    """
     seeds_B, positions_B = draws(8)
     for first in {0, 7, REAL - count}:
         logits_BV = normal(8, REAL, 3).float()

@@ -1,7 +1,8 @@
-"""How much is accepted of children that are ranked by the noise of their position, and by their probability alone.
+"""How much is accepted of children that are ranked by the noise of their position, and by their
+probability alone.
 
-The drafter: 512 tokens, target logits 3 x normal, draft logits off by 0.7 x normal. Margins are above 4
-standard errors, so at fresh seeds a test fails by chance less than once in 10,000 runs.
+The drafter: 512 tokens, target logits 3 x normal, draft logits off by 0.7 x normal. Margins are
+above 4 standard errors, so at fresh seeds a test fails by chance less than once in 10,000 runs.
 """
 
 from __future__ import annotations
@@ -78,12 +79,16 @@ def test_all_drafts_of_a_drafter_equal_to_the_target_are_accepted(
 
 
 def test_cut_target_is_followed_by_a_cut_drafter() -> None:
-    """The noise lifts tokens that a cut target cannot draw; a drafter that ranked them would lose a third."""
+    """The noise lifts tokens that a cut target cannot draw; a drafter that ranked them would lose a
+    third.
+    """
     assert accept_length("4_1_4", Sampling(top_k=8)) > 2.1
 
 
 def test_first_children_of_a_small_tree_by_hand() -> None:
-    """root -> {7 -> {8, 5}, 9}. Row 0 takes 7 then 5, its second child; row 1 takes 9, the second child of the root."""
+    """root -> {7 -> {8, 5}, 9}. Row 0 takes 7 then 5, its second child; row 1 takes 9, the second
+    child of the root.
+    """
     parents = torch.tensor([[-1, -1, 0, 0]]).expand(2, -1)
     tree = DraftTree(
         token_ids_BQ=torch.tensor([[7, 9, 8, 5]]).expand(2, -1),

@@ -1,6 +1,8 @@
-"""Sampling draws from the exact distribution, with noise that depends on (seed, position, token) alone.
+"""Sampling draws from the exact distribution, with noise that depends on (seed, position, token)
+alone.
 
-Statistical tests have fixed seeds; each would raise a false alarm with probability 1e-4 if its seeds were drawn anew.
+Statistical tests have fixed seeds; each would raise a false alarm with probability 1e-4 if its
+seeds were drawn anew.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def seeds(count: int, run_seed: int = 0) -> Tensor:
 
 
 def chi_square_p(counts_V: Tensor, probs_V: Tensor) -> float:
-    """Upper tail probability of Pearson's statistic; cells with fewer than 5 expected are pooled."""
+    """Upper tail probability of Pearson's statistic; cells with fewer than 5 expected are
+    pooled.
+    """
     assert counts_V[probs_V == 0].sum() == 0
     expected = probs_V.double() * counts_V.sum()
     small = expected < 5
@@ -105,7 +109,9 @@ def test_ties_at_the_cut_rank_by_token_id() -> None:
 
 
 def test_noise_is_a_race_of_splitmix64_hashes() -> None:
-    """Recomputed with Python's integers, over three blocks; so the stream is pinned across versions and devices."""
+    """Recomputed with Python's integers, over three blocks; so the stream is pinned across versions
+    and devices.
+    """
     golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
     def mix(z: int) -> int:
@@ -200,7 +206,9 @@ def test_every_number_is_exp_1(uniform_BV: Tensor) -> None:
 
 
 def test_numbers_are_not_correlated(uniform_BV: Tensor) -> None:
-    """All pairs of tokens, as ranks and as E: each correlation is normal with deviation 1 / sqrt(NUM_ROWS)."""
+    """All pairs of tokens, as ranks and as E: each correlation is normal with deviation 1 /
+    sqrt(NUM_ROWS).
+    """
     for values in (uniform_BV, -uniform_BV.log(), (uniform_BV > 0.9).double()):
         correlations = torch.corrcoef(values.T)
         pairs = correlations[torch.triu_indices(NUM_IDS, NUM_IDS, 1).unbind()] * math.sqrt(NUM_ROWS)
@@ -210,7 +218,9 @@ def test_numbers_are_not_correlated(uniform_BV: Tensor) -> None:
 
 @pytest.mark.parametrize("tokens", [(3, 40), (0, 63), (10, 70), (64, 127)])
 def test_two_tokens_are_independent(uniform_BV: Tensor, tokens: tuple[int, int]) -> None:
-    """Joint table of two tokens of a block, or of two, with the cells that a shared smallest number would fill."""
+    """Joint table of two tokens of a block, or of two, with the cells that a shared smallest number
+    would fill.
+    """
     edges = torch.tensor([0.5, 0.9, 0.97, 0.99], dtype=torch.float64)
     cells = [torch.bucketize(uniform_BV[:, token].contiguous(), edges) for token in tokens]
     probs = torch.cat((edges, edges.new_ones(1))).diff(prepend=edges.new_zeros(1))

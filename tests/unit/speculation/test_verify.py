@@ -15,7 +15,9 @@ from tlt_megatron.speculation.verify import Verdict, accepted_by_depth, verify_n
 def walk(
     tree: DraftTree, row: int, samples: list[int], stops: set[int], limit: int
 ) -> tuple[int, list[int], list[int]]:
-    """Accepted drafts, the rows of the path and the committed tokens of one request, by the definition."""
+    """Accepted drafts, the rows of the path and the committed tokens of one request, by the
+    definition.
+    """
     tokens, parents = tree.token_ids_BQ[row].tolist(), tree.parents_BQ[row].tolist()
 
     def path_to(node: int) -> list[int] | None:
@@ -49,7 +51,9 @@ def assert_is(verdict: Verdict, row: int, expected: tuple[int, list[int], list[i
 
 @pytest.mark.parametrize("is_mask_given", [True, False])
 def test_verdict_equals_the_slow_walk_on_random_trees(is_mask_given: bool) -> None:
-    """Two or three different tokens, so that long paths, repeated siblings and early stops all occur."""
+    """Two or three different tokens, so that long paths, repeated siblings and early stops all
+    occur.
+    """
     generator, longest, num_stopped = random.Random(1), 0, 0
     for _ in range(150):
         vocab, batch_size = generator.randrange(2, 4), 4

@@ -1,6 +1,8 @@
-"""The drafter's side of a step on one rank of two: what is trained, when it reaches the engine, what a stop leaves behind.
+"""The drafter's side of a step on one rank of two: what is trained, when it reaches the engine,
+what a stop leaves behind.
 
-All is real but the engine, which takes weights and draws nothing, and the other rank, which is played by hand.
+All is real but the engine, which takes weights and draws nothing, and the other rank, which is
+played by hand.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Shelf:
 
 
 class WatchedBuffer(DataBuffer):
-    """Calls `before` with the number of batches of this step so far, ahead of each batch; `measures` ahead of a measurement."""
+    """Calls `before` with the number of batches of this step so far, ahead of each batch;
+    `measures` ahead of a measurement.
+    """
 
     def before(self, count: int) -> None:
         """Nothing, unless a test replaces it."""

@@ -1,7 +1,8 @@
-"""A rollout phase of 128 replicas that finish, join, train and are lost in random order: what holds, and what it costs.
+"""A rollout phase of 128 replicas that finish, join, train and are lost in random order: what
+holds, and what it costs.
 
-The rules are the real ones; tests/spot_machine.py says in few words what a rank does with them. Costs are counted, not
-timed: lines that ranks append to the phase's log, and reads of it.
+The rules are the real ones; tests/spot_machine.py says in few words what a rank does with them.
+Costs are counted, not timed: lines that ranks append to the phase's log, and reads of it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Cost:
 
 
 def run_phase(num_replicas: int, seed: int) -> Cost:
-    """All but one finish in random order, spread over the phase; three ranks die while they train."""
+    """All but one finish in random order, spread over the phase; three ranks die while they
+    train.
+    """
     machine = CountingMachine()
     machine.start(num_replicas=num_replicas, size=1, min_idle=1)
     rng = random.Random(seed)

@@ -32,7 +32,9 @@ def weights(number: float) -> dict[str, Tensor]:
 
 
 def consider(publisher: DrafterPublisher, number: int, new: float, old: float) -> bool:
-    """Candidate `number` accepts `new`, and the published drafter `old`; nan: nothing was measured."""
+    """Candidate `number` accepts `new`, and the published drafter `old`; nan: nothing was
+    measured.
+    """
     candidate = weights(number)
     measured, published = (
         make_result([0.0], [0.0]) if math.isnan(x) else make_result([100.0], [(x - 1.0) * 100.0])
@@ -67,7 +69,9 @@ def test_a_candidate_that_accepts_no_less_is_published(
 
 
 def test_old_numbers_are_not_compared_with_new_ones() -> None:
-    """The target has moved: the candidate accepts less than the published one did, and more than it does."""
+    """The target has moved: the candidate accepts less than the published one did, and more than it
+    does.
+    """
     publisher = DrafterPublisher(weights(0))
     assert consider(publisher, 1, 1.8, 1.4)
     assert consider(publisher, 2, 1.5, 1.3)

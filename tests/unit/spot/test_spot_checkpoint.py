@@ -1,4 +1,6 @@
-"""Checkpoints of the drafter: what is in them, what a crash or a busy thread leaves, how errors surface."""
+"""Checkpoints of the drafter: what is in them, what a crash or a busy thread leaves, how errors
+surface.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sessions of one member, with the other ranks played by hand: when the stop is seen, limits, missing data, errors."""
+"""Sessions of one member, with the other ranks played by hand: when the stop is seen, limits,
+missing data, errors.
+"""
 
 from __future__ import annotations
 

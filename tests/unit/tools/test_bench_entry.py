@@ -1,4 +1,6 @@
-"""`python -m tools.bench NAME`: every benchmark that is listed has a file with options of its own."""
+"""`python -m tools.bench NAME`: every benchmark that is listed has a file with options of its
+own.
+"""
 
 from __future__ import annotations
 

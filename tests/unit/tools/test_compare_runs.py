@@ -1,4 +1,6 @@
-"""Two runs are told apart by a single token or reward, and the first step where they part is named."""
+"""Two runs are told apart by a single token or reward, and the first step where they part is
+named.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ UPDATE_S = 50.0  # and 1.0 for each token of a rank
 
 
 def _record(folder: Path, *, spot: bool = True) -> Path:
-    """Write a run of two ranks whose passes and phases follow the constants above. A drafter of u updates has both tokens right with chance min(u / 100, 1)."""
+    """Write a run of two ranks whose passes and phases follow the constants above. A drafter of u
+    updates has both tokens right with chance min(u / 100, 1).
+    """
     rows, metrics = [], []
     for step, prompts in enumerate(LENGTHS, start=1):
         updates = 100 if step == 2 else 0
@@ -73,7 +75,9 @@ def _write(path: Path, rows: list[dict]) -> None:
 
 @pytest.fixture
 def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Return a function that runs `tlt plan --simulate` and returns its exit code and the numbers of each row."""
+    """Return a function that runs `tlt plan --simulate` and returns its exit code and the numbers
+    of each row.
+    """
     monkeypatch.setenv("COLUMNS", "200")
     model = tmp_path / "model"
     make_tiny_hf(model, "qwen2")
@@ -102,7 +106,8 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 def test_seconds_are_those_of_the_recorded_machine(plan, tmp_path: Path) -> None:
     code, text, table = plan("--simulate", str(_record(tmp_path / "run")))
     assert code == 0, text
-    # Rank 0 has [3, 5] and rank 1 [9, 2]: 8 plain passes, one of them with two requests. Then two times [4, 4].
+    # Rank 0 has [3, 5] and rank 1 [9, 2]: 8 plain passes, one of them with two requests. Then two
+    # times [4, 4].
     first_s = 7 * (OFF_S + SLOPE_S) + (OFF_S + 2 * SLOPE_S)
     second_s = 3 * (OFF_S + 2 * SLOPE_S)
     plain, fixed, frozen, tlt = table["gen"]

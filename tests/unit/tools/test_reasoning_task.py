@@ -1,4 +1,6 @@
-"""The synthetic task and its tiny policy: right derivations, slips that are wrong, tokenizer, splits, caching."""
+"""The synthetic task and its tiny policy: right derivations, slips that are wrong, tokenizer,
+splits, caching.
+"""
 
 from __future__ import annotations
 

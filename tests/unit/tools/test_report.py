@@ -80,7 +80,9 @@ def tlt_metrics(step: int) -> dict[str, float]:
 
 
 def make_run(folder: Path, *, is_plain: bool = False) -> Path:
-    """Three steps on two ranks, written by what writes them in a run. A plain one keeps no trace."""
+    """Three steps on two ranks, written by what writes them in a run. A plain one keeps no
+    trace.
+    """
     config = load_config(
         None,
         [

@@ -1,4 +1,6 @@
-"""The sums for a small language model: right answers, a long tail, nothing held out is trained on."""
+"""The sums for a small language model: right answers, a long tail, nothing held out is trained
+on.
+"""
 
 from __future__ import annotations
 

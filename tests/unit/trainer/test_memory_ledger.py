@@ -27,7 +27,8 @@ TOTAL = 7_615_616_512  # parameters, as the model card counts them
 TABLE = 152064 * 3584
 LAYER = 2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 3584 * 18944 + 2 * 3584 + 3584 + 2 * 512
 DRAFTER = LAYER + 3 * 3584**2
-# Elements of a layer that are kept for the backward pass, per token: norms, projections and attention, MLP.
+# Elements of a layer that are kept for the backward pass, per token: norms, projections and
+# attention, MLP.
 KEPT = 4 * 3584 + 3 * 3584 + 3 * 512 + 3 * 18944
 GPU = Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl")
 CPU = Device(torch_device=torch.device("cpu"), backend="gloo")
@@ -112,7 +113,9 @@ def test_a_checkpoint_takes_memory_of_the_host(tmp_path: Path) -> None:
 
 
 def test_the_fullest_of_uneven_stages_counts(tmp_path: Path) -> None:
-    """Of 28 layers the first stage holds 18, and activations of two micro-batches, or the last one the logits."""
+    """Of 28 layers the first stage holds 18, and activations of two micro-batches, or the last one
+    the logits.
+    """
     first = "parallel.pipeline=2 mcore.transformer.num_layers_in_first_pipeline_stage"
     even, more, fewer = (ledger_of(tmp_path, f"{first}={n}", 2) for n in (14, 18, 10))
     assert claim(even, "policy") == 2 * (14 * LAYER + TABLE)
@@ -184,7 +187,8 @@ def test_a_critic_takes_what_a_policy_without_output_layer_does(
     own = TOTAL - TABLE
     added = {phase: ledger.bytes_in(phase) - plain.bytes_in(phase) for phase in Phase}
     host = {p: ledger.of_host().bytes_in(p) - plain.of_host().bytes_in(p) for p in Phase}
-    # away, its gradients and optimizer take the place of the policy's, and the larger optimizer of both is counted
+    # away, its gradients and optimizer take the place of the policy's, and the larger optimizer of
+    # both is counted
     expected = own * (2 if is_away else 2 + 4 + 12 / 4)
     assert list(added.values()) == pytest.approx([expected] * len(Phase), rel=1e-3)
     assert list(host.values()) == pytest.approx([TOTAL * 3 * is_away] * len(Phase), rel=1e-3)

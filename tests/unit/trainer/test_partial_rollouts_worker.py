@@ -1,4 +1,6 @@
-"""Responses that are carried over several policies: every token and log-prob is of the policy that the record names."""
+"""Responses that are carried over several policies: every token and log-prob is of the policy that
+the record names.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def prompt_at(draw: int) -> Prompt:
 
 
 def run(path: Path, folder: Path, **settings: bool) -> tuple[list[Collected], Rewards]:
-    """Several steps, between which the policy changes and carried responses go through a checkpoint."""
+    """Several steps, between which the policy changes and carried responses go through a
+    checkpoint.
+    """
     engine = EmbeddedEngine(
         load_model_config(path),
         RolloutSection(dtype="float64", max_batch_size=16, **settings),

@@ -1,7 +1,8 @@
-"""One RL step on a GPU that the trainer shares with an engine in another process: who frees and takes memory when.
+"""One RL step on a GPU that the trainer shares with an engine in another process: who frees and
+takes memory when.
 
-The GPU is pretended. Its trainer keeps what it freed until it gives its cache back, as torch's allocator does. The sizes are
-those of the ledger for the 7B and 32B examples.
+The GPU is pretended. Its trainer keeps what it freed until it gives its cache back, as torch's
+allocator does. The sizes are those of the ledger for the 7B and 32B examples.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class SharedGpu:
 
 
 def make_trainer(gpu: SharedGpu) -> RLTrainer:
-    """The loop with parts that only take and free memory; the policy leaves its device by its own method."""
+    """The loop with parts that only take and free memory; the policy leaves its device by its own
+    method.
+    """
     policy = McorePolicyModel.__new__(McorePolicyModel)
     policy._offloads, policy._is_away = True, True
     policy._device = SimpleNamespace(is_cuda=True, release_cached=gpu.release_cached)

@@ -117,7 +117,8 @@ def test_the_answer_of_a_response(text: str, answer: str) -> None:
 def test_majority_by_hand() -> None:
     answers = [["1", "2", "2", "3"], ["4", "5", "6", "7"], ["8", "8", "9", "9"]]
     right = [[True, False, False, False], [True, False, False, False], [False, True, False, True]]
-    # 2 is wrong; of four answers once each the first, 4, is right; 8 is right in one of its two responses
+    # 2 is wrong; of four answers once each the first, 4, is right; 8 is right in one of its two
+    # responses
     assert list(map(majority, answers, right)) == [0, 1, 0.5]
 
 

@@ -1,4 +1,6 @@
-"""Rounds of rollouts on stand-ins: idle time, a stop in a later round, and the rounds that measure the gain."""
+"""Rounds of rollouts on stand-ins: idle time, a stop in a later round, and the rounds that measure
+the gain.
+"""
 
 from __future__ import annotations
 

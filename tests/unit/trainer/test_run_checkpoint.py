@@ -48,7 +48,9 @@ def names(root: Path) -> list[str]:
 
 
 def test_a_resume_finishes_the_rename_that_a_crash_prevented(tmp_path: Path) -> None:
-    """Otherwise a second crash, while the same step is saved again, would fall back to the older checkpoint."""
+    """Otherwise a second crash, while the same step is saved again, would fall back to the older
+    checkpoint.
+    """
     manager(tmp_path).save(1, {})
     manager(tmp_path).save(2, {}).rename(tmp_path / "iter_0000002.tmp")
     (tmp_path / POINTER).write_text("1")

@@ -1,4 +1,6 @@
-"""The metrics that rank 0 adds to a step: the utilization of known GPUs, and the peak of their memory."""
+"""The metrics that rank 0 adds to a step: the utilization of known GPUs, and the peak of their
+memory.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,8 @@ def test_a_step_on_known_gpus(tmp_path: Path) -> None:
             pass
     report.end_step(1, TrainedStep(collected, inference, {"actor/num_updates": 2.0}, {}))
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
-    # three times a forward pass over 5 and 7 tokens, twice; forward passes of policy and reference over all
+    # three times a forward pass over 5 and 7 tokens, twice; forward passes of policy and reference
+    # over all
     updated, inferred = 6 * forward_flops(MODEL, [5, 7]), 2 * forward_flops(MODEL, [5, 7, 6])
     updated_share = updated / row["timing_s/update_actor"] / 1e6
     inferred_share = inferred / row["timing_s/old_log_prob"] / 1e6

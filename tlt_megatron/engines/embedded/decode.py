@@ -1,8 +1,8 @@
 """The running batch, with its state in tensors.
 
-`generation.py` calls `add`, then in turn `sample`, `remove`, `grow`, and `forward` or `speculate`. A
-pass reads back to Python once: which rows ended, and of a speculative step what it committed. Row b of
-every tensor is `requests[b]`; the last rows fill the places of rows that leave.
+`generation.py` calls `add`, then in turn `sample`, `remove`, `grow`, and `forward` or `speculate`.
+A pass reads back to Python once: which rows ended, and of a speculative step what it committed. Row
+b of every tensor is `requests[b]`; the last rows fill the places of rows that leave.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ class DecodeBatch:
     # ---- one pass
 
     def sample(self) -> list[Ended]:
-        """Sample and record the next token of every row, unless the last step did. Return those that ended, for `remove`."""
+        """Sample and record the next token of every row, unless the last step did. Return those
+        that ended, for `remove`.
+        """
         read, self._read_ended = self._read_ended, None
         flags = [] if read is None else read()
         if len(flags) < len(self.requests):
@@ -149,7 +151,9 @@ class DecodeBatch:
         return self._outputs.read(request, num_drawn)
 
     def _draw(self, first_row: int) -> list[bool]:
-        """Sample and record the next token of the rows from `first_row` on. Return which of them ended."""
+        """Sample and record the next token of the rows from `first_row` on. Return which of them
+        ended.
+        """
         params, requests = self._models.params, self.requests[first_row:]
         rows = self._rows
         if first_row:
@@ -245,7 +249,9 @@ class DecodeBatch:
         return layout.has_lanes
 
     def speculate(self, strategy: SpeculationStrategy) -> Advance:
-        """Draft, verify and commit in place of `forward`. The last token of each row is what the next `sample` would draw."""
+        """Draft, verify and commit in place of `forward`. The last token of each row is what the
+        next `sample` would draw.
+        """
         assert self._speculator is not None
         assert self._layout.has_lanes
         rows, outputs = self._rows, self._outputs

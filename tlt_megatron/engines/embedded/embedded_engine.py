@@ -1,6 +1,7 @@
 """The embedded rollout engine: satisfies `engines.base.RolloutEngine` in pure torch.
 
-It plans its memory from sizes before it allocates anything. One iteration of its loop is prefill, sample, decode.
+It plans its memory from sizes before it allocates anything. One iteration of its loop is prefill,
+sample, decode.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ _IDLE_S = 0.002  # between two calls of `more_prompts` while there is nothing to
 
 
 class EmbeddedEngine:
-    """See `engines.base.RolloutEngine`. The first `load_weights` allocates the weights, the first `generate` the KV."""
+    """See `engines.base.RolloutEngine`. The first `load_weights` allocates the weights, the first
+    `generate` the KV.
+    """
 
     def __init__(
         self,
@@ -52,9 +55,11 @@ class EmbeddedEngine:
         tap_layers: tuple[int, ...] = (),
         make_speculation: Callable[[Tensor, Tensor], Speculation] | None = None,
     ) -> None:
-        """Features are the last hidden state, then the states after `tap_layers`. An EAGLE-3 drafter reads the latter.
+        """Features are the last hidden state, then the states after `tap_layers`. An EAGLE-3
+        drafter reads the latter.
 
-        After the first `load_weights`, the engine speculates with the result of `make_speculation(embedding, lm_head)`."""
+        After the first `load_weights`, the engine speculates with the result of
+        `make_speculation(embedding, lm_head)`."""
         self._weights = PolicyWeights(model_config, section, device.torch_device)
         self._tap_layers = tap_layers
         self._section = section
@@ -76,7 +81,9 @@ class EmbeddedEngine:
         return GraphPool(self._plan.graphs, new_memory)
 
     def memory_plan(self, strategies: Sequence[SpeculationStrategy] | None = None) -> MemoryPlan:
-        """Return the memory of this engine when awake, with these strategies (default: its own). Allocates nothing."""
+        """Return the memory of this engine when awake, with these strategies (default: its own).
+        Allocates nothing.
+        """
         if strategies is None:
             return self._plan
         return plan_memory(
@@ -110,7 +117,8 @@ class EmbeddedEngine:
         return model.embedding, model.lm_head
 
     def set_speculation(self, speculation: Speculation | None) -> None:
-        """Start speculation with the next `generate`, or stop it (None). Tokens stay the same; the KV is reallocated.
+        """Start speculation with the next `generate`, or stop it (None). Tokens stay the same; the
+        KV is reallocated.
 
         ValueError if the drafter reads other tap layers than the engine keeps.
         """
@@ -131,7 +139,9 @@ class EmbeddedEngine:
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
     ) -> None:
-        """See `RolloutEngine`. Also allowed between two passes of a running `generate`: only the drafter's KV is rebuilt."""
+        """See `RolloutEngine`. Also allowed between two passes of a running `generate`: only the
+        drafter's KV is rebuilt.
+        """
         self._require_awake()
         if self._speculation is None:
             raise RuntimeError(f"drafter version {version}: the engine was given none to replace")
@@ -196,7 +206,9 @@ class EmbeddedEngine:
         return {} if self._speculation is None else self._speculation.state_dict()
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """See `RolloutEngine`. Does nothing if the state is empty or the engine has no speculation."""
+        """See `RolloutEngine`. Does nothing if the state is empty or the engine has no
+        speculation.
+        """
         if state and self._speculation is not None:
             self._speculation.load_state_dict(state)
 
@@ -228,9 +240,11 @@ class EmbeddedEngine:
         should_stop: Callable[[], bool] | None = None,
         more_prompts: MorePrompts | None = None,
     ) -> list[RolloutGroup]:
-        """See `RolloutEngine`. `max_new_tokens[prompt][sample]` sets lower limits for single requests.
+        """See `RolloutEngine`. `max_new_tokens[prompt][sample]` sets lower limits for single
+        requests.
 
-        `on_features` receives the hidden state after the final norm, then the states after `tap_layers`.
+        `on_features` receives the hidden state after the final norm, then the states after
+        `tap_layers`.
         """
         self._require_awake()
         model = self._weights.model_of(policy_version)
@@ -288,7 +302,9 @@ class EmbeddedEngine:
         *,
         keeps_features: bool,
     ) -> KvCache:
-        """Check that each request fits into the KV on its own. Then allocate the KV if needed, and clear it."""
+        """Check that each request fits into the KV on its own. Then allocate the KV if needed, and
+        clear it.
+        """
         num_pages = self._plan.kv_tokens // PAGE_TOKENS
         longest = longest_later
         for prompt in prompts:
@@ -325,7 +341,9 @@ class EmbeddedEngine:
         return self._cache
 
     def _reserve_positions(self, longest: int) -> None:
-        """Make the rotary tables long enough. With graphs use the planned length at once: captured addresses must stay."""
+        """Make the rotary tables long enough. With graphs use the planned length at once: captured
+        addresses must stay.
+        """
         speculation = self._speculation
         longest += self._plan.draft_slots
         if self.has_graphs:

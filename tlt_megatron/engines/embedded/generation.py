@@ -87,7 +87,8 @@ class Generation:
         self._batch = DecodeBatch(models, max_batch_size=size, speculation=speculation)
         self._wait = wait
         self._step: _Step | None = None  # whose tokens the next `sample` draws
-        # A GPU runs a plain pass while its tokens are awaited: the pass is its launch and their sampling.
+        # A GPU runs a plain pass while its tokens are awaited: the pass is its launch and their
+        # sampling.
         self._step_s = 0.0
         self._num_computed = self._num_recomputed = 0  # prefilled tokens
         self._num_generated = self._num_unspeculated = 0

@@ -1,10 +1,10 @@
 """Plans which passes are captured into CUDA graphs, and estimates their memory from sizes.
 
 This is the bucketed graph pool of TLT (arXiv 2511.16665): bucketed batch sizes, separate target and
-drafter captures, one capture per shape, one memory pool. A strategy is planned for batches whose verify
-pass has at most _VERIFY_TOKENS rows. All strategies of a batch bucket share one verify capture, as
-wide as the widest of them: a pass of so many rows costs about as much as one row. Each has its own
-draft capture, of all depths of its trees.
+drafter captures, one capture per shape, one memory pool. A strategy is planned for batches whose
+verify pass has at most _VERIFY_TOKENS rows. All strategies of a batch bucket share one verify
+capture, as wide as the widest of them: a pass of so many rows costs about as much as one row. Each
+has its own draft capture, of all depths of its trees.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _MIN_LENGTH = 512  # shortest length bucket; each next one is twice as long
 # Driver memory per captured kernel: 63-66 KB measured with empty kernels on CUDA 11.2
 # (forums.developer.nvidia.com/t/244901).
 _KERNEL_BYTES = 64 << 10
-# Kernels of a decoder layer; of TARGET outside its layers, and more if it verifies; of DRAFT outside its
-# depths, of a depth beside its layer, and more of a tree. Counted from a bfloat16 model: torch calls that
-# are not views, and fused kernels.
+# Kernels of a decoder layer; of TARGET outside its layers, and more if it verifies; of DRAFT
+# outside its depths, of a depth beside its layer, and more of a tree. Counted from a bfloat16
+# model: torch calls that are not views, and fused kernels.
 _LAYER_KERNELS = 11
 _TARGET_KERNELS, _VERIFY_KERNELS = 75, 35
 _DRAFT_KERNELS, _DEPTH_KERNELS, _TREE_KERNELS = 20, 25, 10
@@ -58,7 +58,9 @@ class EagerReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphKey:
-    """One captured shape. Example: role target, num_rows 17, depth 6 verifies up to 16 drafted tokens in 6 levels."""
+    """One captured shape. Example: role target, num_rows 17, depth 6 verifies up to 16 drafted
+    tokens in 6 levels.
+    """
 
     role: Role
     num_rows: int  # R, query tokens of each sequence; of DRAFT: pairs that are new to the drafter
@@ -84,7 +86,8 @@ class CaptureCost:
 class GraphPlan:
     """The captures of one engine.
 
-    Example: `GraphPlan(c, strategies, max_batch_size=64, max_length=1600, item_bytes=2).describe()`.
+    Example: `GraphPlan(c, strategies, max_batch_size=64, max_length=1600,
+    item_bytes=2).describe()`.
     """
 
     def __init__(
@@ -114,7 +117,9 @@ class GraphPlan:
         longest: int,
         strategy: SpeculationStrategy | None = None,
     ) -> GraphKey | EagerReason:
-        """Return the smallest capture for a step that reads `longest` positions, or why none fits. DRAFT has a strategy."""
+        """Return the smallest capture for a step that reads `longest` positions, or why none fits.
+        DRAFT has a strategy.
+        """
         at_size = bisect_left(self.batch_sizes, batch_size)
         if at_size == len(self.batch_sizes):
             return EagerReason.BATCH
@@ -144,8 +149,8 @@ class GraphPlan:
             for num_rows, tree_depth in sorted(trees)
             for length in self.lengths
         ]
-        # After a step of a strategy, at most depth + 1 pairs are new to the drafter. One layer skips
-        # the keys after a sequence so fast that it needs no buckets of lengths.
+        # After a step of a strategy, at most depth + 1 pairs are new to the drafter. One layer
+        # skips the keys after a sequence so fast that it needs no buckets of lengths.
         drafts = [
             make(role=Role.DRAFT, num_rows=depth + 1, length=self.max_length, strategy=strategy)
             for strategy in usable
@@ -156,7 +161,9 @@ class GraphPlan:
     # ---- bytes
 
     def cost(self, key: GraphKey) -> CaptureCost:
-        """Estimate a step on CUDA that samples at temperature 1 from all tokens. A draft step is a layer for each depth."""
+        """Estimate a step on CUDA that samples at temperature 1 from all tokens. A draft step is a
+        layer for each depth.
+        """
         c, item_bytes, num_tokens, s = self._model, self._item_bytes, key.num_tokens, key.strategy
         num_sampled = num_tokens
         num_kernels = c.num_layers * _LAYER_KERNELS + _TARGET_KERNELS

@@ -1,8 +1,9 @@
-"""Runs the steps over rows in lanes as captured graphs, if the device has graphs and the plan has the shape.
+"""Runs the steps over rows in lanes as captured graphs, if the device has graphs and the plan has
+the shape.
 
-A graph reads and writes fixed addresses, so the rows' state and the tree are copied into static tensors. Rows of padding
-write to the scratch page, which is never read. Steps without a graph are counted with the reason. On a CPU every step
-runs directly, on the given tensors.
+A graph reads and writes fixed addresses, so the rows' state and the tree are copied into static
+tensors. Rows of padding write to the scratch page, which is never read. Steps without a graph are
+counted with the reason. On a CPU every step runs directly, on the given tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class _Captured:
 class GraphPool:
     """The captures of one engine, made at the first use of a shape.
 
-    Example: `pool.bind(LaneSteps(...))` once; then `pool.target(view, state_FB, tree, longest)` for each step.
+    Example: `pool.bind(LaneSteps(...))` once; then `pool.target(view, state_FB, tree, longest)` for
+    each step.
     """
 
     def __init__(self, plan: GraphPlan, new_memory: Callable[[], GraphMemory | None]) -> None:
@@ -77,7 +79,9 @@ class GraphPool:
             self._steps, self._reads = steps, reads
 
     def drop(self) -> None:
-        """Free all graphs and their memory, and let go of the KV that the steps read. Call `bind` before the next step."""
+        """Free all graphs and their memory, and let go of the KV that the steps read. Call `bind`
+        before the next step.
+        """
         self._steps = self._reads = None
         self._captured.clear()
         if self._memory is not None:
@@ -111,7 +115,9 @@ class GraphPool:
     def catch_up(
         self, view: LaneView, rows: Rows, start: int, end: int, longest: int, reason: EagerReason
     ) -> None:
-        """Compute the drafter's pairs from `start` positions before the roots to `end` before them, without graphs."""
+        """Compute the drafter's pairs from `start` positions before the roots to `end` before them,
+        without graphs.
+        """
         for first in range(start, end, -_EXTEND_POSITIONS):
             self.count_eager(Role.DRAFT, reason)
             self.steps.extend(view, rows, first, max(first - _EXTEND_POSITIONS, end), longest)
@@ -124,7 +130,9 @@ class GraphPool:
         longest: int,
         noise_BSV: Tensor | None = None,
     ) -> Committed:
-        """Run TARGET: see `LaneSteps.target`. With a graph, its next replay overwrites what it commits."""
+        """Run TARGET: see `LaneSteps.target`. With a graph, its next replay overwrites what it
+        commits.
+        """
         key = self._find(Role.TARGET, tree.num_rows, view.num_rows, longest)
         if key is None:
             return self.steps.target(view, Rows(*state_FB), tree, longest, noise_BSV)
@@ -138,7 +146,9 @@ class GraphPool:
         longest: int,
         strategy: SpeculationStrategy | None = None,
     ) -> GraphKey | None:
-        """Return the planned capture of a step. Without one, count the step as eager and return None."""
+        """Return the planned capture of a step. Without one, count the step as eager and return
+        None.
+        """
         if not self.has_graphs:
             self.count_eager(role, EagerReason.OFF)
             return None
@@ -149,7 +159,9 @@ class GraphPool:
         return None
 
     def count_eager(self, role: Role, reason: EagerReason) -> None:
-        """Count a pass without a graph, also one that the caller runs itself: over pages, or over only some of the rows."""
+        """Count a pass without a graph, also one that the caller runs itself: over pages, or over
+        only some of the rows.
+        """
         self.eager_passes[f"{role}: {reason if self.has_graphs else EagerReason.OFF}"] += 1
 
     def _in_lanes(self, key: GraphKey) -> GraphKey:
@@ -211,7 +223,9 @@ class GraphPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """The policy and its drafter over one KV memory, the graphs that run their steps, and how they sample."""
+    """The policy and its drafter over one KV memory, the graphs that run their steps, and how they
+    sample.
+    """
 
     policy: Transformer
     draft: DraftInference | None

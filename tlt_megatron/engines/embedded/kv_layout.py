@@ -26,7 +26,8 @@ _LANE_FREE_POSITIONS = 512  # cost of merging pages, in positions of attention
 class KvLayout:
     """The KV of the rows of one batch.
 
-    Row b of every argument is the b-th running request. `positions` are those of the next tokens to compute.
+    Row b of every argument is the b-th running request. `positions` are those of the next tokens to
+    compute.
     """
 
     def __init__(self, models: Models, draft_slots: int) -> None:
@@ -107,7 +108,8 @@ class KvLayout:
     def run(
         self, token_ids_B: Tensor, positions_B: Tensor, slots_B: Tensor, longest: int
     ) -> Tensor:
-        """Run one token of every row through the policy, without graphs. Return its hidden states and keep its features.
+        """Run one token of every row through the policy, without graphs. Return its hidden states
+        and keep its features.
 
         `longest` is the number of positions of the longest row.
         """

@@ -1,9 +1,10 @@
-"""The two steps over rows in lanes: DRAFT grows a draft tree for every row, TARGET verifies it and commits tokens.
+"""The two steps over rows in lanes: DRAFT grows a draft tree for every row, TARGET verifies it and
+commits tokens.
 
-A row enters TARGET with its last token sampled but not computed: the root, at position n. It leaves in
-the same state with m more tokens. Plain decoding is TARGET with an empty tree. Position t of a lane
-holds the target's keys and values, the feature h_t, the token x_t and, in the drafter's layer, the pair
-(x_{t+1}, h_t), which predicts x_{t+2}. Drafted nodes use the slots after the root.
+A row enters TARGET with its last token sampled but not computed: the root, at position n. It leaves
+in the same state with m more tokens. Plain decoding is TARGET with an empty tree. Position t of a
+lane holds the target's keys and values, the feature h_t, the token x_t and, in the drafter's layer,
+the pair (x_{t+1}, h_t), which predicts x_{t+2}. Drafted nodes use the slots after the root.
 
 Nothing is read back, and shapes follow from shapes alone: `GraphPool` captures each step whole.
 """
@@ -42,7 +43,9 @@ from tlt_megatron.types import SamplingParams
 
 
 class Rows(NamedTuple):
-    """Views of the state matrix of a batch, each [B] int64. Those from `position` on grow with the tokens."""
+    """Views of the state matrix of a batch, each [B] int64. Those from `position` on grow with the
+    tokens.
+    """
 
     token: Tensor  # the root
     seed: Tensor
@@ -65,7 +68,9 @@ class Report(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What TARGET adds to each row, at most S = depth + 1 tokens. Each row is valid up to `num_committed`."""
+    """What TARGET adds to each row, at most S = depth + 1 tokens. Each row is valid up to
+    `num_committed`.
+    """
 
     tokens_BS: Tensor
     logprobs_BS: Tensor
@@ -126,7 +131,9 @@ class LaneSteps:
         self.no_node_311 = torch.tensor((UNUSED, ROOT, 1), device=cache.device).view(3, 1, 1)
 
     def reads(self) -> Hashable:
-        """Return the constants of the steps and the addresses that they read besides their inputs: a graph needs the same."""
+        """Return the constants of the steps and the addresses that they read besides their inputs:
+        a graph needs the same.
+        """
         cache, draft = self.cache, self._draft
         tensors = [
             cache.kv_LKTH,
@@ -139,7 +146,9 @@ class LaneSteps:
         return self.lane, cache.scratch_slot, cache.tap_layers, sampling, addresses
 
     def run(self, key: GraphKey, state_FB: Tensor, tree_3BQ: Tensor) -> tuple[Tensor, ...]:
-        """Run the step of a graph: DRAFT returns `DraftTree.tensors`, and TARGET returns a `Committed`."""
+        """Run the step of a graph: DRAFT returns `DraftTree.tensors`, and TARGET returns a
+        `Committed`.
+        """
         view = self._views.get(key.batch_size)
         if view is None:
             view = LaneView(self.cache, num_rows=key.batch_size, lane=self.lane)
@@ -153,7 +162,9 @@ class LaneSteps:
         return self.target(view, rows, tree, key.length)
 
     def _slots(self, rows: Rows, offsets: Tensor) -> Tensor:
-        """Return the slots at offsets [R] or [B, R] from the roots, [B*R]. Those of padding stay in the scratch page."""
+        """Return the slots at offsets [R] or [B, R] from the roots, [B*R]. Those of padding stay in
+        the scratch page.
+        """
         return (rows.slot.unsqueeze(1) + offsets).clamp_(max=self._last_slot).view(-1)
 
     def _write_roots(self, rows: Rows) -> None:
@@ -173,7 +184,8 @@ class LaneSteps:
     ) -> DraftTree:
         """Compute the last `num_unseen` pairs of every row. Then grow a tree from every root.
 
-        `longest` counts positions of a row, those that growth writes included. Without `noise_BSV` noise is made where it is used.
+        `longest` counts positions of a row, those that growth writes included. Without `noise_BSV`
+        noise is made where it is used.
         """
         assert self._draft is not None
         params = self.params
@@ -286,7 +298,8 @@ class LaneSteps:
     ) -> Committed:
         """Run the target over root and tree, B * R tokens, and commit the tokens that it samples.
 
-        `longest` counts positions of a row, those of the tree included. `noise_BSV[:, d]` is for nodes at depth d.
+        `longest` counts positions of a row, those of the tree included. `noise_BSV[:, d]` is for
+        nodes at depth d.
         """
         model, cache = self._model, self.cache
         self._write_roots(rows)

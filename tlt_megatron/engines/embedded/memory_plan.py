@@ -98,11 +98,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return what `EmbeddedEngine` will allocate.
 
-    With strategies that draft, each sequence has slots for drafted tokens after it. A learned drafter has one more KV layer,
-    with tokens and features: the last hidden state and `num_taps` more. With
-    `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their
-    groups, plus one of a partly admitted group. Where requests share no prompt, it holds a whole
-    sequence for each and one more. Graphs need a scratch page and a lane for each row.
+    With strategies that draft, each sequence has slots for drafted tokens after it. A learned
+    drafter has one more KV layer, with tokens and features: the last hidden state and `num_taps`
+    more. With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of
+    their groups, plus one of a partly admitted group. Where requests share no prompt, it holds a
+    whole sequence for each and one more. Graphs need a scratch page and a lane for each row.
     """
     drafting = [strategy for strategy in strategies if not strategy.is_off]
     draft_slots = draft_slots_of(drafting)

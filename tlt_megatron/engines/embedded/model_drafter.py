@@ -1,4 +1,5 @@
-"""The learned drafter inside the embedded engine: which pairs its KV layer lacks, and its draft trees.
+"""The learned drafter inside the embedded engine: which pairs its KV layer lacks, and its draft
+trees.
 
 `lane_steps.py` computes both on the device.
 """
@@ -70,7 +71,9 @@ class ModelDrafter:
         return self._graphs.draft(view, roots.state_FB, strategy, num_left, longest, noise_BSV)
 
     def _catch_up(self, view: LaneView, roots: Roots, num_unseen: Sequence[int]) -> int:
-        """Compute the pairs of rows that lag far behind, but for the newest. Return the most that another row lacks."""
+        """Compute the pairs of rows that lag far behind, but for the newest. Return the most that
+        another row lacks.
+        """
         lagging = [n > _LAG for n in num_unseen]
         if all(lagging):
             return max(num_unseen)

@@ -1,4 +1,6 @@
-"""The policy inside the embedded engine: loaded, checked, and freed while training needs its memory."""
+"""The policy inside the embedded engine: loaded, checked, and freed while training needs its
+memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tlt_megatron.models.transformer import Transformer
 class FreedWeights:
     """Tensors without memory until `restore`. Do not use the tensors before it.
 
-    Tensors and their views stay the same objects: a drafter keeps references to the target's embedding.
+    Tensors and their views stay the same objects: a drafter keeps references to the target's
+    embedding.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -35,7 +38,8 @@ class FreedWeights:
 
 
 class PolicyWeights:
-    """The model in `rollout.dtype`, which the first `load` allocates. Its tensors stay the same objects.
+    """The model in `rollout.dtype`, which the first `load` allocates. Its tensors stay the same
+    objects.
 
     So a drafter may keep references to the policy's embedding, also while its memory is freed.
     """

@@ -1,4 +1,6 @@
-"""Packed prefill passes over prompts or the saved tokens of preempted requests, and what they keep of responses."""
+"""Packed prefill passes over prompts or the saved tokens of preempted requests, and what they keep
+of responses.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +58,16 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
 
 
 def features_of(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:
-    """Return a copy of the features [prompt + response - 1, F]. The model never computes the last token."""
+    """Return a copy of the features [prompt + response - 1, F]. The model never computes the last
+    token.
+    """
     return cache.features_TD.index_select(0, _computed_slots(request, rollout, cache))
 
 
 def routes_of(request: Request, rollout: Rollout, cache: KvCache, config: ModelConfig) -> Tensor:
-    """Return a copy of the experts of each token but the last, [prompt + response - 1, L, K] int16."""
+    """Return a copy of the experts of each token but the last, [prompt + response - 1, L, K]
+    int16.
+    """
     assert config.experts is not None
     routes_TR = cache.routes_TR.index_select(0, _computed_slots(request, rollout, cache))
     return routes_TR.view(len(routes_TR), -1, config.experts.num_per_token)

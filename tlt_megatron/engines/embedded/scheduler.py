@@ -1,4 +1,5 @@
-"""Chooses which requests run: continuous batching over a KV budget, first come first served, independent of time.
+"""Chooses which requests run: continuous batching over a KV budget, first come first served,
+independent of time.
 
 Pages are taken as responses grow and are not reserved. When they run out, the newest
 running request frees its pages and is recomputed later, so the oldest always makes progress.
@@ -20,7 +21,9 @@ from tlt_megatron.types import Prompt, SamplingParams
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PromptState:
-    """A prompt and its prefill progress. Its KV stays while a sibling runs, and if memory allows while one waits."""
+    """A prompt and its prefill progress. Its KV stays while a sibling runs, and if memory allows
+    while one waits.
+    """
 
     prompt: Prompt
     pages: list[int] = field(default_factory=list)
@@ -46,7 +49,9 @@ class DrawnTokens(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """One response to generate. The decode batch holds its tokens while it runs, `saved` while it waits."""
+    """One response to generate. The decode batch holds its tokens while it runs, `saved` while it
+    waits.
+    """
 
     order: int  # position in the queue of all requests; lower is older
     state: PromptState
@@ -90,9 +95,8 @@ def make_requests(
 ) -> list[Request]:
     """Return all requests of a `generate` call, siblings together, in the order of the prompts.
 
-    `max_new_tokens[prompt][sample]` limits single requests (benchmarks replay lengths). With None all have their prompt's
-    limit.
-    ValueError for a limit outside [1, params.max_new_tokens].
+    `max_new_tokens[prompt][sample]` limits single requests (benchmarks replay lengths). With None
+    all have their prompt's limit. ValueError for a limit outside [1, params.max_new_tokens].
     """
     requests: list[Request] = []
     for number, prompt in enumerate(prompts):
@@ -189,9 +193,10 @@ class Scheduler:
             pass
 
     def reserve_lanes(self, lane_pages: int) -> bool:
-        """Reserve the lowest pages as lanes for all rows that may run. Return False if they and one waiting prompt do not fit.
-        A lane is the contiguous range of KV slots of one row. With lanes, only prompts need free pages, beside the lanes.
-        A prompt frees them when its last response has joined, so room for one is enough: prompts join one after another."""
+        """Reserve the lowest pages as lanes for all rows that may run. Return False if they and one
+        waiting prompt do not fit. A lane is the contiguous range of KV slots of one row. With
+        lanes, only prompts need free pages, beside the lanes. A prompt frees them when its last
+        response has joined, so room for one is enough: prompts join one after another."""
         waiting, later = self._waiting, self._longest_later
         if any(request.kv.pages or request.saved is not None for request in waiting):
             return False
@@ -213,7 +218,9 @@ class Scheduler:
     # ---- admission
 
     def plan_prefill(self) -> tuple[list[PrefillChunk], list[Request]]:
-        """Return the chunks of one packed prefill pass, and the requests that can join the batch after it, oldest first."""
+        """Return the chunks of one packed prefill pass, and the requests that can join the batch
+        after it, oldest first.
+        """
         chunks: list[PrefillChunk] = []
         admitted: list[Request] = []
         budget = self._prefill_chunk_tokens
@@ -237,7 +244,9 @@ class Scheduler:
         return chunks, admitted
 
     def _take_pages(self, request: Request) -> bool:
-        """Take the pages that it still needs to decode one token. Return False if they are not free."""
+        """Take the pages that it still needs to decode one token. Return False if they are not
+        free.
+        """
         cache, prompt_pages, own_pages = self._cache, request.state.pages, request.kv.pages
         num_prompt = cache.pages_for(request.state.num_tokens) - len(prompt_pages)
         num_own = cache.pages_for(request.num_saved + 1) - len(own_pages)
@@ -253,14 +262,16 @@ class Scheduler:
 
     @property
     def _num_spare(self) -> int:
-        """Return the free pages beside the lanes, or without lanes all but one for each running request, which would
-        else preempt another soon."""
+        """Return the free pages beside the lanes, or without lanes all but one for each running
+        request, which would else preempt another soon."""
         num_free = self._cache.num_free_from(self._lanes_end)
         return num_free if self._lanes_end else num_free - len(self.running)
 
     @staticmethod
     def _next_chunk(request: Request, budget: int) -> PrefillChunk | None:
-        """Return the next tokens to compute for a request. They count as computed, because the pass follows at once."""
+        """Return the next tokens to compute for a request. They count as computed, because the pass
+        follows at once.
+        """
         totals = (request.state, request.state.num_tokens), (request, request.num_saved)
         for owner, num_tokens in totals:
             start = owner.num_computed
@@ -272,7 +283,9 @@ class Scheduler:
     # ---- running
 
     def grow(self, request: Request) -> list[Request]:
-        """Take one more page for a running request. Return the requests preempted for it, possibly itself."""
+        """Take one more page for a running request. Return the requests preempted for it, possibly
+        itself.
+        """
         preempted: list[Request] = []
         while not self._cache.take_response_page(request.kv.pages):
             if self._reclaim():
@@ -287,7 +300,9 @@ class Scheduler:
         return preempted
 
     def finish(self, request: Request) -> None:
-        """Free the pages of a request that ended, and those of its prompt after the last sibling."""
+        """Free the pages of a request that ended, and those of its prompt after the last
+        sibling.
+        """
         self.running.remove(request)
         self._release(request)
         request.state.num_unfinished -= 1
@@ -304,8 +319,8 @@ class Scheduler:
         state.num_computed = 0
 
     def _reclaim(self) -> bool:
-        """Free kept turns, prompts without a running sibling and partly recomputed responses of waiting requests. Return if
-        any was."""
+        """Free kept turns, prompts without a running sibling and partly recomputed responses of
+        waiting requests. Return if any was."""
         is_any = False
         while self._drop_kept_turn():
             is_any = True
@@ -323,7 +338,8 @@ class Scheduler:
     # ---- turns of a conversation
 
     def keep_turn(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Keep the KV of a running request that is complete, if pages for a copy are free and a prompt may continue it.
+        """Keep the KV of a running request that is complete, if pages for a copy are free and a
+        prompt may continue it.
 
         None continues a response that has all its tokens.
         """

@@ -1,8 +1,9 @@
 """One speculative step: draft a tree, verify it in one pass, commit the tokens the target samples.
 
-A row enters with its last token sampled but not computed: the root. It leaves in the same state with m
-more tokens. So a step can replace any `DecodeBatch.forward`, with any strategy. Plain decoding keeps
-features too, so the drafter can start in the middle of a rollout. `lane_steps.py` has what runs on the device.
+A row enters with its last token sampled but not computed: the root. It leaves in the same state
+with m more tokens. So a step can replace any `DecodeBatch.forward`, with any strategy. Plain
+decoding keeps features too, so the drafter can start in the middle of a rollout. `lane_steps.py`
+has what runs on the device.
 """
 
 from __future__ import annotations
@@ -140,7 +141,9 @@ class Speculator:
         return draft is not None and draft.ids_C is not None
 
     def _noise_of(self, roots: Roots, strategy: SpeculationStrategy) -> Tensor | None:
-        """Return the noise of the tokens after the roots, [B, depth + 1, V]. None where it is made when it is used."""
+        """Return the noise of the tokens after the roots, [B, depth + 1, V]. None where it is made
+        when it is used.
+        """
         policy, graphs, rows = self._models.policy, self._models.graphs, roots.rows
         if self._models.params.temperature == 0.0 or graphs.has_graphs or rows.seed.is_cuda:
             return None

@@ -47,8 +47,8 @@ def write_config(
 class AdaptiveHooks:
     """Hooks of adaptive speculation, and the policy of this process.
 
-    With the overlap schedule, SGLang launches a pass before it has the result of the last one. So each result carries its
-    step."""
+    With the overlap schedule, SGLang launches a pass before it has the result of the last one. So
+    each result carries its step."""
 
     _STEP = "tlt_megatron_step"  # our attribute of a GenerationBatchResult
 

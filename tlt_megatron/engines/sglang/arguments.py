@@ -147,8 +147,9 @@ def engine_arguments(
 def _check_routes(rollout: RolloutSection, speculation: SpeculationPlan | None) -> None:
     """Raise ValueError where SGLang would lose the routes of verified tokens.
 
-    It keeps routes by KV slot. A tree's accepted tokens move to other slots, without their routes. Its buffer for those of a
-    pass has `prefill_chunk_tokens` rows and does not count drafted tokens.
+    It keeps routes by KV slot. A tree's accepted tokens move to other slots, without their routes.
+    Its buffer for those of a pass has `prefill_chunk_tokens` rows and does not count drafted
+    tokens.
     """
     if speculation is None:
         return

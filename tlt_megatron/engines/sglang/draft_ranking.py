@@ -1,4 +1,5 @@
-"""Grows draft trees in SGLang's EAGLE worker: noise ranks candidates, branches read their ancestors.
+"""Grows draft trees in SGLang's EAGLE worker: noise ranks candidates, branches read their
+ancestors.
 
 A drafter's pass at position t predicts the token that the target samples from position t + 1. So
 the noise of t + 1 is added to its logits before SGLang ranks them. Seeds and temperatures are in

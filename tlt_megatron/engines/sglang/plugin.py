@@ -66,7 +66,9 @@ def _end_with_owner() -> None:
 
 
 def _register(original: Callable[..., None], buffer: Tensor, *rest: object) -> None:
-    """Around `_cuda_host_register`: SGLang registers the buffer of routes on a CPU too, where CUDA is missing."""
+    """Around `_cuda_host_register`: SGLang registers the buffer of routes on a CPU too, where CUDA
+    is missing.
+    """
     if torch.cuda.is_available():
         original(buffer, *rest)
 

@@ -41,8 +41,9 @@ _IDLE_TIMEOUT_S = 30.0
 class SglangEngine:
     """See `RolloutEngine`. The constructor starts the processes.
 
-    If the engine uses the GPUs of several ranks, the first of them starts it. The others have no connection: they answer no
-    prompts, but take part in `sleep`, `wake` and the weight loads, and wait while the engine uses their GPU's memory."""
+    If the engine uses the GPUs of several ranks, the first of them starts it. The others have no
+    connection: they answer no prompts, but take part in `sleep`, `wake` and the weight loads, and
+    wait while the engine uses their GPU's memory."""
 
     def __init__(
         self,
@@ -56,9 +57,9 @@ class SglangEngine:
         speculation: SpeculationSection | None = None,
         replica: Group = SINGLE,
     ) -> None:
-        """`replica`: the ranks whose GPUs the engine uses. All of them must call `sleep`, `wake` and
-        the weight loads. ValueError for settings that SGLang does not support; RuntimeError if it
-        does not start in time."""
+        """`replica`: the ranks whose GPUs the engine uses. All of them must call `sleep`, `wake`
+        and the weight loads. ValueError for settings that SGLang does not support; RuntimeError if
+        it does not start in time."""
         self._replica = replica
         self._num_ranks = int(section.engine_args.get("tp_size", 1))
         self._is_cuda = device.is_cuda

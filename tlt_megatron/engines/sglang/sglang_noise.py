@@ -51,8 +51,8 @@ def row_chunks(num_rows: int, row_size: int, most: int = _MOST_NOISE) -> Iterato
 class NoiseSampling:
     """The hooks of sampling and verification.
 
-    `params` are those of the running `generate` call. The engine sends them before its requests. At first they are greedy,
-    for SGLang's own warm-up batches."""
+    `params` are those of the running `generate` call. The engine sends them before its requests. At
+    first they are greedy, for SGLang's own warm-up batches."""
 
     def __init__(self) -> None:
         self.params = SamplingParams(temperature=0.0)
@@ -64,7 +64,9 @@ class NoiseSampling:
         batch: ScheduleBatch,
         vocab_size: int,  # noqa: ARG004
     ) -> SamplingBatchInfo:
-        """After `from_schedule_batch`: add the seeds, which SGLang keeps in deterministic mode only."""
+        """After `from_schedule_batch`: add the seeds, which SGLang keeps in deterministic mode
+        only.
+        """
         if is_active():
             seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
             info.sampling_seed = torch.tensor(seeds).to(batch.device, non_blocking=True)
@@ -211,7 +213,8 @@ def tree_draws(
 ) -> Tensor:
     """Return the target's samples [B * Q], one after every node of the draft trees.
 
-    `positions_BQ` are the positions of the nodes. A chunk has at most `most` elements, or one node."""
+    `positions_BQ` are the positions of the nodes. A chunk has at most `most` elements, or one node.
+    """
     seeds_P = seeds_B.unsqueeze(1).expand_as(positions_BQ).reshape(-1)
     positions_P = positions_BQ.reshape(-1).to(torch.int64)
     draws = [
@@ -235,8 +238,9 @@ def _write_top(
     policy_logprobs_B: Tensor,
     kept: Tensor | None,
 ) -> None:
-    """Write what responses carry as "top log-probabilities" and their ids: first the token with the raw policy's
-    log-probability, then the ids that top-p and top-k kept, with the same value. `kept` is a `kept_table`."""
+    """Write what responses carry as "top log-probabilities" and their ids: first the token with the
+    raw policy's log-probability, then the ids that top-p and top-k kept, with the same value.
+    `kept` is a `kept_table`."""
     values, ids = list(policy_logprobs_B.unsqueeze(1)), list(tokens_B.unsqueeze(1))
     if (
         kept is not None

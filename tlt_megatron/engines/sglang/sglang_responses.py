@@ -155,7 +155,9 @@ def make_rollout(
 
 
 def _routes(text: str, model: ModelConfig) -> Tensor:
-    """Return the experts of all tokens but the last, [N, L, K] int16. SGLang gives all layers a place."""
+    """Return the experts of all tokens but the last, [N, L, K] int16. SGLang gives all layers a
+    place.
+    """
     assert model.experts is not None
     numbers = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int32)
     whole = numbers.view(-1, model.num_layers, model.experts.num_per_token)

@@ -77,7 +77,9 @@ class WeightSender:
             yield name, tensor
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
-        """Return embedding and LM head [V, D], one tensor if tied. RuntimeError if none were kept."""
+        """Return embedding and LM head [V, D], one tensor if tied. RuntimeError if none were
+        kept.
+        """
         if not self._borrowed:
             raise RuntimeError("target_tensors: the engine needs a learned drafter and weights")
         embedding = self._borrowed[_EMBEDDING]

@@ -111,7 +111,9 @@ def _merge_parts(
     HEAD_BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Merge the parts of one query in order: parts at the end that it does not see change no bit."""
+    """Merge the parts of one query in order: parts at the end that it does not see change no
+    bit.
+    """
     cell = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, HEAD_BLOCK)
     lses += cell * num_parts
@@ -136,14 +138,17 @@ def triton_wide(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if wide_dtype(dtype) == torch.float64 else tl.float32
 
 
-# By bytes of an item: keys of a block, most queries of one, and blocks of keys and values that are loaded ahead. Together
-# they fit into the shared memory of compute capability 8.9, the smallest of those that are compiled for in tests: 99 KiB.
+# By bytes of an item: keys of a block, most queries of one, and blocks of keys and values that are
+# loaded ahead. Together they fit into the shared memory of compute capability 8.9, the smallest of
+# those that are compiled for in tests: 99 KiB.
 _BLOCKS = {2: (64, 64, 2), 4: (32, 64, 2), 8: (16, 32, 2)}
 _SCANNED_BIASES = 8192  # of one load, at most 64 for each thread
 
 
 def options_of(dtype: torch.dtype, num_queries: int, head_dim: int) -> dict[str, object]:
-    """Return the compile-time arguments of `_attend_part` for queries of `dtype`, and how it is launched."""
+    """Return the compile-time arguments of `_attend_part` for queries of `dtype`, and how it is
+    launched.
+    """
     keys, most_queries, num_stages = _BLOCKS[dtype.itemsize]
     block = min(max(triton.next_power_of_2(num_queries), 16), most_queries)
     return {

@@ -52,7 +52,9 @@ def is_fused(query: Tensor) -> bool:
 
 
 def bias_for_queries(bias_BRS: Tensor, repeat: int) -> Tensor:
-    """Return the bias [B, 1, X, S] of `attend_grouped`, where a kv head has `repeat` query heads."""
+    """Return the bias [B, 1, X, S] of `attend_grouped`, where a kv head has `repeat` query
+    heads.
+    """
     if bias_BRS.shape[1] == 1 or is_fused(bias_BRS):
         return bias_BRS.unsqueeze(1)
     return bias_BRS.repeat_interleave(repeat, dim=1).unsqueeze(1)
@@ -61,7 +63,8 @@ def bias_for_queries(bias_BRS: Tensor, repeat: int) -> Tensor:
 def attend_grouped(
     query_BRNH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, bias: Tensor
 ) -> Tensor:
-    """Return the attention [B * R, N * H] of R queries of each row. N / K query heads share a kv head.
+    """Return the attention [B * R, N * H] of R queries of each row. N / K query heads share a kv
+    head.
 
     `bias` is from `bias_for_queries`.
     """

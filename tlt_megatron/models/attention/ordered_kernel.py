@@ -1,7 +1,8 @@
-"""Batch-invariant attention on CUDA: a Triton kernel of single tokens over keys in the order of a slot table.
+"""Batch-invariant attention on CUDA: a Triton kernel of single tokens over keys in the order of a
+slot table.
 
-One program takes the query heads of one token and one kv head. So a token's bits depend on its query
-and its keys in order, on nothing else of the pass.
+One program takes the query heads of one token and one kv head. So a token's bits depend on its
+query and its keys in order, on nothing else of the pass.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ def _attend_ordered(
 
 
 def ordered_options(dtype: torch.dtype, repeat: int, head_dim: int) -> dict[str, object]:
-    """Return the compile-time arguments of `_attend_ordered`. A kv head has `repeat` query heads."""
+    """Return the compile-time arguments of `_attend_ordered`. A kv head has `repeat` query
+    heads.
+    """
     return {
         "SCALE": head_dim**-0.5,
         "REPEAT": repeat,

@@ -14,7 +14,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def result_buffers(query: Tensor, num_keys: int) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return room for a kernel's outputs [.., H] and lse [..], and for those of its M parts of the keys: [.., M, H], [.., M].
+    """Return room for a kernel's outputs [.., H] and lse [..], and for those of its M parts of the
+    keys: [.., M, H], [.., M].
 
     With one part both are the same.
     """

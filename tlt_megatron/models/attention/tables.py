@@ -1,8 +1,9 @@
-"""Attention whose keys are read in position order, by tables of slots: for batch-invariant arithmetic.
+"""Attention whose keys are read in position order, by tables of slots: for batch-invariant
+arithmetic.
 
-Column p of a table row holds the slot of position p, wherever the sequence lies. So prefill, decoding
-over pages or lanes, and verifying a chain or a tree read the same keys in the same order. Two classes
-attend over tables: `InvariantAttention` on a CPU and `OrderedAttention` on CUDA.
+Column p of a table row holds the slot of position p, wherever the sequence lies. So prefill,
+decoding over pages or lanes, and verifying a chain or a tree read the same keys in the same order.
+Two classes attend over tables: `InvariantAttention` on a CPU and `OrderedAttention` on CUDA.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class TablePages:
 def table_lanes(
     attend: AttendTables, view: LaneView, slots_P: Tensor, bias_BRS: Tensor
 ) -> Attention:
-    """See `lanes.LaneTreeAttention`. Each query has a table of the slots that it sees: they are in order, parents first.
+    """See `lanes.LaneTreeAttention`. Each query has a table of the slots that it sees: they are in
+    order, parents first.
 
     Nothing here waits for a GPU, so it can be captured in a graph.
     """

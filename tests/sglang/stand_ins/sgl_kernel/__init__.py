@@ -1,8 +1,10 @@
-"""What SGLang 0.5.23 imports from its kernel package on a CPU, in pure torch: enough for tiny models in tests.
+"""What SGLang 0.5.23 imports from its kernel package on a CPU, in pure torch: enough for tiny
+models in tests.
 
-The registry's `sglang-kernel` holds CUDA code alone. The tests compare what SGLang computes with them to transformers and to
-the embedded engine: log-probabilities, tokens, accept lengths. The names are SGLang's. What must not be here is
-`convert_weight_packed`: SGLang takes its presence for AMX kernels.
+The registry's `sglang-kernel` holds CUDA code alone. The tests compare what SGLang computes with
+them to transformers and to the embedded engine: log-probabilities, tokens, accept lengths. The
+names are SGLang's. What must not be here is `convert_weight_packed`: SGLang takes its presence for
+AMX kernels.
 """
 
 from . import attention  # registers torch.ops.sgl_kernel.*

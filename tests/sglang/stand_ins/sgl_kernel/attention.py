@@ -1,6 +1,8 @@
-"""The two attention operators of SGLang's `intel_amx` backend, through torch's own scaled_dot_product_attention.
+"""The two attention operators of SGLang's `intel_amx` backend, through torch's own
+scaled_dot_product_attention.
 
-Shapes: P rows of queries, N query heads, K kv heads, H head dim, S slots of the KV memory, R requests.
+Shapes: P rows of queries, N query heads, K kv heads, H head dim, S slots of the KV memory, R
+requests.
 """
 
 import torch
@@ -49,7 +51,9 @@ def decode_attention_cpu(
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Store the new keys and values, then attend from one query per request to all of its positions."""
+    """Store the new keys and values, then attend from one query per request to all of its
+    positions.
+    """
     _refuse(logit_cap, is_cross, window, sinks)
     for new, buffer in ((key, key_buffer_SKH), (value, value_buffer_SKH)):
         if new is not None:
@@ -91,9 +95,11 @@ def extend_attention_cpu(
     tree_mask: Tensor | None,
     is_causal: bool,
 ) -> None:
-    """Attend from the last `new_lengths_R` positions of each request, whose keys are stored already.
+    """Attend from the last `new_lengths_R` positions of each request, whose keys are stored
+    already.
 
-    `tree_mask` holds one [new, new] block per request, row sees column; without it the new positions are causal.
+    `tree_mask` holds one [new, new] block per request, row sees column; without it the new
+    positions are causal.
     """
     _refuse(logit_cap, is_cross, window, sinks)
     mask_at = 0

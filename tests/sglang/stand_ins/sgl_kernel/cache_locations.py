@@ -76,7 +76,9 @@ def build_draft_decode_metadata_cpu(
     num_steps: int,
     table_width: int,
 ) -> Tensor:
-    """[R * topk, width]: branch k of a request sees its committed slots, then its own `num_steps` slots."""
+    """[R * topk, width]: branch k of a request sees its committed slots, then its own `num_steps`
+    slots.
+    """
     table = req_to_token[requests_R.long()].repeat_interleave(topk, dim=0)
     for row, length in enumerate(lengths_R.repeat_interleave(topk).tolist()):
         own = length + (row % topk) * num_steps
@@ -108,7 +110,9 @@ def rotate_input_ids_cpu(
     next_ids: Tensor,
     select_index: Tensor | None = None,
 ) -> None:
-    """Shift each request's tokens left by one; the next token goes to the end, or to `select_index`."""
+    """Shift each request's tokens left by one; the next token goes to the end, or to
+    `select_index`.
+    """
     for request, (start, length) in enumerate(
         zip(starts_R.tolist(), lengths_R.tolist(), strict=True)
     ):

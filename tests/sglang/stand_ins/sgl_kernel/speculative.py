@@ -1,7 +1,8 @@
-"""Draft trees in SGLang's form: built from its candidate lists or from a mask, and verified against the target's tokens.
+"""Draft trees in SGLang's form: built from its candidate lists or from a mask, and verified against
+the target's tokens.
 
-Node 0 of a request is the last committed token. A tree is three [B, Q] tables: the row of each node in the flat batch, its
-first child and its next sibling (-1: none).
+Node 0 of a request is the last committed token. A tree is three [B, Q] tables: the row of each node
+in the flat batch, its first child and its next sibling (-1: none).
 """
 
 import itertools
@@ -39,9 +40,9 @@ def build_tree_kernel_efficient_cpu(
     num_nodes: int,
     mask_mode: int,
 ) -> None:
-    """From the kept candidates. Candidate c hangs below group c // topk; group 0 is the root, group g the candidate
-    parent_list[g]. A row of `tree_mask` sees all ancestors and itself (mask_mode 1: Q x Q blocks alone; 0: behind the
-    committed tokens)."""
+    """From the kept candidates. Candidate c hangs below group c // topk; group 0 is the root, group
+    g the candidate parent_list[g]. A row of `tree_mask` sees all ancestors and itself (mask_mode 1:
+    Q x Q blocks alone; 0: behind the committed tokens)."""
     if mask_mode not in (0, 1):
         raise NotImplementedError(f"stand-in tree: {mask_mode=}")
     positions_BQ, flat_mask, mask_at = positions.view(-1, num_nodes), tree_mask.view(-1), 0
@@ -76,7 +77,9 @@ def reconstruct_indices_from_tree_mask(
     batch_size: int,
     num_nodes: int,
 ) -> None:
-    """From a [B, Q, Q] mask of ancestors: the parent is the last node that a row sees before itself."""
+    """From a [B, Q, Q] mask of ancestors: the parent is the last node that a row sees before
+    itself.
+    """
     is_ancestor_BQQ = tree_mask.view(batch_size, num_nodes, num_nodes).bool().tril(-1)
     depth_BQ = is_ancestor_BQQ.sum(-1)
     positions.view(batch_size, num_nodes).copy_(verified_seq_len.unsqueeze(1) + depth_BQ)
@@ -101,8 +104,8 @@ def verify_tree_greedy_cpu(
 ) -> None:
     """Walk from the root to the child that equals the target's token, as long as there is one.
 
-    `predicts` gets the target's token at every row of the path, `accept_index` the rows, `accept_token_num` the number of
-    accepted drafts (the bonus token not counted).
+    `predicts` gets the target's token at every row of the path, `accept_index` the rows,
+    `accept_token_num` the number of accepted drafts (the bonus token not counted).
     """
     for b in range(candidates.shape[0]):
         node, path = 0, [0]
