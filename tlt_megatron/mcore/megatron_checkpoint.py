@@ -88,7 +88,7 @@ def write_common(path: Path, common: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, model: GPTModel, optimizer: PolicyOptimizer) -> None:
-    """Restore what `save_checkpoint` wrote, at this or another tensor x pipeline x data layout. All
+    """Restore what `save_checkpoint` wrote, at this or another layout. All
     ranks must call it.
 
     Settings (learning rate, weight decay, ...) stay those of this run; the position in the schedule

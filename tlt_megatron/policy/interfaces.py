@@ -50,7 +50,7 @@ class TrainedModel(Protocol):
         """Write weights, optimizer and schedule into the empty folder `path` (torch_dist)."""
 
     def load(self, path: Path) -> None:
-        """Restore what `save` wrote, at this or another TP x PP x DP."""
+        """Restore what `save` wrote, at this or another layout."""
 
 
 class PolicyModel(TrainedModel, Protocol):
