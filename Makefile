@@ -46,16 +46,24 @@ quickstart: quickstart-policy  ## train a tiny reasoning policy by GRPO on 2 CPU
 	@$(PY) launch/torchrun.py --standalone --nproc-per-node 2 launch/pretrain_rl.py \
 	  --config examples/quickstart.yaml run.dir=$(RUN_DIR)
 
+COMMIT = $(shell git describe --always --dirty)
 FIGURES_RUN ?= runs/figures-$(shell date +%Y%m%d-%H%M%S)
 BROWSER ?= $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
 
-figures:  ## the quickstart with and without TLT, and from both the pictures and numbers of README and docs; needs Chromium
+figures:  ## the quickstart with and without TLT, two benchmarks, and from them all pictures and numbers of README and docs; needs Chromium
 	@test -n "$(BROWSER)" || { echo "figures: needs Chromium on PATH (apt-get install chromium), or make figures BROWSER=/path/to/it" >&2; exit 1; }
 	@test -d "$(FIGURES_RUN)" || $(MAKE) --no-print-directory quickstart RUN_DIR=$(FIGURES_RUN)
 	@test -d "$(FIGURES_RUN)-plain" || $(PY) launch/torchrun.py --standalone --nproc-per-node 2 launch/pretrain_rl.py \
 	  --config examples/quickstart.yaml run.dir=$(FIGURES_RUN)-plain speculation.enabled=false spot.enabled=false
+	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
+	@test -f $(FIGURES_RUN)-speculation.json || $(PY) -m tools.bench speculation --dtype bfloat16 --out $(FIGURES_RUN)-speculation.json
+	@test -f $(FIGURES_RUN)-step.json || $(PY) -m tools.bench step --out $(FIGURES_RUN)-step.json
+	@$(PY) -c "import PIL, matplotlib" 2>/dev/null || $(PY) -m pip install -q -e ".[docs]"
 	@$(PY) docs/picture.py $(FIGURES_RUN) --browser $(BROWSER)
-	@$(PY) docs/tail_picture.py $(FIGURES_RUN) $(FIGURES_RUN)-plain --commit $(shell git describe --always --dirty)
+	@$(PY) docs/tail_picture.py $(FIGURES_RUN) $(FIGURES_RUN)-plain --commit $(COMMIT)
+	@$(PY) docs/result_plots.py $(FIGURES_RUN) --speculation $(FIGURES_RUN)-speculation.json \
+	  --step $(FIGURES_RUN)-step.json --commit $(COMMIT)
+	@$(PY) docs/watch_recording.py --browser $(BROWSER)
 
 quickstart-sglang: quickstart-policy setup-sglang  ## the same run with the real SGLang engine, on a CPU with stand-ins
 	@echo "quickstart 2/2: GRPO on 2 ranks, SGLang -> $(RUN_DIR)"

@@ -21,7 +21,7 @@ from tools.run_report.data import read_metrics
 
 REPO = Path(__file__).resolve().parent.parent
 _SIZE = "1400,1630"  # pixels: the numbers and the first five figures
-_BROWSER_OPTIONS = (
+BROWSER_OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
@@ -81,7 +81,7 @@ def draw(run_dir: Path, browser: str, steps: tuple[int, int]) -> None:
         page = Path(folder) / "quickstart.html"
         report([str(run_dir), "--out", str(page), "--steps", "-".join(map(str, steps))])
         command = [
-            *(browser, *_BROWSER_OPTIONS, f"--user-data-dir={folder}/profile"),
+            *(browser, *BROWSER_OPTIONS, f"--user-data-dir={folder}/profile"),
             *(f"--window-size={_SIZE}", f"--screenshot={REPO / 'docs' / 'report.png'}"),
             *("--virtual-time-budget=5000", page.as_uri()),
         ]

@@ -125,6 +125,8 @@ def test_a_run_is_saved_when_its_script_is_stopped(
             env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
+            # A test run in the background of a shell ignores it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     metrics = run_dir / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
