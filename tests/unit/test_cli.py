@@ -17,6 +17,7 @@ from tlt_megatron.cli import COMMANDS, help_of, main, train_command
 from tools import print_ledger
 
 EXAMPLE = "examples/quickstart.yaml"
+ABSENT = "model.path=nobody/absent"  # would be fetched from the Hub
 
 
 def tlt(
@@ -101,9 +102,12 @@ def test_train_starts_the_launcher(given: str, launcher: str, program: str) -> N
             "tlt train: 'num_steps=5' is no section.key=value and no option",
         ),
         (("train", "no.yaml", "--print-config"), "pretrain_rl: config='no.yaml': no such file"),
-        (("train", EXAMPLE, "--resume=auto"), "pretrain_rl: run.dir='': must name the run folder"),
+        (("train", EXAMPLE, ABSENT, "--resume=auto"), "pretrain_rl: run.dir='': must name the run"),
         (("train", EXAMPLE, "run.num_steps=x"), "pretrain_rl: run.num_steps='x': must be int"),
-        (("train", EXAMPLE, "algorithm.loss=a.py:f"), "pretrain_rl: algorithm.loss='a.py:f': no "),
+        (
+            ("train", EXAMPLE, ABSENT, "algorithm.loss=a.py:f"),
+            "pretrain_rl: algorithm.loss='a.py:f': no ",
+        ),
         (("train", EXAMPLE, "run.steps=3"), "pretrain_rl: run.steps=3: unknown key; did you mean"),
         (
             ("train", EXAMPLE, "--nnodes=2", "--rdzv-endpoint=absent:1", "model.path=absent"),

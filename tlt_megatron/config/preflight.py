@@ -41,6 +41,16 @@ def check_files(config: RunConfig) -> None:
             _check_drafter(config, policy)
         elif config.drafter.algorithm == "eagle3":
             default_aux_layer_ids(policy.num_layers)
+    _check_prompts("data.train", config.data.train)
+    for path in config.data.eval_files.values():
+        _check_prompts("data.eval", path)
+
+
+def check_code(config: RunConfig) -> None:
+    """Raise a ValueError of one line for a named function or tracker that is not there.
+
+    It needs no model, so that it can come before one is fetched.
+    """
     for key in REGISTRY:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
@@ -49,9 +59,6 @@ def check_files(config: RunConfig) -> None:
         for spec in filter(None, [value] if isinstance(value, str) else value):
             check_extension_file(key, spec)
     _check_trackers(config.logging.trackers)
-    _check_prompts("data.train", config.data.train)
-    for path in config.data.eval_files.values():
-        _check_prompts("data.eval", path)
 
 
 def _check_trackers(names: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import resource
 
 from tlt_megatron.config.hub import load_fetched_config
 from tlt_megatron.config.load import load_config
-from tlt_megatron.config.preflight import check_files
+from tlt_megatron.config.preflight import check_code, check_files
 from tlt_megatron.config.schema import RunConfig
 
 _LEAST_BYTES = 2 << 30  # of address space: torch and its threads fail with 1.5 GB
@@ -31,11 +31,13 @@ def read_command(arguments: list[str] | None) -> tuple[RunConfig, argparse.Names
     overrides = list(options.overrides)
     if options.resume is not None:
         overrides.append(f"checkpoint.resume={options.resume}")
+    config = load_config(options.config, overrides)
     if options.print_config:
-        return load_config(options.config, overrides), options
-    config, options.fetched = load_fetched_config(options.config, overrides)
+        return config, options
     if config.checkpoint.resume == "auto" and not config.run.dir:
         raise ValueError("run.dir='': must name the run folder where checkpoint.resume='auto'")
+    check_code(config)
+    config, options.fetched = load_fetched_config(options.config, overrides)
     check_files(config)
     return config, options
 

@@ -10,14 +10,16 @@ import pytest
 from tests.model_files import write_drafter, write_model, write_safetensors, zeros
 from tlt_megatron.config import preflight
 from tlt_megatron.config.load import load_config
-from tlt_megatron.config.preflight import check_files
+from tlt_megatron.config.preflight import check_code, check_files
 from tlt_megatron.config.weight_files import INDEX_NAME
 
 
 def check(folder: Path, *overrides: str) -> None:
     (folder / "train.jsonl").write_text("{}\n")
     base = [f"model.path={folder}/model", f"data.train={folder}/train.jsonl"]
-    check_files(load_config(None, [*base, f"run.dir={folder}/runs/first", *overrides]))
+    config = load_config(None, [*base, f"run.dir={folder}/runs/first", *overrides])
+    check_code(config)
+    check_files(config)
 
 
 @pytest.mark.parametrize(
