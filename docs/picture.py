@@ -1,4 +1,4 @@
-"""Renews docs/report.png and the numbers of the quickstart in README and docs/performance.md, all
+"""Renews docs/report.png and the numbers of the quickstart in README and docs, all
 from one run: `make figures`.
 """
 
@@ -47,7 +47,7 @@ _PLACES = (
     ("README.md", r"trains in idle time \| ", r"\d+ %", "{used} %"),
     ("README.md", r"policy learns \| accuracy ", r"[\d.]+ to [\d.]+", "{first} to {last}"),
     ("docs/performance.md", r"<!-- quickstart -->\n", r".*?(?=\n<!-- end -->)", _TABLE),
-    ("docs/performance.md", r"`make quickstart`, all 50 steps \| ", r"[\d,]+ \| [\d,]+", "{planned:,.0f} | {taken:,.0f}"),
+    ("docs/memory.md", r"`make quickstart`, all 50 steps \| ", r"[\d,]+ \| [\d,]+", "{planned:,.0f} | {taken:,.0f}"),
 )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def main() -> None:
         if count != 1:
             raise ValueError(f"{name}: {before!r} must be there once, not {count} times")
         path.write_text(text, encoding="utf-8")
-    print("figures: docs/report.png, README.md, docs/performance.md")
+    print("figures: docs/report.png, README.md, docs/performance.md, docs/memory.md")
 
 
 def draw(run_dir: Path, browser: str, steps: tuple[int, int]) -> None:

@@ -26,7 +26,7 @@ from tlt_megatron.trainer.build_drafter import drafter_tap_layers
 # Measured on x86-64: libraries that load after the check (Megatron-core, transformers, gloo), and
 # on CUDA the context.
 _LIBRARY_BYTES = {"cpu": 80 << 20, "cuda": 1 << 30}
-# What one process wrote, measured on a CPU (docs/performance.md). A file system may be slower.
+# What one process wrote, measured on a CPU (docs/memory.md). A file system may be slower.
 _WRITE_BYTES_PER_S = 0.6e9
 # Phases with an awake engine. A sleeping engine keeps its weights on a CPU, and frees almost
 # everything on a GPU.
