@@ -26,6 +26,12 @@ from tools.convert_checkpoint import (
     megatron_to_hf,
 )
 
+TP2, PP2, CP2 = Layout(world=2, tensor=2), Layout(world=2, pipeline=2), Layout(world=2, context=2)
+TP2_PP2 = Layout(world=4, tensor=2, pipeline=2)
+EP2, EP2_TP2 = Layout(world=2, expert=2), Layout(world=2, tensor=2, expert=2)
+EP2_PP2 = Layout(world=4, pipeline=2, expert=2)
+EP2_CP2 = Layout(world=2, context=2, expert=2)
+
 
 @pytest.mark.parametrize(
     ("kind", "tied"),
@@ -50,11 +56,16 @@ def test_there_and_back_is_the_identity(kind: str, tied: bool, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("kind", "layout", "changes"),
     [
-        ("llama", Layout(world=4, tensor=2, pipeline=2), {}),
-        ("qwen2", Layout(world=2, pipeline=2), {"tied": True}),
-        ("qwen3_moe", Layout(world=2, expert=2), {"mlp_only_layers": [0]}),
-        ("qwen3_moe", Layout(world=4, pipeline=2, expert=2), {}),
-        ("glm4_moe", Layout(world=2, tensor=2, expert=2), {}),
+        ("qwen3", TP2, {}),
+        ("qwen2", PP2, {"tied": True}),
+        ("llama", TP2_PP2, {}),
+        ("mistral", CP2, {}),
+        ("qwen3_moe", PP2, {}),
+        ("qwen3_moe", CP2, {}),
+        ("qwen3_moe", EP2, {"mlp_only_layers": [0]}),
+        ("glm4_moe", EP2_TP2, {}),
+        ("qwen3_moe", EP2_PP2, {}),
+        ("qwen3_moe", EP2_CP2, {}),
     ],
     ids=str,
 )
@@ -91,9 +102,15 @@ def test_a_trained_checkpoint_of_any_layout_becomes_its_model(
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        ("qwen3", Layout(world=4, tensor=2, pipeline=2)),
-        ("qwen3_moe", Layout(world=4, pipeline=2, expert=2)),
-        ("glm4_moe", Layout(world=2, tensor=2, expert=2)),
+        ("qwen3", TP2),
+        ("qwen2", PP2),
+        ("llama", TP2_PP2),
+        ("mistral", CP2),
+        ("qwen3_moe", PP2),
+        ("qwen3_moe", CP2),
+        ("qwen3_moe", EP2),
+        ("glm4_moe", EP2_TP2),
+        ("qwen3_moe", EP2_PP2),
     ],
     ids=str,
 )
