@@ -9,7 +9,8 @@ Hugging Face.
 `--from` sets the direction. A folder with config.json and safetensors, or an id of the Hub, becomes
 a torch_dist checkpoint of the weights alone. A run, its checkpoints, one of them or its `policy/`
 becomes a Hugging Face model, for any layout that it was saved with. Config and tokenizer come from
-`--model`; for a run, the default is the folder that it was started with.
+`--model`; for a run, the default is the folder that it was started with. `--verify` compares what
+was written with what was read; where `--to` is there already, it only compares.
 """
 
 from __future__ import annotations
@@ -33,36 +34,60 @@ from tlt_megatron.mcore.checkpoint_reader import read_common
 from tlt_megatron.mcore.stored_weights import iter_stored_weights, write_stored_weights
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader, save_hf_model
+from tlt_megatron.runtime.device import host_available_bytes
 from tlt_megatron.runtime.durable import new_folder
 from tlt_megatron.runtime.progress import Progress
 from tools.saved_run import find_saved, run_of
+from tools.verify_conversion import (
+    MOST_DIFFERENCE,
+    NUM_TOKENS,
+    companion_differences,
+    logits_bytes,
+    logits_difference,
+    tensor_differences,
+)
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _COMMON_FILE = "common.pt"  # Megatron's plain values
 
 
-def main() -> None:
-    """Convert and print what was done. ValueError if that is impossible."""
+def main() -> int:
+    """Convert and print what was done. Return 1 if `--verify` finds a difference. ValueError if
+    there is nothing to convert.
+    """
     options = _parse()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron would use the GPUs that torch sees
     _give_tensors_their_own_pages()
     if options.push_to_hub:
         check_push(options.push_to_hub)
     source, target = fetch_model("--from", options.source), Path(options.to)
     if not source.is_dir():
         raise ValueError(f"--from {source}: no such folder")
-    if options.push_to_hub and is_hf_folder(source):
+    is_hf = is_hf_folder(source)
+    if options.push_to_hub and is_hf:
         raise ValueError(
             "--push-to-hub: takes a Hugging Face folder; a torch_dist checkpoint is none"
         )
-    if is_hf_folder(source):
-        hf_to_megatron(source, target, dtype=options.dtype or "float32")
+    is_converted = options.verify and target.exists()
+    if is_hf:
+        policy, folder, model = target, source, None
+        dtype = options.dtype or (trained_dtype(target) if is_converted else "float32")
     else:
         name = options.model
         model = fetch_model("--model", name, TOKENIZER) if name else find_model(source)
-        megatron_to_hf(find_policy(source), target, model, dtype=options.dtype)
-    print(f"{source} -> {target}")
+        policy, folder = find_policy(source), target
+        dtype = options.dtype or trained_dtype(policy)
+    if not is_converted:
+        if model is None:
+            hf_to_megatron(folder, policy, dtype=dtype)
+        else:
+            megatron_to_hf(policy, folder, model, dtype=dtype)
+        print(f"{source} -> {target}")
+    if options.verify and not verify(policy, folder, dtype, model=model):
+        return 1
     if options.push_to_hub:
         print(push_folder(target, options.push_to_hub))
+    return 0
 
 
 def _give_tensors_their_own_pages() -> None:
@@ -101,7 +126,9 @@ def hf_to_megatron(source: Path, target: Path, *, dtype: str = "float32") -> Non
     config = check_model("--from", str(source))
     with new_folder(target) as temporary:
         temporary.mkdir(exist_ok=True)
-        write_stored_weights(temporary, config, HfReader(source), dtype)
+        shown = _Shown(len(tensor_shapes(config)))
+        write_stored_weights(temporary, config, HfReader(source), dtype, shown.add)
+        shown.close()
 
 
 def megatron_to_hf(source: Path, target: Path, model: Path, *, dtype: str | None = None) -> None:
@@ -112,20 +139,72 @@ def megatron_to_hf(source: Path, target: Path, model: Path, *, dtype: str | None
     """
     if target.exists():
         raise ValueError(f"--to {target}: must not exist")
-    kept = getattr(torch, dtype or read_common(source)["identity"]["model.dtype"])
-    weights = iter_stored_weights(source, load_model_config(model))
-    save_hf_model(target, _shown(weights, model), model, dtype=kept)
+    kept = getattr(torch, dtype or trained_dtype(source))
+    save_hf_model(target, _read_shown(source, model), model, dtype=kept)
 
 
-def _shown(tensors: Iterator[tuple[str, Tensor]], model: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of `model`, and show how many are done."""
-    num_tensors = len(tensor_shapes(load_model_config(model)))
-    progress = Progress("auto", num_tensors, unit="tensor", enabled=True)
-    for number, tensor in enumerate(tensors, 1):
+def trained_dtype(policy: Path) -> str:
+    """Return the dtype of the model that wrote a torch_dist checkpoint."""
+    return read_common(policy)["identity"]["model.dtype"]
+
+
+def verify(policy: Path, folder: Path, dtype: str, *, model: Path | None = None) -> bool:
+    """Compare tensors and logits of a torch_dist checkpoint and a Hugging Face folder. Print what
+    was compared and what differs, and return whether nothing does.
+
+    `model`: the folder was written with its config and tokenizer; None: the checkpoint was written.
+    """
+    kept: torch.dtype = getattr(torch, dtype)
+    config = load_model_config(model or folder)
+    is_export = model is not None
+    stored = _read_shown(policy, model or folder)
+    differences = [*tensor_differences(stored, folder, kept, is_export=is_export)]
+    compared = [f"{len(tensor_shapes(config))} tensors, bit for bit"]
+    if model is not None:
+        differences += companion_differences(model, folder)
+        compared.append("tokenizer, chat template, generation config")
+    needed, available = logits_bytes(config), host_available_bytes()
+    if needed > available:
+        print(
+            f"logits not compared: {needed / 1e9:.1f} GB of memory needed, {available / 1e9:.1f} available"
+        )
+    elif not differences:
+        share = logits_difference(policy, folder, kept)
+        of_logits = f"logits of {NUM_TOKENS} tokens (at most {share:.1e} of the largest apart)"
+        compared.append(of_logits)
+        if not share <= MOST_DIFFERENCE:
+            differences.append(f"transformers and Megatron differ: {of_logits}")
+    for line in differences:
+        print(f"--verify: {line}")
+    if not differences:
+        print(f"verified: {'; '.join(compared)}")
+    return not differences
+
+
+def _read_shown(policy: Path, model: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a torch_dist checkpoint of `model`, and show how many are done."""
+    config = load_model_config(model)
+    shown = _Shown(len(tensor_shapes(config)))
+    for tensor in iter_stored_weights(policy, config):
         yield tensor
-        if number % max(1, num_tensors // 20) == 0:
-            progress.step(number, {})
-    progress.close()
+        shown.add()
+    shown.close()
+
+
+class _Shown:
+    """How many tensors are done, with the time that is left."""
+
+    def __init__(self, num_tensors: int) -> None:
+        self._progress = Progress("auto", num_tensors, unit="tensor", enabled=True)
+        self._num_done = 0
+        self.close = self._progress.close
+
+    def add(self) -> None:
+        """Count one more."""
+        self._num_done += 1
+        num_steps = self._progress.num_steps
+        if self._num_done % max(1, num_steps // 20) == 0 or self._num_done == num_steps:
+            self._progress.step(self._num_done, {})
 
 
 def _parse() -> argparse.Namespace:
@@ -136,6 +215,7 @@ def _parse() -> argparse.Namespace:
     add("--model", metavar="FOLDER", help="config and tokenizer, see above")
     by_default = "default: float32 for torch_dist, that of its training for Hugging Face"
     add("--dtype", choices=("float32", "bfloat16"), help=by_default)
+    add("--verify", action="store_true", help="compare every tensor, and the logits of a prompt")
     add("--push-to-hub", metavar="ID", help="upload the Hugging Face folder")
     return parser.parse_args()
 

@@ -4,6 +4,9 @@ becomes one model.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.mcore_policy import Layout, build_policy, export, train
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
+from tlt_megatron.cli import main
 from tlt_megatron.mcore.checkpoint_reader import load_state
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.trainer.manifest import Manifest, hash_file, list_files, write_manifest
@@ -25,6 +29,7 @@ from tools.convert_checkpoint import (
     is_hf_folder,
     megatron_to_hf,
 )
+from tools.verify_conversion import MOST_DIFFERENCE, logits_difference
 
 TP2, PP2, CP2 = Layout(world=2, tensor=2), Layout(world=2, pipeline=2), Layout(world=2, context=2)
 TP2_PP2 = Layout(world=4, tensor=2, pipeline=2)
@@ -132,6 +137,84 @@ def test_megatron_finds_every_weight_of_a_converted_model(
     for weights in run_ranks(layout.world, load):
         for name, tensor in HfReader(source).items():
             assert torch.equal(weights[name], tensor.to(weights[name].dtype)), name
+
+
+def tlt_convert(*arguments: object) -> tuple[int, str]:
+    """The exit code of `tlt convert`, and what it prints, in a process of its own."""
+
+    def run() -> tuple[int, str]:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            code = main(["convert", *map(str, arguments)])
+        return code, printed.getvalue()
+
+    return run_ranks(1, run, has_world=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "dtype"),
+    [("qwen2", True, "float32"), ("llama", False, "bfloat16"), ("glm4_moe", False, "float32")],
+)
+def test_a_verified_conversion_has_the_same_tensors_and_logits(
+    kind: str, tied: bool, dtype: str, tmp_path: Path
+) -> None:
+    """In both directions, with progress. Tokenizer, chat template and generation config come
+    along.
+    """
+    source = make_tiny_hf(tmp_path / "hf", kind, tied=tied, num_layers=2)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.txt"):
+        (source / name).write_text(f'{{"name": "{name}"}}')
+    there = ("--from", source, "--to", tmp_path / "megatron", "--dtype", dtype, "--verify")
+    back = ("--from", tmp_path / "megatron", "--to", tmp_path / "back", "--model", source)
+    num_tensors = len(HfReader(source).names())
+    for code, printed in (tlt_convert(*there), tlt_convert(*back, "--verify")):
+        assert code == 0, printed
+        assert f"verified: {num_tensors} tensors, bit for bit; " in printed
+        assert re.search(r"logits of 64 tokens \(at most \S+ of the largest apart\)", printed)
+        assert printed.count(f"tensor {num_tensors}/{num_tensors} | ETA 0:00:00") == 2
+    for name in ("generation_config.json", "chat_template.jinja", "vocab.txt"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_verification_names_what_is_missing_or_differs(tmp_path: Path) -> None:
+    """Two folders that are there are only compared. The exit code is 1."""
+    source = make_tiny_hf(tmp_path / "hf", "qwen3", num_layers=2)
+    megatron, changed = tmp_path / "megatron", tmp_path / "changed"
+    hf_to_megatron(source, megatron)
+    up, down = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("up", "down"))
+    make_tiny_hf(changed, "qwen3", num_layers=2)
+    tensors = load_file(changed / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors |= {"model.more.weight": torch.zeros(2), down: torch.zeros(8, 64)}
+    tensors[up][3, 4].neg_()
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    (changed / "generation_config.json").unlink()
+    before = {path: path.read_bytes() for path in changed.iterdir()}
+
+    code, printed = tlt_convert("--from", megatron, "--to", changed, "--model", source, "--verify")
+    assert code == 1
+    assert [line for line in printed.splitlines() if line.startswith("--verify: ")] == [
+        f"--verify: {up} differs in 1 of 10,240 numbers",
+        f"--verify: {down} is torch.float32 (8, 64), not torch.float32 (64, 160)",
+        f"--verify: {changed} has no tensor model.norm.weight",
+        f"--verify: {changed} has model.more.weight, which the model has not",
+        f"--verify: {changed}/generation_config.json is not {source}/generation_config.json",
+    ]
+    assert "verified" not in printed
+    assert before == {path: path.read_bytes() for path in changed.iterdir()}
+
+
+def test_verification_finds_weights_that_megatron_takes_for_others(tmp_path: Path) -> None:
+    """Here those of another model, as by a wrong name or layout in the table of weights."""
+    source = make_tiny_hf(tmp_path / "hf", "llama", num_layers=2)
+    other = make_tiny_hf(tmp_path / "other", "llama", num_layers=2, seed=1)
+    hf_to_megatron(source, tmp_path / "megatron")
+
+    def run() -> float:
+        return logits_difference(tmp_path / "megatron", other, torch.float32)
+
+    [share] = run_ranks(1, run, has_world=False)
+    assert share > 1000 * MOST_DIFFERENCE
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:

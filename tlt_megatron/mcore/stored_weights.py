@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -70,18 +70,24 @@ def iter_stored_weights(path: Path, config: ModelConfig) -> Iterator[tuple[str, 
         raise ValueError(f"checkpoint {path}: holds weights that the model does not have")
 
 
-def write_stored_weights(path: Path, config: ModelConfig, source: HfReader, dtype: str) -> None:
+def write_stored_weights(
+    path: Path,
+    config: ModelConfig,
+    source: HfReader,
+    dtype: str,
+    on_tensor: Callable[[], None] = lambda: None,
+) -> None:
     """Write the policy in `source` as a torch_dist checkpoint of one file into the empty folder
     `path`, without an optimizer.
 
-    Holds one parameter in memory. ValueError for weights that are not finite, or tied to another
-    output layer.
+    Holds one parameter in memory. `on_tensor` is called for each tensor of `source`. ValueError for
+    weights that are not finite, or tied to another output layer.
     """
     cpu.install()
     if problem := head_problem(config, source):
         raise ValueError(f"{source.path}: {problem}")
     try:
-        planner = _WeightPlanner(config, source, getattr(torch, dtype))
+        planner = _WeightPlanner(config, source, getattr(torch, dtype), on_tensor)
         save({}, storage_writer=ShardWriter(path, sync_files=True), planner=planner, no_dist=True)
     except CheckpointException as error:
         (cause, _), *_ = error.failures.values()
@@ -94,9 +100,16 @@ class _WeightPlanner(DefaultSavePlanner):
     each when it is written.
     """
 
-    def __init__(self, config: ModelConfig, source: HfReader, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: HfReader,
+        dtype: torch.dtype,
+        on_tensor: Callable[[], None],
+    ) -> None:
         super().__init__(flatten_state_dict=False)
         self._config, self._source, self._dtype = config, source, dtype
+        self._on_tensor = on_tensor
         self._rows = {self._index(row): row for row in _rows(config)}
 
     def _place(self, row: Row) -> tuple[str, tuple[int, ...]]:
@@ -132,7 +145,11 @@ class _WeightPlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         row = self._rows[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
-        whole = split(row, [self._source[name] for name in row.hf_names], self._config, 0, 1)
+        tensors = []
+        for name in row.hf_names:
+            tensors.append(self._source[name])
+            self._on_tensor()
+        whole = split(row, tensors, self._config, 0, 1)
         if not whole.isfinite().all():
             raise ValueError(f"{self._source.path}: {', '.join(row.hf_names)}: not finite")
         assert write_item.tensor_data is not None

@@ -137,11 +137,17 @@ def _write_shards(
         (path / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
+def companions(folder: Path) -> list[Path]:
+    """Return the files that belong to a model's weights: config, tokenizer, chat template,
+    generation config.
+    """
+    files = [f for f in folder.iterdir() if f.suffix in (".json", ".txt", ".model", ".jinja")]
+    return [file for file in files if file.name not in (INDEX_NAME, "made_with.json")]
+
+
 def _copy_companions(source: Path, path: Path, dtype: torch.dtype) -> None:
-    for file in source.iterdir():
-        is_companion = file.suffix in (".json", ".txt", ".model", ".jinja")
-        if is_companion and file.name not in (INDEX_NAME, "made_with.json"):
-            shutil.copy2(file, path / file.name)
+    for file in companions(source):
+        shutil.copy2(file, path / file.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     # The policy has no layer that predicts a further token.

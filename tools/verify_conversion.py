@@ -1,0 +1,95 @@
+"""Compares a Hugging Face folder with the torch_dist checkpoint that it became or came from, for
+`tlt convert --verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.config.model_shape import tensor_shapes
+from tlt_megatron.mcore.checkpoint_logits import checkpoint_logits
+from tlt_megatron.models.config import ModelConfig, load_model_config
+from tlt_megatron.models.hf_io import HfReader, companions, dtype_of
+
+NUM_TOKENS = 64  # of the prompt
+# Of the largest logit. Sums of another order differ by less, and a wrong layout by more.
+MOST_DIFFERENCE = 1e-5
+# A model in float32 takes 4 bytes a parameter. Megatron joins gate and up projections of all layers
+# while it loads.
+_BYTES_PER_PARAMETER = 8
+
+
+def tensor_differences(
+    stored: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, *, is_export: bool
+) -> Iterator[str]:
+    """Compare every tensor of a checkpoint with that of the Hugging Face `folder`, bit for bit, and
+    yield a line for each that is missing, too many or different.
+
+    What was written must be what was read, rounded to `dtype`. With `is_export` the folder was
+    written, else the checkpoint. Holds one tensor of each.
+    """
+    reader = HfReader(folder)
+    unseen = set(reader.names())
+    for name, tensor in stored:
+        if name not in reader:
+            yield f"{folder} has no tensor {name}"
+            continue
+        unseen.discard(name)
+        read, written = (tensor, reader[name]) if is_export else (reader[name], tensor)
+        wanted = read.to(dtype_of(name, dtype))
+        if written.dtype != wanted.dtype or written.shape != wanted.shape:
+            found, expected = (f"{t.dtype} {tuple(t.shape)}" for t in (written, wanted))
+            yield f"{name} is {found}, not {expected}"
+        elif num_other := int((_bits(written) != _bits(wanted)).sum()):
+            yield f"{name} differs in {num_other:,} of {wanted.numel():,} numbers"
+    if is_export:
+        yield from (f"{folder} has {name}, which the model has not" for name in sorted(unseen))
+
+
+def companion_differences(model: Path, folder: Path) -> list[str]:
+    """Return a line for each file that belongs to the weights of `model` (tokenizer, chat template,
+    generation config) and is not the same in `folder`.
+    """
+    differences = []
+    for file in companions(model):
+        copy = folder / file.name
+        is_same = copy.is_file() and copy.read_bytes() == file.read_bytes()
+        if file.name != "config.json" and not is_same:  # the dtype in it may change
+            differences.append(f"{copy} is not {file}")
+    return differences
+
+
+def logits_bytes(config: ModelConfig) -> int:
+    """Return the memory that `logits_difference` needs at most."""
+    sizes = [torch.Size(shape).numel() for shape in tensor_shapes(config).values()]
+    return _BYTES_PER_PARAMETER * sum(sizes)
+
+
+def logits_difference(checkpoint: Path, folder: Path, dtype: torch.dtype) -> float:
+    """Return the largest difference of the logits of a prompt by transformers and by Megatron, in
+    float32, as a share of the largest logit. The prompt is of tokens all over the vocabulary.
+    """
+    config = load_model_config(folder)
+    token_ids_P = torch.linspace(0, config.vocab_size - 1, NUM_TOKENS).long()
+    expected = _transformers_logits(folder, token_ids_P, dtype)
+    found = checkpoint_logits(checkpoint, config, token_ids_P, dtype)
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _transformers_logits(folder: Path, token_ids_P: Tensor, rounded_to: torch.dtype) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(rounded_to).float()
+        return model(token_ids_P[None]).logits[0]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bits as integers: NaN equals itself, and 0 is not -0."""
+    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
