@@ -49,7 +49,7 @@ def planted(machine: Machine, batch_size_text: str) -> Iterator[Figures]:
     # Short enough for 2048 positions with a tree behind them, and for the time that there is.
     num_new = machine.pick(240 if batch_size < 64 else 100, 12)
     given: dict[str, Any] = {"num_prompt": machine.pick(2000, 100) - num_new, "num_new": num_new}
-    shares = dict(list(_SHARES.items())[1:2]) if batch_size > 1 or machine.is_tiny else _SHARES
+    shares = dict(list(_SHARES.items())[1:2]) if batch_size > 1 or machine.is_pretended else _SHARES
     with machine.gpu() as device, torch.no_grad():
         zeros = ("o_proj.weight", "down_proj.weight")
         engine = make_engine(config, device, batch_size=batch_size, zeros=zeros, **given)

@@ -43,7 +43,7 @@ def rl_step(machine: Machine, policy: str) -> Iterator[Figures]:
         model = folder / "model"
         config = json.loads((MODEL_CONFIGS / "qwen2.5-0.5b" / "config.json").read_text())
         _write_random(model, config | machine.pick({}, _TINY), small)
-    elif not machine.is_tiny:
+    elif not machine.is_pretended:
         model = folder / "model"
         _python("-m", "tools.expand_layers", f"--model={small}", "--extra=8", f"--out={model}")
     settings = {
@@ -59,13 +59,13 @@ def rl_step(machine: Machine, policy: str) -> Iterator[Figures]:
         "speculation.measure_gain": "false",
         "mcore.offload_in_rollouts": "true",
         "logging.trackers": "[]",
-        "run.device": "cpu" if machine.is_cpu else "cuda",
+        "run.device": "cpu" if machine.is_pretended else "cuda",
         "run.dir": folder / "run",
     }
     given = [f"{name}={value}" for name, value in settings.items()]
     _train([*given, "run.num_steps=1"])
     yield {"step_1": _metrics(folder / "run")}
-    if not machine.is_tiny:
+    if not machine.is_pretended:
         _train([*given, "run.num_steps=2", "--resume", "auto"])
         yield {"step_2": _metrics(folder / "run")}
 
