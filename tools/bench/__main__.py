@@ -1,11 +1,10 @@
 """The entry of the benchmarks.
 
-    python -m tools.bench speculation --quick
+    python -m tools.bench speculation
     python -m tools.bench speculation --help
 
 Each benchmark prints tables and writes build/bench/NAME.json. Its file has `run(options)`,
-which returns what goes into the JSON. It may have `add_options(add)` and `QUICK`, the defaults of a
-run that only shows that everything works.
+which returns what goes into the JSON, and may have `add_options(add)`.
 """
 
 from __future__ import annotations
@@ -58,11 +57,6 @@ def _parse(name: str, bench: ModuleType, arguments: Sequence[str]) -> argparse.N
     if hasattr(bench, "add_options"):
         bench.add_options(parser.add_argument)
     parser.add_argument("--out", default=f"build/bench/{name}.json")
-    quick = getattr(bench, "QUICK", {})
-    if quick:
-        parser.add_argument("--quick", action="store_true", help="shows that everything works")
-    if "--quick" in arguments:
-        parser.set_defaults(**quick)
     return parser.parse_intermixed_args(arguments)
 
 

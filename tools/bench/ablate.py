@@ -34,7 +34,6 @@ from tools.bench.replay import PassTrace, RecordingSelector, TraceTable, replay
 from tools.bench.setting import GOOD, RANDOM, long_prompts, make_drafts
 from tools.load_engine import LoadedPolicy
 
-QUICK = {"batch_sizes": [1, 4], "num_tokens": 8, "num_requests": 4, "halving": 10}
 _TEXTS = ("2_1_2", "4_1_4", "8_1_8", "4_2_8", "6_4_16", "ngram_8")
 _STRATEGIES = [SpeculationStrategy.parse(text) for text in _TEXTS]
 _PHASES = {"first": GOOD, "later": GOOD, "collapse": RANDOM, "useless": RANDOM, "again": GOOD}

@@ -69,11 +69,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         steps[f"{config.vocab_size}/{size}"] = _measure(target, size, forms, options.rounds)
     _print(f"noise of a decode pass, {options.dtype}", "form", noise)
     _print(f"draft step / decode pass, {options.dtype}", "ids", steps)
-    refreshes = {name: draft.refresh for name, draft in drafts.items()}
-    refresh_s = interleave(refreshes, options.rounds, cpu_seconds)
-    refresh_ms = {name: spread([1e3 * s for s in values]) for name, values in refresh_s.items()}
-    print({name: f"refresh {value['median']:.1f} ms" for name, value in refresh_ms.items()})
-    return {"dtype": options.dtype, "noise": noise, "draft_step": steps, "refresh_ms": refresh_ms}
+    return {"dtype": options.dtype, "noise": noise, "draft_step": steps}
 
 
 def _measure(

@@ -4,7 +4,6 @@ The settings are those of examples/smollm2.yaml.
 
     make bench-llm
     python -m tools.bench llm --parts decode         # without RL runs
-    python -m tools.bench llm --quick --parts decode
 
 Parts, each with a table and its keys in the JSON:
 
@@ -24,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,11 +32,16 @@ from tools.bench.interleaved import mismatch_per_token
 from tools.bench.measure import print_table
 from tools.bench.setting import load_policy, make_drafts, make_variants
 from tools.bench.speed import bench_batch_invariant, bench_long_tail
-from tools.bench.step import Launcher, bench_speed, print_by_step
+from tools.bench.step import bench_speed, launching, print_by_step
 from tools.run_report.data import read_metrics
 
-QUICK = {"rounds": 1, "steps": 2, "learn_steps": 2, "num_requests": 4, "num_tokens": 8}
 _DTYPES = ("bfloat16", "float32")
+_QUIET = (
+    "logging.rollouts=true",
+    "logging.progress=none",
+    "logging.trackers=[]",
+    "checkpoint.keep=1",
+)
 Part = Callable[[argparse.Namespace, RunConfig], dict[str, object]]
 
 
@@ -70,17 +73,17 @@ def bench_decode(options: argparse.Namespace, config: RunConfig) -> dict[str, ob
 
 def bench_step(options: argparse.Namespace, _config: RunConfig) -> dict[str, object]:
     """Return the tables of tools/bench/step.py for this model."""
-    with tempfile.TemporaryDirectory(prefix="bench-llm-") as root:
-        own = (f"model.path={options.policy}", "data.eval=", "rollout.dtype=float32")
-        return bench_speed(_launcher(options, root, *own), options)
+    own = (f"model.path={options.policy}", "data.eval=", "rollout.dtype=float32")
+    with launching(options, *_QUIET, *own) as launcher:
+        return bench_speed(launcher, options)
 
 
 def bench_learn(options: argparse.Namespace, _config: RunConfig) -> dict[str, object]:
     """Return held-out accuracy before and after `--learn-steps` of the example, and the reward by
     step.
     """
-    with tempfile.TemporaryDirectory(prefix="bench-llm-") as root:
-        folder = _launcher(options, root).run("learn", options.learn_steps)
+    with launching(options, *_QUIET) as launcher:
+        folder = launcher.run("learn", options.learn_steps)
         rows = read_metrics(folder / "metrics.jsonl")
     measured = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
     rewards = [row["critic/rewards/mean"] for row in rows if "critic/rewards/mean" in row]
@@ -92,16 +95,6 @@ def bench_learn(options: argparse.Namespace, _config: RunConfig) -> dict[str, ob
 
 def _held_out(config: RunConfig) -> str:
     return [*config.data.eval_files.values(), ""][0]
-
-
-def _launcher(options: argparse.Namespace, root: str, *overrides: str) -> Launcher:
-    quiet = ("logging.rollouts=true", "logging.progress=none", "logging.trackers=[]")
-    return Launcher(
-        root=Path(root),
-        config=options.config,
-        ranks=options.ranks,
-        overrides=[*quiet, "checkpoint.keep=1", *overrides, *options.overrides],
-    )
 
 
 PARTS: dict[str, Part] = {"decode": bench_decode, "step": bench_step, "learn": bench_learn}

@@ -1,7 +1,6 @@
 """Measures TLT, partial rollouts and both in time to a held-out accuracy, with the same seeds.
 
     python -m tools.bench partial
-    python -m tools.bench partial --quick
 
 Variants: `synchronous` (no speculation), `tlt`, `partial` (rollout.partial_rollout_tokens) and
 `tlt_partial`. The drafter of TLT starts from random weights. Every seed is a round of all variants,
@@ -11,18 +10,15 @@ in rotating order. Seconds are those of RL steps, without evaluations.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from tools.bench.measure import print_table
-from tools.bench.step import Launcher, turned
+from tools.bench.step import launching, turned
 from tools.compare_runs import STEP_SECONDS
 from tools.run_report.data import read_metrics
 
-QUICK = {"seeds": 1, "steps": 2, "eval_interval": 1, "target": 0.0}
 _ACCURACY = "eval/accuracy"
 _PLAIN = ("speculation.enabled=false", "spot.enabled=false")
 _CARRY = (
@@ -64,14 +60,8 @@ def summarize(rows: Sequence[Mapping[str, Any]], target: float) -> dict[str, flo
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Run all variants in rounds and print the table. Return the values of the JSON."""
     found: dict[str, list[dict[str, float | None]]] = {name: [] for name in _VARIANTS}
-    with tempfile.TemporaryDirectory(prefix="bench-partial-") as folder:
-        quiet = ("checkpoint.export_hf=false", "speculation.measure_gain=false")  # fmt: skip
-        launcher = Launcher(
-            root=Path(folder),
-            config=options.config,
-            ranks=options.ranks,
-            overrides=[f"eval.interval={options.eval_interval}", *quiet, *options.overrides],
-        )
+    quiet = ("checkpoint.export_hf=false", "speculation.measure_gain=false")
+    with launching(options, f"eval.interval={options.eval_interval}", *quiet) as launcher:
         for seed in range(options.seeds):
             for name in turned(list(_VARIANTS), seed):
                 settings = (f"run.seed={seed}", *_VARIANTS[name])

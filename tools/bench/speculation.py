@@ -43,17 +43,6 @@ from tools.bench.speed import (
 from tools.load_engine import LoadedPolicy, accept_length
 
 _KINDS = {"tree": "6_4_16", "chain": "16_1_16", "n-gram": "ngram_16"}  # of 16 drafted tokens
-QUICK = {
-    "batch_sizes": [1, 8, 64],
-    "num_tokens": 40,
-    "num_requests": 16,
-    "max_new_tokens": 200,
-    "rounds": 1,
-    "strategies": ["6_1_6", "4_2_8"],
-    "temperatures": [1.0],
-    "accept_prompts": 8,
-    "accept_max_new_tokens": 100,
-}
 
 
 def add_options(add: Callable[..., object]) -> None:

@@ -1,7 +1,6 @@
 """Measures what TLT gains in an RL step, and counts the steps in which it drew the same tokens.
 
     python -m tools.bench step
-    python -m tools.bench step --quick               # shows that everything works
 
 Variants: `off` (no speculation), `frozen` (a warmed-up drafter without training), `tlt` (the same
 drafter, trained on idle ranks), `cold_start` (tlt from random weights).
@@ -23,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from tools.expand_layers import expand_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 OFF, FROZEN, TLT, COLD = "off", "frozen", "tlt", "cold_start"
-QUICK = {"rounds": 1, "steps": 4}
 ROLLOUT_SECONDS = "timing_s/gen"
 _ACCEPT_LENGTH = "drafter/live_accept_length"
 _NUM_LONG = 0.1  # share of the prompts that are called long
@@ -91,6 +90,18 @@ class Launcher:
         seconds, load = time.perf_counter() - started, os.getloadavg()[0]
         print(f"{name}: at step {num_steps}, {seconds:.0f} s, load {load:.1f}", flush=True)
         return folder
+
+
+@contextmanager
+def launching(options: argparse.Namespace, *overrides: str) -> Iterator[Launcher]:
+    """Yield a launcher of runs in a temporary folder. The options override `overrides`."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as root:
+        yield Launcher(
+            root=Path(root),
+            config=options.config,
+            ranks=options.ranks,
+            overrides=[*overrides, *options.overrides],
+        )
 
 
 def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
@@ -229,18 +240,15 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """Make what is missing, run the rounds and print the tables. Return the values of the JSON."""
     if options.steps < 2:
         raise SystemExit(f"--steps {options.steps}: must be >= 2")
-    with tempfile.TemporaryDirectory(prefix="bench-step-") as root:
-        launcher = Launcher(
-            root=Path(root),
-            config=options.config,
-            ranks=options.ranks,
-            overrides=[*_prepare(options, Path(root)), *options.overrides],
-        )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        launching(options, *_prepare(options, Path(folder))) as launcher,
+    ):
         return {"ranks": options.ranks, **bench_speed(launcher, options)}
 
 
-def _prepare(options: argparse.Namespace, root: Path) -> list[str]:
-    """Make the deep policy and the order of its prompts; return their settings."""
+def _prepare(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Make the deep policy, and the order of its prompts in `folder`; return their settings."""
     settings = yaml.safe_load(Path(options.config).read_text(encoding="utf-8"))
     policy = Path(settings["model"]["path"])
     if not (ROOT / policy).is_dir():
@@ -248,7 +256,7 @@ def _prepare(options: argparse.Namespace, root: Path) -> list[str]:
     lines = (ROOT / settings["data"]["train"]).read_text(encoding="utf-8").splitlines()
     rows = sorted(map(json.loads, lines), key=lambda row: row["metadata"]["right_tokens"])
     ordered = with_a_tail(rows, settings["rollout"]["num_prompts"], options.seed)
-    prompts = root / "prompts.jsonl"
+    prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in ordered), encoding="utf-8")
     return [f"data.train={prompts}", "data.shuffle=false", f"run.seed={options.seed}"]
 

@@ -71,7 +71,8 @@ def test_the_benchmarks_of_a_language_model_measure_any_policy_folder(tmp_path: 
     assert measured("rollout", "--model", model, *prompts)["ratio"]["median"] > 0
     folders = ("--config", str(config), "--policy", model, "--drafter", drafter)
     strategy = "speculation.strategies=['2_1_2']"
-    result = measured("llm", "--quick", "--parts", "decode", *folders, strategy)
+    few = ("--rounds", "1", "--num-requests", "4", "--num-tokens", "8")
+    result = measured("llm", "--parts", "decode", *few, *folders, strategy)
     for dtype in ("bfloat16", "float32"):
         assert 0 <= result["mismatch_per_token"][dtype] <= 1
         assert result["decode_speedup"][dtype]["2_1_2"]["median"] > 0
@@ -82,7 +83,8 @@ def test_the_benchmarks_of_a_language_model_measure_any_policy_folder(tmp_path: 
     shutil.copytree(model, folder / "policy")
     for split in ("train", "eval"):
         shutil.copy(tmp_path / f"{split}.jsonl", folder / "policy")
-    few = ("--seeds", "7", "--folder", str(folder.parent), "--deepen", "0", "--drafter-steps", "1")
-    shares = [measured("ablate", "--quick", *few)["shares"] for _ in range(2)]
+    few = "--seeds 7 --deepen 0 --drafter-steps 1 --batch-sizes 1 4 --num-tokens 8 --num-requests 4"
+    words = ("--folder", str(folder.parent), "--halving", "10", *few.split())
+    shares = [measured("ablate", *words)["shares"] for _ in range(2)]
     assert shares[0] == shares[1]  # the trace is kept
     assert all(0 < share < 1.001 for of in shares[0].values() for share in of["7"])
