@@ -19,7 +19,6 @@ from tlt_megatron.types import (
     MicroBatch,
     Prompt,
     Rollout,
-    RolloutGroup,
     ScoredGroup,
 )
 
@@ -49,8 +48,7 @@ def score(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> ScoredGroup:
     prompt = Prompt(
         prompt_id=first.prompt_id, draw_index=first.draw_index, token_ids=first.prompt_ids
     )
-    group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
-    return ScoredGroup(group=group, rewards=tuple(rewards))
+    return ScoredGroup(prompt=prompt, rollouts=tuple(rollouts), rewards=tuple(rewards))
 
 
 def random_batch(

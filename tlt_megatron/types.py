@@ -195,10 +195,9 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredGroup:
+class ScoredGroup(RolloutGroup):
     """A group with the reward of each response."""
 
-    group: RolloutGroup
     rewards: tuple[float, ...]  # one per rollout
     # further numbers of the reward function by name, one per rollout; () without any
     details: tuple[Mapping[str, float], ...] = ()
@@ -206,7 +205,7 @@ class ScoredGroup:
     @property
     def is_complete(self) -> bool:
         """Return whether all responses have ended. One that has not has reward 0 so far."""
-        return all(r.finish_reason is not FinishReason.CUT for r in self.group.rollouts)
+        return all(r.finish_reason is not FinishReason.CUT for r in self.rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

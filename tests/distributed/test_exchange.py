@@ -91,12 +91,12 @@ def test_an_owner_gets_what_was_generated_and_others_nothing(num_groups: int) ->
 
         distributed_c10d._object_to_tensor = recorded
         batch = batch_of(everyone.rank, num_groups)
-        rollouts = [rollout for each in batch for rollout in each.group.rollouts]
+        rollouts = [rollout for each in batch for rollout in each.rollouts]
         owners = find_owners(rollouts, (), dp)
         fetched = OwnerExchange(ProcessGroups(world=everyone, dp=dp)).fetch(batch, owners)
         assert not any(b"tlt_megatron" in each for each in pickled)
         right = []
-        for rollout in (rollout for each in fetched for rollout in each.group.rollouts):
+        for rollout in (rollout for each in fetched for rollout in each.rollouts):
             whole = full_response(*key_of(rollout))
             if owners[key_of(rollout)] == dp.rank:
                 names = Rollout.__dataclass_fields__
@@ -117,7 +117,7 @@ def test_values_of_other_ranks_leave_out_observations() -> None:
         everyone = group_of(dist.group.WORLD)
         groups = ProcessGroups(world=everyone, dp=everyone)
         batch = batch_of(everyone.rank, 7)
-        rollouts = [rollout for each in batch for rollout in each.group.rollouts]
+        rollouts = [rollout for each in batch for rollout in each.rollouts]
         owners = find_owners(rollouts, (), everyone)
         exchange = OwnerExchange(groups)
         scored = exchange.fetch(batch, owners)

@@ -68,7 +68,7 @@ def _with_kept(scored: ScoredGroup) -> ScoredGroup:
     not recorded.
     """
     rollouts = []
-    for rollout in scored.group.rollouts:
+    for rollout in scored.rollouts:
         rows = [
             sorted({(token + 97 * j) % VOCAB_SIZE for j in range(2 * t + 1)}) if t % 4 < 3 else []
             for t, token in enumerate(rollout.token_ids.tolist())
@@ -77,8 +77,7 @@ def _with_kept(scored: ScoredGroup) -> ScoredGroup:
         counts = torch.tensor([len(row) for row in rows], dtype=torch.int32)
         kept = KeptTokens(token_ids=ids, counts=counts)
         rollouts.append(dataclasses.replace(rollout, kept=kept))
-    group = dataclasses.replace(scored.group, rollouts=tuple(rollouts))
-    return dataclasses.replace(scored, group=group)
+    return dataclasses.replace(scored, rollouts=tuple(rollouts))
 
 
 def _run(path: Path, layout: Layout, micro_batch_tokens: int) -> dict[str, tuple[list, dict]]:
@@ -167,7 +166,10 @@ def _scored(groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
     def reward(rollout: Rollout) -> float:
         return float((rollout.token_ids < VOCAB_SIZE // 2).double().mean())
 
-    return [ScoredGroup(group=g, rewards=tuple(map(reward, g.rollouts))) for g in groups]
+    return [
+        ScoredGroup(prompt=g.prompt, rollouts=g.rollouts, rewards=tuple(map(reward, g.rollouts)))
+        for g in groups
+    ]
 
 
 def _learn(path: Path) -> dict[str, list[float]]:

@@ -29,14 +29,14 @@ def compute_advantages(
     rewards = [
         [
             _token_rewards(rollout, reward, penalties.get(key_of(rollout)))
-            for rollout, reward in zip(s.group.rollouts, s.rewards, strict=True)
+            for rollout, reward in zip(s.rollouts, s.rewards, strict=True)
         ]
         for s in scored
     ]
     name = "algorithm.advantage", section.advantage
     if values is not None:
         known = generated_tokens(scored, values)
-        nested = [[known[key_of(r)] for r in s.group.rollouts] for s in scored]
+        nested = [[known[key_of(r)] for r in s.rollouts] for s in scored]
         computed, returns = call_extension(
             *name, rewards=rewards, values=nested, gamma=section.gamma, lam=section.lam
         )
@@ -88,7 +88,7 @@ def generated_tokens(
     return {
         key_of(rollout): rollout.generated(values[key_of(rollout)])
         for s in scored
-        for rollout in s.group.rollouts
+        for rollout in s.rollouts
     }
 
 
@@ -107,7 +107,7 @@ def _by_rollout(
     return {
         key_of(rollout): _with_observations(rollout, each.float())
         for s, of_group in zip(scored, values, strict=True)
-        for rollout, each in zip(s.group.rollouts, of_group, strict=True)
+        for rollout, each in zip(s.rollouts, of_group, strict=True)
     }
 
 

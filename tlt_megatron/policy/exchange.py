@@ -140,7 +140,7 @@ class OwnerExchange:
         world = self._groups.world
         if world.size == 1:
             return tuple(scored)
-        rollouts = [rollout for each in scored for rollout in each.group.rollouts]
+        rollouts = [rollout for each in scored for rollout in each.rollouts]
         if not agree_any(any(not each.is_here for each in rollouts), world):
             return tuple(scored)
         self._indices = self._indices or gather_json(self._groups.dp.rank, world)
@@ -166,7 +166,7 @@ class OwnerExchange:
         `mine` has those of this rank's share, [T]. They come back unchanged. Those of other ranks
         leave out the observations.
         """
-        known = {key_of(r): r for each in scored for r in each.group.rollouts}
+        known = {key_of(r): r for each in scored for r in each.rollouts}
         tensors = {
             _name(key): known[key].generated(values).contiguous() for key, values in mine.items()
         }
@@ -190,5 +190,5 @@ def _fill(rollout: Rollout, fields: Mapping[RolloutKey, Mapping[str, Any]]) -> R
 
 
 def _filled(scored: ScoredGroup, fields: Mapping[RolloutKey, Mapping[str, Any]]) -> ScoredGroup:
-    rollouts = tuple(_fill(rollout, fields) for rollout in scored.group.rollouts)
-    return dataclasses.replace(scored, group=dataclasses.replace(scored.group, rollouts=rollouts))
+    rollouts = tuple(_fill(rollout, fields) for rollout in scored.rollouts)
+    return dataclasses.replace(scored, rollouts=rollouts)

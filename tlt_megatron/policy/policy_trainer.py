@@ -285,7 +285,7 @@ class PolicyTrainer:
 
         def minibatches(scored: Sequence[ScoredGroup]) -> list[list[Rollout]]:
             parts = self._indices(scored)
-            return [[r for i in part for r in scored[i].group.rollouts] for part in parts]
+            return [[r for i in part for r in scored[i].rollouts] for part in parts]
 
         owners: dict[RolloutKey, int] = {}
         for rollouts in minibatches(batch):
@@ -312,10 +312,10 @@ class PolicyTrainer:
         differ by rounding, and all ranks must run the same micro-batches.
         """
         zeros = {key for key, advantage_T in advantages.items() if not advantage_T.any()}
-        rollouts = [rollout for each in scored for rollout in each.group.rollouts]
+        rollouts = [rollout for each in scored for rollout in each.rollouts]
         zeros |= {key_of(r) for r in rollouts if is_masked(r, self.section)}
         for indices in self._indices(scored):
-            groups = [scored[i].group.rollouts for i in indices]
+            groups = [scored[i].rollouts for i in indices]
             if zeros.issuperset(key_of(rollout) for group in groups for rollout in group):
                 zeros -= {key_of(group[0]) for group in groups}
         keys = [key_of(rollout) for rollout in rollouts]

@@ -51,7 +51,7 @@ class BatchRules:
         free = self.max_new_tokens - self.overlong_tokens
         added = [
             min(0.0, (free - r.num_generated) / self.overlong_tokens) * self.overlong_penalty
-            for r in group.group.rollouts
+            for r in group.rollouts
         ]
         details = [{**own, _OVERLONG: a} for own, a in zip(group.details, added, strict=True)]
         rewards = [reward + a for reward, a in zip(group.rewards, added, strict=True)]
@@ -90,10 +90,10 @@ class BatchRules:
         If there are fewer, the first of the others fill it up, as without dynamic sampling.
         """
         chosen = self.kept(groups)[: self.num_prompts]
-        kept = {group.group.prompt.draw_index for group in chosen}
-        others = [group for group in groups if group.group.prompt.draw_index not in kept]
+        kept = {group.prompt.draw_index for group in chosen}
+        others = [group for group in groups if group.prompt.draw_index not in kept]
         chosen += others[: self.num_prompts - len(chosen)]
-        chosen.sort(key=lambda group: group.group.prompt.draw_index)
+        chosen.sort(key=lambda group: group.prompt.draw_index)
         return [self.punish_overlong(group) for group in chosen]
 
     def carry(
@@ -106,11 +106,11 @@ class BatchRules:
         """
         if not self.round_tokens:
             return []
-        done = {group.group.prompt.draw_index for group in batch}
-        rest = [group for group in groups if group.group.prompt.draw_index not in done]
+        done = {group.prompt.draw_index for group in batch}
+        rest = [group for group in groups if group.prompt.draw_index not in done]
         kept = self.kept([group for group in rest if group.is_complete])
-        waiting = {group.group.prompt.draw_index for group in kept}
-        return [g for g in rest if not g.is_complete or g.group.prompt.draw_index in waiting]
+        waiting = {group.prompt.draw_index for group in kept}
+        return [g for g in rest if not g.is_complete or g.prompt.draw_index in waiting]
 
     def still_fit(self, carried: Sequence[ScoredGroup], *, num_samples: int) -> list[ScoredGroup]:
         """Return those of a checkpoint's carried groups that these rules allow, which may be others
@@ -124,10 +124,10 @@ class BatchRules:
         return [
             group
             for group in carried
-            if len(group.group.rollouts) == num_samples
+            if len(group.rollouts) == num_samples
             and all(
                 r.token_ids.numel() + (r.finish_reason is FinishReason.CUT) <= self.max_new_tokens
-                for r in group.group.rollouts
+                for r in group.rollouts
             )
         ]
 

@@ -22,7 +22,6 @@ from tlt_megatron.types import (
     KeptTokens,
     Prompt,
     Rollout,
-    RolloutGroup,
     SamplingParams,
     ScoredGroup,
 )
@@ -57,7 +56,7 @@ class OpenResponses:
         self.prompts: dict[int, Prompt] = {}  # as drawn, by draw_index
         self._responses: dict[int, dict[int, ScoredResponse]] = {}  # by draw_index, sample_index
         for scored in carried:
-            prompt, rollouts = scored.group.prompt, scored.group.rollouts
+            prompt, rollouts = scored.prompt, scored.rollouts
             self.prompts[prompt.draw_index] = prompt
             rows = map(ScoredResponse, rollouts, scored.rewards, scored.details)
             self._responses[prompt.draw_index] = {row.rollout.sample_index: row for row in rows}
@@ -128,8 +127,10 @@ class OpenResponses:
         for draw, samples in sorted(self._responses.items()):
             rows = [response for _, response in sorted(samples.items())]
             rollouts, rewards, details = zip(*rows, strict=True)
-            group = RolloutGroup(prompt=self.prompts[draw], rollouts=rollouts)
-            groups.append(ScoredGroup(group=group, rewards=rewards, details=details))
+            prompt = self.prompts[draw]
+            groups.append(
+                ScoredGroup(prompt=prompt, rollouts=rollouts, rewards=rewards, details=details)
+            )
         return groups
 
 
@@ -185,11 +186,9 @@ def carried_metrics(
     batch: Sequence[ScoredGroup], carried: Sequence[ScoredGroup], *, policy_version: int
 ) -> dict[str, float]:
     """Return the number of open responses, and the age of the batch's tokens in RL steps."""
-    parts = [
-        part for group in batch for rollout in group.group.rollouts for part in rollout.versions
-    ]
+    parts = [part for group in batch for rollout in group.rollouts for part in rollout.versions]
     num_tokens = sum(count for _, count in parts)
-    is_open = [r.finish_reason is FinishReason.CUT for g in carried for r in g.group.rollouts]
+    is_open = [r.finish_reason is FinishReason.CUT for g in carried for r in g.rollouts]
     return {
         "rollout/carried_responses": float(sum(is_open)),
         "rollout/policy_age/mean": sum((policy_version - v) * n for v, n in parts) / num_tokens,
@@ -202,7 +201,7 @@ def carried_metrics(
 
 def save_carried(folder: Path, carried: Sequence[ScoredGroup]) -> None:
     """Write the groups that a step left over. Prompts are not written: draw_index names them."""
-    rows = [[_as_row(rollout) for rollout in group.group.rollouts] for group in carried]
+    rows = [[_as_row(rollout) for rollout in group.rollouts] for group in carried]
     scores = [(group.rewards, [dict(each) for each in group.details]) for group in carried]
     torch.save({"rollouts": rows, "scores": scores}, folder / _FILE)
 
@@ -230,6 +229,8 @@ def load_carried(folder: Path, prompt_at: Callable[[int], Prompt]) -> tuple[Scor
             row["finish_reason"] = FinishReason(row["finish_reason"])
             row["kept"] = row["kept"] and KeptTokens(**row["kept"])
         rollouts = tuple(Rollout(**row) for row in rows)
-        group = RolloutGroup(prompt=prompt_at(rollouts[0].draw_index), rollouts=rollouts)
-        groups.append(ScoredGroup(group=group, rewards=rewards, details=tuple(details)))
+        prompt, details = prompt_at(rollouts[0].draw_index), tuple(details)
+        groups.append(
+            ScoredGroup(prompt=prompt, rollouts=rollouts, rewards=rewards, details=details)
+        )
     return tuple(groups)

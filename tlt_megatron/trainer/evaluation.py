@@ -65,14 +65,14 @@ class Evaluator:
         rewards = [reward for g in groups for reward in g.rewards]
         right = [right_responses(group, self.right_score) for group in groups]
         own = {  # of prompts whose responses were generated here
-            index: [final_answer(self._last_turn(r)) for r in group.group.rollouts]
+            index: [final_answer(self._last_turn(r)) for r in group.rollouts]
             for index, group in enumerate(groups)
-            if group.group.rollouts[0].is_here
+            if group.rollouts[0].is_here
         }
         shares = {index: majority(answers, right[index]) for index, answers in own.items()}
         found = gather_json(list(shares.items()), self.worker.replicas)
         majorities = [share for _, share in sorted(pair for part in found for pair in part)]
-        lengths = [r.num_generated for g in groups for r in g.group.rollouts]
+        lengths = [r.num_generated for g in groups for r in g.rollouts]
         return {
             "eval/accuracy": fmean(rewards),
             **pass_at_k([sum(row) for row in right], self.params.num_samples),
@@ -123,10 +123,9 @@ def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
 
 def name_source(group: ScoredGroup, name: str) -> ScoredGroup:
     """Return the group; a prompt without a data source gets `name`, that of its file."""
-    prompt = group.group.prompt
-    if prompt.data_source:
+    if group.prompt.data_source:
         return group
-    return replace(group, group=replace(group.group, prompt=replace(prompt, data_source=name)))
+    return replace(group, prompt=replace(group.prompt, data_source=name))
 
 
 def by_data_source(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -136,7 +135,7 @@ def by_data_source(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """
     found: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for group in groups:
-        source = group.group.prompt.data_source or "unknown"
+        source = group.prompt.data_source or "unknown"
         found[f"val-core/{source}/reward"].append(group.rewards)
     for (source, name), rows in details_by_source(groups).items():
         found[f"val-aux/{source}/{name}"] = rows

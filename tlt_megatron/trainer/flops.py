@@ -84,7 +84,7 @@ class Utilization:
         lengths = {
             key_of(rollout): rollout.num_tokens
             for scored in inference.scored
-            for rollout in scored.group.rollouts
+            for rollout in scored.rollouts
         }
         flops = {}
         if "actor/num_updates" in step:

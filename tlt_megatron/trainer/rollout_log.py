@@ -58,13 +58,13 @@ class RolloutLog:
         path = self.folder / f"step_{step:07d}.rank_{self.rank:05d}.jsonl"
         with path.open("w", encoding="utf-8") as file:
             for scored in groups:
-                for rollout, reward in zip(scored.group.rollouts, scored.rewards, strict=True):
+                for rollout, reward in zip(scored.rollouts, scored.rewards, strict=True):
                     if key_of(rollout) not in own:
                         continue
                     difference = differences.get(key_of(rollout))
                     row = {
                         **self._row(rollout),
-                        "data_source": scored.group.prompt.data_source,
+                        "data_source": scored.prompt.data_source,
                         "reward": reward,
                         "logprob_diff": difference,
                     }

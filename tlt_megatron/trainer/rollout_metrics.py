@@ -21,7 +21,7 @@ from tlt_megatron.types import FinishReason, ScoredGroup
 
 def token_sums(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the sums over the responses whose tokens this rank has, for `rollout_metrics`."""
-    rollouts = [r for g in groups for r in g.group.rollouts if r.is_here]
+    rollouts = [r for g in groups for r in g.rollouts if r.is_here]
     counts = [r.generated(r.kept.counts).double() for r in rollouts if r.kept is not None]
     routes = [r.routes for r in rollouts if r.routes is not None]
     turns = [r.transcript.num_turns for r in rollouts if r.transcript]
@@ -52,10 +52,10 @@ def rollout_metrics(
     `sums` are the `token_sums` of all ranks. `right_score` as in `right_responses`.
     """
     total = {name: math.fsum(each[name] for each in sums) for name in sums[0]}
-    rollouts = [r for g in groups for r in g.group.rollouts]
+    rollouts = [r for g in groups for r in g.rollouts]
     rewards = torch.tensor([reward for g in groups for reward in g.rewards], dtype=torch.float64)
     lengths = torch.tensor([r.num_generated for r in rollouts], dtype=torch.float64)
-    prompts = torch.tensor([len(g.group.prompt.token_ids) for g in groups], dtype=torch.float64)
+    prompts = torch.tensor([len(g.prompt.token_ids) for g in groups], dtype=torch.float64)
     cut = torch.tensor([r.finish_reason == FinishReason.LENGTH for r in rollouts]).double()
     metrics = {
         "response_length/clip_ratio": float(cut.mean()),
@@ -100,7 +100,7 @@ def details_by_source(
     """
     found: dict[tuple[str, str], list[tuple[float, ...]]] = defaultdict(list)
     for group in groups:
-        source = group.group.prompt.data_source or "unknown"
+        source = group.prompt.data_source or "unknown"
         for name in sorted({name for details in group.details for name in details}):
             row = tuple(details[name] for details in group.details if name in details)
             found[source, name].append(row)

@@ -79,7 +79,7 @@ class RunReport:
         num_tokens = metrics["perf/total_num_tokens"] = metrics["rollout/num_tokens"]
         metrics["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 1e9
         metrics["perf/throughput"] = num_tokens / metrics["timing_s/step"] / self.world.size
-        num_generated = sum(r.num_generated for g in collected.groups for r in g.group.rollouts)
+        num_generated = sum(r.num_generated for g in collected.groups for r in g.rollouts)
         counts = {"gen": num_generated} | dict.fromkeys(_PHASES_OF_ALL_TOKENS, num_tokens)
         for phase, count in counts.items():
             if f"timing_s/{phase}" in metrics:

@@ -35,9 +35,8 @@ def observed(rollout: Rollout) -> Rollout:
 
 
 def with_observations(scored: ScoredGroup) -> ScoredGroup:
-    rollouts = tuple(map(observed, scored.group.rollouts))
-    group = dataclasses.replace(scored.group, rollouts=rollouts)
-    return dataclasses.replace(scored, group=group)
+    rollouts = tuple(map(observed, scored.rollouts))
+    return dataclasses.replace(scored, rollouts=rollouts)
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda s: f"{s.advantage}-{s.loss}")
@@ -50,7 +49,7 @@ def test_metrics_of_a_batch_are_those_without_observations(section: AlgorithmSec
         trainer = make_trainer(FakeModel(), section, micro_batch_tokens=40)
         inference = trainer.infer_logprobs(scored)
         advantages = {
-            key: scored[key[0]].group.rollouts[key[1]].generated(advantage_T).tolist()
+            key: scored[key[0]].rollouts[key[1]].generated(advantage_T).tolist()
             for key, advantage_T in inference.advantages.items()
         }
         found.append((advantages, inference.metrics | trainer.update(inference)))
@@ -100,7 +99,7 @@ def test_a_critic_learns_nothing_from_observations() -> None:
     mixed = [with_observations(group) for group in plain]
     values, seen = {}, {}
     for i, group in enumerate(plain):
-        for rollout, other in zip(group.group.rollouts, mixed[i].group.rollouts, strict=True):
+        for rollout, other in zip(group.rollouts, mixed[i].rollouts, strict=True):
             key = i, rollout.sample_index
             values[key] = torch.cos(rollout.token_ids.float())
             seen[key] = torch.full((other.token_ids.numel(),), 9.0)  # of any size at observations

@@ -133,12 +133,10 @@ def test_a_masked_response_has_no_part_in_the_gradient(
     masked = AlgorithmSection(advantage=f"{tmp_path}/mine.py:raw", mask_truncated=True, **own)
     cut, rest = [], []
     for each in scored_with():
-        first, *others = each.group.rollouts
+        first, *others = each.rollouts
         first = dataclasses.replace(first, finish_reason=FinishReason.LENGTH)
-        whole = dataclasses.replace(each.group, rollouts=(first, *others))
-        cut.append(dataclasses.replace(each, group=whole))
-        part = dataclasses.replace(each.group, rollouts=tuple(others))
-        rest.append(dataclasses.replace(each, group=part, rewards=each.rewards[1:]))
+        cut.append(dataclasses.replace(each, rollouts=(first, *others)))
+        rest.append(dataclasses.replace(each, rollouts=tuple(others), rewards=each.rewards[1:]))
     (found, _), (expected, _) = _train(masked, cut), _train(masked, rest)
     for mine, theirs in zip(found.gradients, expected.gradients, strict=True):
         assert (mine - theirs).abs().max() < 1e-12

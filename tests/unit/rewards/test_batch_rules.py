@@ -11,7 +11,7 @@ import torch
 from tests.policy_batches import make_rollout, score
 from tlt_megatron.config.load import load_config
 from tlt_megatron.rewards.batch_rules import BatchRules
-from tlt_megatron.types import FinishReason, RolloutGroup, ScoredGroup
+from tlt_megatron.types import FinishReason, ScoredGroup
 
 
 def group(
@@ -26,7 +26,7 @@ def group(
 
 
 def draws(groups: list[ScoredGroup]) -> list[int]:
-    return [g.group.prompt.draw_index for g in groups]
+    return [g.prompt.draw_index for g in groups]
 
 
 FLAT = [group(0, 1, 1), group(1, 0, 0), group(2, 0, 0), group(3, 1, 1)]
@@ -82,11 +82,9 @@ def test_without_dynamic_sampling_nothing_is_dropped() -> None:
 def open_group(draw: int) -> ScoredGroup:
     """Its second response has not ended."""
     whole = group(draw, 1, 0)
-    first, second = whole.group.rollouts
+    first, second = whole.rollouts
     rollouts = first, dataclasses.replace(second, finish_reason=FinishReason.CUT)
-    return dataclasses.replace(
-        whole, group=RolloutGroup(prompt=whole.group.prompt, rollouts=rollouts)
-    )
+    return dataclasses.replace(whole, rollouts=rollouts)
 
 
 def test_partial_rollouts_carry_open_groups_and_complete_ones_beyond_the_batch() -> None:

@@ -22,7 +22,7 @@ from tests.rollout_stand_ins import make_prompts, make_rollout
 from tests.unit.tools.test_report import RANK_0, figures, make_run, rows_of, traces
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.trainer.rollout_log import RolloutLog
-from tlt_megatron.types import RolloutGroup, ScoredGroup
+from tlt_megatron.types import ScoredGroup
 from tools.report import main as report
 from tools.run_report.alarms import find_alarms
 from tools.run_report.data import distinct_names, runs_below
@@ -49,11 +49,15 @@ def write_responses(run_dir: Path, step: int, texts: list[str]) -> None:
     (prompt,) = make_prompts([0], "math")
     prompt = replace(prompt, token_ids=(-1,))
     rollouts = [make_rollout(prompt, (i,) * (i + 1), i) for i in range(len(texts))]
-    group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
     rewards = tuple(index + 0.5 for index in range(len(texts)))
     log = RolloutLog(run_dir / "rollouts", Texts(texts), rank=0)
     own = {(0, index) for index in range(len(texts))}
-    log.write(step, [ScoredGroup(group=group, rewards=rewards)], own, {(0, 1): 0.125})
+    log.write(
+        step,
+        [ScoredGroup(prompt=prompt, rollouts=tuple(rollouts), rewards=rewards)],
+        own,
+        {(0, 1): 0.125},
+    )
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def run(path: Path, folder: Path, **settings: bool) -> tuple[list[Collected], Re
 
 
 def rollouts(steps: list[Collected]) -> list[Rollout]:
-    return [r for step in steps for g in step.groups for r in g.group.rollouts]
+    return [r for step in steps for g in step.groups for r in g.rollouts]
 
 
 def test_tokens_and_logprobs_are_those_of_the_policies_that_drew_them(
@@ -94,7 +94,7 @@ def test_tokens_and_logprobs_are_those_of_the_policies_that_drew_them(
     for step in steps:
         for group in step.groups:
             assert group.is_complete
-            assert group.rewards == tuple(r.token_ids.numel() for r in group.group.rollouts)
+            assert group.rewards == tuple(r.token_ids.numel() for r in group.rollouts)
             assert all(dict(each) == {"own": 1.0} for each in group.details)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     logits_of = {}

@@ -26,7 +26,6 @@ from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import (
     FinishReason,
     KeptTokens,
-    RolloutGroup,
     SamplingParams,
     ScoredGroup,
     Transcript,
@@ -42,8 +41,7 @@ def scored(
         replace(r, finish_reason=FinishReason.LENGTH) if length == limit else r
         for r, length in zip(rollouts, lengths, strict=True)
     ]
-    group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
-    return ScoredGroup(group=group, rewards=rewards)
+    return ScoredGroup(prompt=prompt, rollouts=tuple(rollouts), rewards=rewards)
 
 
 def sums_of(*groups: ScoredGroup) -> list[dict[str, float]]:
@@ -82,8 +80,8 @@ def test_metrics_of_kept_sets_by_hand() -> None:
     group = scored((4,), (1.0,), 8)
     counts = torch.tensor([3, 1, 0, 2], dtype=torch.int32)
     kept = KeptTokens(token_ids=torch.arange(6, dtype=torch.int32), counts=counts)
-    rollouts = (replace(group.group.rollouts[0], kept=kept),)
-    group = replace(group, group=replace(group.group, rollouts=rollouts))
+    rollouts = (replace(group.rollouts[0], kept=kept),)
+    group = replace(group, rollouts=rollouts)
     metrics = rollout_metrics([group], sums_of(group), 8)
     assert (metrics["rollout/kept_set_size"], metrics["rollout/kept_set_missing_share"]) == (
         2,
@@ -128,9 +126,9 @@ def test_the_vote_of_a_conversation_is_its_last_turn() -> None:
     texts = [("user", "x"), ("assistant", "#### 5"), ("user", "6?"), ("assistant", "7")]
     messages = tuple({"role": role, "content": content} for role, content in texts)
     talk = Transcript(messages=messages, num_turns=2, has_failed=False)
-    talks = [replace(rollout, transcript=talk) for rollout in group.group.rollouts[:2]]
-    last = replace(group.group.rollouts[2], token_ids=torch.tensor([57]))
-    group = replace(group, group=replace(group.group, rollouts=(*talks, last)))
+    talks = [replace(rollout, transcript=talk) for rollout in group.rollouts[:2]]
+    last = replace(group.rollouts[2], token_ids=torch.tensor([57]))
+    group = replace(group, rollouts=(*talks, last))
 
     class Worker:
         replicas = SINGLE
@@ -142,7 +140,8 @@ def test_the_vote_of_a_conversation_is_its_last_turn() -> None:
             return " ".join(map(str, token_ids))
 
     params = SamplingParams(num_samples=3, max_new_tokens=8)
-    metrics = Evaluator(Worker(), {"test": [group.group.prompt]}, params).evaluate(0)
+    data_sets = {"test": [group.prompt]}
+    metrics = Evaluator(worker=Worker(), data_sets=data_sets, params=params).evaluate(0)
     assert (metrics["eval/maj@3"], metrics["eval/pass@3"]) == (0, 1)
 
 
