@@ -19,7 +19,7 @@ from pathlib import Path
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.rows import Row, read_rows
 from tlt_megatron.data.tokenizer import Tokenizer
-from tlt_megatron.runtime.collectives import broadcast_object
+from tlt_megatron.runtime.collectives import call_on_first
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.types import Prompt
 
@@ -124,16 +124,7 @@ def load_prompts(
     the same error. Prompts longer than `section.max_prompt_tokens` are left out and reported, never
     cut. ValueError names the file, the row (from 1), the key and the allowed values.
     """
-    found: PromptSet | str = ""
-    if world.is_first:
-        try:
-            found = _read_prompts(Path(path), tokenizer, section)
-        except (OSError, ValueError) as error:
-            found = str(error)
-    found = broadcast_object(found, world)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
+    return call_on_first(lambda: _read_prompts(Path(path), tokenizer, section), world)
 
 
 def _read_prompts(path: Path, tokenizer: Tokenizer, section: DataSection) -> PromptSet:

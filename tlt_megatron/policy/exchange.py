@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlt_megatron.policy.batching import RolloutKey, key_of
 from tlt_megatron.rewards.open_responses import ScoredResponse
-from tlt_megatron.runtime.collectives import agree_any, exchange_bytes, gather_bytes, gather_json
+from tlt_megatron.runtime.collectives import agree_any, exchange_bytes, gather_objects
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.types import FinishReason, KeptTokens, Rollout, ScoredGroup, Transcript
 
@@ -28,7 +28,7 @@ _TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask", "routes")
 
 
 def row_of(part: ScoredResponse) -> list[Any]:
-    """Return what all ranks know of a response, as JSON types. `part_of` reads it."""
+    """Return what all ranks know of a response, in about 60 bytes. `part_of` reads it."""
     rollout = part.rollout
     num_tokens = rollout.token_ids.numel()
     return [
@@ -55,7 +55,7 @@ def part_of(row: Sequence[Any]) -> ScoredResponse:
         logprobs=absent_T,
         policy_logprobs=absent_T,
         finish_reason=FinishReason(reason),
-        versions=tuple((of, count) for of, count in versions),
+        versions=versions,
         num_observed=num_observed,
     )
     return ScoredResponse(rollout, reward, details)
@@ -121,7 +121,9 @@ def share_with_all(
 ) -> dict[RolloutKey, dict[str, Any]]:
     """Return the tokens of all ranks' `parts` by response: partial rollouts go on anywhere."""
     own = to_bytes([part.rollout for part in parts])
-    return {key: row for data in gather_bytes(own, group) for key, row in from_bytes(data).items()}
+    return {
+        key: row for data in gather_objects(own, group) for key, row in from_bytes(data).items()
+    }
 
 
 class OwnerExchange:
@@ -143,7 +145,7 @@ class OwnerExchange:
         rollouts = [rollout for each in scored for rollout in each.rollouts]
         if not agree_any(any(not each.is_here for each in rollouts), world):
             return tuple(scored)
-        self._indices = self._indices or gather_json(self._groups.dp.rank, world)
+        self._indices = self._indices or gather_objects(self._groups.dp.rank, world)
         ranks_of: dict[int, list[int]] = {}
         for rank, index in enumerate(self._indices):
             ranks_of.setdefault(index, []).append(rank)
@@ -167,13 +169,12 @@ class OwnerExchange:
         leave out the observations.
         """
         known = {key_of(r): r for each in scored for r in each.rollouts}
-        tensors = {
-            _name(key): known[key].generated(values).contiguous() for key, values in mine.items()
-        }
+        own = [known[key].generated(values) for key, values in mine.items()]
         found: dict[RolloutKey, Tensor] = {}
-        for data in gather_bytes(save(tensors) if tensors else b"", self._groups.dp):
-            for name, tensor in load(data).items() if data else ():
-                found[_key(name)] = tensor
+        share = list(mine), torch.cat([torch.empty(0), *own])
+        for keys, values_N in gather_objects(share, self._groups.dp):
+            sizes = [known[key].num_generated for key in keys]
+            found |= zip(keys, values_N.split(sizes), strict=True)
         return found | dict(mine)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -34,6 +33,23 @@ def broadcast_object(value: T, group: Group, source: int = 0) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=group.global_ranks[source], group=group.of_torch)
     return box[0]
+
+
+def call_on_first(function: Callable[[], T], group: Group) -> T:
+    """Return on every member what `function` returns on the first one.
+
+    Its ValueError or OSError is a ValueError with the same text on every member.
+    """
+    value, error = None, None
+    if group.is_first:
+        try:
+            value = function()
+        except (ValueError, OSError) as cause:
+            error = str(cause)
+    value, error = broadcast_object((value, error), group)
+    if error is not None:
+        raise ValueError(error)
+    return value  # type: ignore[return-value]
 
 
 def agree_any(flag: bool, group: Group) -> bool:
@@ -68,40 +84,6 @@ def barrier(group: Group) -> None:
     """Wait until every member has called this."""
     if group.size > 1:
         dist.barrier(group=group.of_torch)
-
-
-def gather_bytes(value: bytes, group: Group) -> list[bytes]:
-    """Return the bytes of every member, in group order, on every member."""
-    if group.size == 1:
-        return [value]
-    device = _device_of(group)
-    size = torch.tensor([len(value)], device=device)
-    sizes = [torch.empty_like(size) for _ in range(group.size)]
-    dist.all_gather(sizes, size, group=group.of_torch)
-    longest = max(int(each) for each in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(value)] = _as_tensor(value).to(device)
-    found = [torch.empty_like(padded) for _ in range(group.size)]
-    dist.all_gather(found, padded, group=group.of_torch)
-    return [
-        each[: int(size)].cpu().numpy().tobytes() for each, size in zip(found, sizes, strict=True)
-    ]
-
-
-def broadcast_bytes(value: bytes, group: Group) -> bytes:
-    """Return the bytes of the first member on every member. All have equally many."""
-    if group.size == 1:
-        return value
-    tensor = _as_tensor(value).to(_device_of(group))
-    dist.broadcast(tensor, src=group.global_ranks[0], group=group.of_torch)
-    return tensor.cpu().numpy().tobytes()
-
-
-def gather_json(value: T, group: Group) -> list[T]:
-    """Return the value of every member, in group order, on every member. It consists of JSON
-    types.
-    """
-    return [json.loads(each) for each in gather_bytes(json.dumps(value).encode(), group)]
 
 
 def exchange_bytes(outgoing: Sequence[bytes], group: Group) -> list[bytes]:

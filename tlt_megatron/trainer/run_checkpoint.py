@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from tlt_megatron.policy.batching import balance_by_size
 from tlt_megatron.policy.interfaces import TrainedModel
-from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
+from tlt_megatron.runtime.collectives import call_on_first, gather_objects
 from tlt_megatron.runtime.durable import replace_text, sync_path, sync_tree
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.trainer.manifest import (
@@ -67,7 +67,7 @@ def find_saved_run(path: Path, world: Group) -> SavedRun | None:
     folder = find_intact(path, world)
     if folder is None:
         return None
-    text = _on_first((folder / STATE_FILE).read_text, world)
+    text = call_on_first((folder / STATE_FILE).read_text, world)
     return SavedRun(folder=folder, state=json.loads(text))
 
 
@@ -78,7 +78,7 @@ def find_intact(path: Path, world: Group) -> Path | None:
     checkpoints and of a wrong pointer. If none is intact, ValueError names the broken file of each;
     the same for a pointer without a checkpoint.
     """
-    found, problems = _on_first(
+    found, problems = call_on_first(
         lambda: (
             ([(path, read_manifest(path))], []) if is_checkpoint(path) else list_checkpoints(path)
         ),
@@ -109,22 +109,7 @@ def _verify(folder: Path, manifest: Manifest, world: Group) -> str | None:
     return next((found for found in gather_objects(problem, world) if found), None)
 
 
-def _on_first(function: Callable[[], T], world: Group) -> T:
-    """Return the result of `function` on rank 0. Its ValueError or OSError is a ValueError on
-    all.
-    """
-    value, error = None, None
-    if world.is_first:
-        try:
-            value = function()
-        except (ValueError, OSError) as cause:
-            error = str(cause)
-    value, error = broadcast_object((value, error), world)
-    if error is not None:
-        raise ValueError(error)
-    return value  # type: ignore[return-value]
-
-
+@dataclass(kw_only=True)
 class CheckpointManager:
     """Saves and restores. Every method is a collective; only rank 0 renames and deletes."""
 
@@ -163,7 +148,7 @@ class CheckpointManager:
         """
         final = self.folder(step)
         temporary = self.root / f"{final.name}.tmp"
-        text = json.dumps({**self._about, "step": step, **state})
+        text = json.dumps({**self.about, "step": step, **state})
         self._together(lambda: self._prepare(temporary), final)
         try:
             for name, model in self.models.items():  # makes collectives: no rank may leave early
@@ -191,7 +176,7 @@ class CheckpointManager:
             self._together(lambda: self._publish(saved.folder, final, saved.step), final)
             folder = final
         for name, model in self.models.items():
-            if name == "policy" or _on_first((folder / name).is_dir, self.world):
+            if name == "policy" or call_on_first((folder / name).is_dir, self.world):
                 model.load(folder / name)
             elif self.world.is_first:
                 log.warning("%s holds no %s: it starts anew", folder, name)
