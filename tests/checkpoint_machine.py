@@ -61,7 +61,9 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     def make_manager(self) -> CheckpointManager:
         """Of a new process of the run."""
-        return CheckpointManager(self.root, self.model, keep=KEEP, world=SINGLE)
+        return CheckpointManager(
+            root=self.root, models={"policy": self.model}, keep=KEEP, world=SINGLE
+        )
 
     def teardown(self) -> None:
         """Remove the files."""

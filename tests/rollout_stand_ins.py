@@ -86,4 +86,10 @@ def make_worker(
         select_device("cpu"),
         on_phase=lambda: None,
     )
-    return RolloutWorker(engine, rewards, lambda ids: str(len(ids)), replicas=world, phases=phases)
+    return RolloutWorker(
+        engine=engine,
+        rewards=rewards,
+        decode=lambda ids: str(len(ids)),
+        replicas=world,
+        phases=phases,
+    )

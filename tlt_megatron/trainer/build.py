@@ -43,7 +43,7 @@ from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.trainer.evaluation import Evaluator
 from tlt_megatron.trainer.flops import make_utilization
 from tlt_megatron.trainer.identity import compare_run, describe_run, saved_run_of
-from tlt_megatron.trainer.loop import RLTrainer, StepSettings
+from tlt_megatron.trainer.loop import RLTrainer
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
@@ -102,27 +102,28 @@ def build_run(site: Site) -> Run:
     step = saved.step if saved else 0
     worker = _build_worker(site, rewards, tokenizer, first_step=step)
     model, critic = _build_models(config, groups, site.device)
+    models = {"policy": model} | ({"critic": critic} if critic else {})
     checkpoints = CheckpointManager(
-        run_dir / CHECKPOINTS,
-        model,
+        root=run_dir / CHECKPOINTS,
+        models=models,
         keep=config.checkpoint.keep,
         world=world,
         about=about,
-        critic=critic,
     )
     folder = checkpoints.restore(saved) if saved else None
-    for each in filter(None, (model, critic)):
+    for each in models.values():
         each.leave_device()  # the engine is awake: its memory is taken
-    settings = _step_settings(config, tokenizer)
-    phases = worker.phases
+    engine_dtype, phases = getattr(torch, config.rollout.dtype), worker.phases
     with phases("SYNC", "update_weights", version=step):
-        push_policy(model, worker.engine, step, dtype=settings.engine_dtype, world=world)
+        push_policy(model, worker.engine, step, dtype=engine_dtype, world=world)
     phases.take_timings()  # of no step
     drafter = build_drafter(site, worker.engine, phases.timeline)
     if drafter and folder and resumes_drafter:
         drafter.load_from(folder)
     trainer = RLTrainer(
-        settings,
+        rules=_batch_rules(config),
+        sampling=_sampling(config, tokenizer),
+        engine_dtype=engine_dtype,
         sampler=sampler,
         worker=worker,
         policy_trainer=_build_policy_trainer(config, model, critic, groups),
@@ -130,12 +131,15 @@ def build_run(site: Site) -> Run:
     )
     carried = load_carried(folder, sampler.prompt_at) if folder else ()
     run = Run(
-        trainer,
+        trainer=trainer,
         num_steps=config.run.num_steps,
         eval_interval=config.eval.interval,
         checkpoint_interval=config.checkpoint.interval,
         evaluator=Evaluator(
-            worker, held_out, _eval_sampling(config, tokenizer), config.reward.right_score
+            worker=worker,
+            data_sets=held_out,
+            params=_eval_sampling(config, tokenizer),
+            right_score=config.reward.right_score,
         ),
         checkpoints=checkpoints,
         # last: it cuts what an earlier run wrote after the checkpoint
@@ -191,9 +195,9 @@ def _build_worker(
     if config.rollout.environment:
         conversations = Conversations(engine, rewards, tokenizer, config.rollout)
     return RolloutWorker(
-        engine,
-        rewards,
-        tokenizer.decode,
+        engine=engine,
+        rewards=rewards,
+        decode=tokenizer.decode,
         replicas=world,
         phases=Phases(timeline, progress, site.device, site.heartbeat.tell_phase),
         ranks_per_engine=config.ranks_per_engine,
@@ -218,7 +222,7 @@ def _open_report(
     if site.config.logging.rollouts and groups.part == 0 and groups.pp.is_first:
         rollouts = RolloutLog(run_dir / "rollouts", tokenizer, rank=rank)
     if not site.world.is_first:
-        return RunReport(phases, site.world, passes=passes, rollouts=rollouts)
+        return RunReport(phases=phases, world=site.world, passes=passes, rollouts=rollouts)
     first_step = saved.step + 1 if saved else None
     passes.begin(first_step)
     if rollouts is not None:
@@ -228,8 +232,8 @@ def _open_report(
     metrics = MetricsWriter(run_dir, trackers, resume_step=first_step)
     site.stack.push(lambda error, *_: metrics.close(failed=error is not None))
     return RunReport(
-        phases,
-        site.world,
+        phases=phases,
+        world=site.world,
         metrics=metrics,
         passes=passes,
         rollouts=rollouts,
@@ -254,31 +258,32 @@ def _make_trackers(config: RunConfig, run_dir: Path, resume_step: int | None) ->
     return Trackers(trackers)
 
 
-def _step_settings(config: RunConfig, tokenizer: Tokenizer) -> StepSettings:
-    rollout, algorithm = config.rollout, config.algorithm
-    return StepSettings(
-        batch=BatchRules(
-            num_prompts=rollout.num_prompts,
-            right_score=config.reward.right_score,
-            max_rounds=algorithm.max_num_gen_batches if algorithm.dynamic_sampling else 1,
-            metric=config.used_sampling_metric,
-            round_tokens=rollout.partial_rollout_tokens,
-            num_drawn=rollout.over_sampling_prompts,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_new_tokens=rollout.max_new_tokens,
-            overlong_tokens=config.reward.overlong_tokens,
-            overlong_penalty=config.reward.overlong_penalty,
-        ),
-        engine_dtype=getattr(torch, rollout.dtype),
-        sampling=SamplingParams(
-            num_samples=rollout.num_samples,
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop_token_ids=tokenizer.stop_token_ids,
-            seed=config.run.seed,
-        ),
+def _batch_rules(config: RunConfig) -> BatchRules:
+    rollout, algorithm, reward = config.rollout, config.algorithm, config.reward
+    return BatchRules(
+        num_prompts=rollout.num_prompts,
+        right_score=reward.right_score,
+        max_rounds=algorithm.max_num_gen_batches if algorithm.dynamic_sampling else 1,
+        metric=config.used_sampling_metric,
+        round_tokens=rollout.partial_rollout_tokens,
+        num_drawn=rollout.over_sampling_prompts,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_new_tokens=rollout.max_new_tokens,
+        overlong_tokens=reward.overlong_tokens,
+        overlong_penalty=reward.overlong_penalty,
+    )
+
+
+def _sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        num_samples=rollout.num_samples,
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_token_ids=tokenizer.stop_token_ids,
+        seed=config.run.seed,
     )
 
 

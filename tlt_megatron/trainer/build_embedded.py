@@ -61,11 +61,6 @@ def _speculation_over(
 
 def make_speculation(config: RunConfig, draft: DraftInference | None) -> Speculation:
     """Build the speculation of `config.speculation`. `draft` is the learned drafter, or None."""
-    section = config.speculation
-    strategies = section.parsed_strategies
-    selector = make_selector(
-        section.selector,
-        strategies,
-        max_batch_size=config.rollout.max_batch_size,
-    )
+    strategies, most = config.speculation.parsed_strategies, config.rollout.max_batch_size
+    selector = make_selector(config.speculation.selector, strategies, max_batch_size=most)
     return Speculation(draft, selector, strategies)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import comb
 from statistics import fmean
@@ -21,24 +21,14 @@ _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})+)\}")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
+@dataclass(kw_only=True)
 class Evaluator:
-    """Measures mean reward (accuracy for 0/1 rewards), pass@k and maj@k over fixed prompts.
+    """Measures mean reward (accuracy for 0/1 rewards), pass@k and maj@k over fixed prompts."""
 
-    `data_sets` has the prompts of each file by its name (`data.prompts.load_held_out`).
-    `right_score` as in `right_responses`.
-    """
-
-    def __init__(
-        self,
-        worker: RolloutWorker,
-        data_sets: Mapping[str, Sequence[Prompt]],
-        params: SamplingParams,
-        right_score: float = 1.0,
-    ) -> None:
-        self.worker = worker
-        self.data_sets = data_sets
-        self.params = params
-        self.right_score = right_score
+    worker: RolloutWorker
+    data_sets: Mapping[str, Sequence[Prompt]]  # the prompts of each file by its name
+    params: SamplingParams
+    right_score: float = 1.0  # see `right_responses`
 
     def evaluate(self, policy_version: int) -> dict[str, float]:
         """Return the eval/* and val-* metrics, {} without prompts. A collective of all ranks.

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
+from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.runtime.collectives import barrier, gather_objects
-from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
 
 _ROUNDS = 2
@@ -28,14 +28,12 @@ class SpeculationGain(NamedTuple):
 
 
 def measure_gain(
-    engine: RolloutEngine,
+    worker: RolloutWorker,
     sizes: Sequence[int],
     draw: Callable[[int], Sequence[Prompt]],
     params: SamplingParams,
     *,
     policy_version: int,
-    replicas: Group,
-    should_stop: Callable[[], bool] = lambda: False,
 ) -> SpeculationGain | None:
     """Time generation rounds of `sizes` prompts with and without speculation. A collective.
 
@@ -44,6 +42,7 @@ def measure_gain(
     graphs, so the first generation after it is not timed. Returns None if the engine cannot decode
     without speculation, or if any rank was told to stop.
     """
+    engine, replicas = worker.engine, worker.replicas
     seconds = {True: 0.0, False: 0.0}
     tokens: dict[bool, list[list[int]]] = {True: [], False: []}
 
@@ -59,7 +58,7 @@ def measure_gain(
                 prompts[replicas.rank :: replicas.size],
                 params,
                 policy_version=policy_version,
-                should_stop=should_stop,
+                should_stop=worker.should_stop,
             )
             own_s = time.perf_counter() - started
         return max(gather_objects(own_s, replicas)), groups

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,15 +27,6 @@ from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSettings:
-    """What a step trains on, and how its responses are drawn."""
-
-    batch: BatchRules
-    sampling: SamplingParams
-    engine_dtype: torch.dtype  # of the weights that engines receive
-
-
 class TrainedStep(NamedTuple):
     """The results of a step, for its report."""
 
@@ -46,36 +37,31 @@ class TrainedStep(NamedTuple):
     differences: Mapping[tuple[int, int], float]
 
 
+@dataclass(kw_only=True)
 class RLTrainer:
     """Runs RL steps. Every method is a collective of all ranks."""
 
-    def __init__(
-        self,
-        settings: StepSettings,
-        *,
-        sampler: PromptSampler,
-        worker: RolloutWorker,
-        policy_trainer: PolicyTrainer,
-        drafter: DrafterLifecycle | None,
-    ) -> None:
-        """The engine of `worker` holds the policy. `drafter` is given only with spot training."""
-        self.settings = settings
-        self.sampler = sampler
-        self.worker = worker
-        self.engine = worker.engine
-        self.policy_trainer = policy_trainer
-        self.drafter = drafter
-        self.phases = worker.phases
-        self.world = worker.replicas
-        self.step = 0  # RL steps done; also the version of the policy
-        self.critic_from = 0  # the step at which the critic began, if there is one
-        self.carried: tuple[ScoredGroup, ...] = ()  # left over by the last step (partial rollouts)
+    rules: BatchRules  # which responses a step trains on
+    sampling: SamplingParams
+    engine_dtype: torch.dtype  # of the weights that engines receive
+    sampler: PromptSampler
+    worker: RolloutWorker  # its engine holds the policy
+    policy_trainer: PolicyTrainer
+    drafter: DrafterLifecycle | None  # None without spot training
+    step: int = field(default=0, init=False)  # RL steps done; also the version of the policy
+    critic_from: int = field(default=0, init=False)  # the step at which the critic began, if any
+    # responses that the last step left over (partial rollouts)
+    carried: tuple[ScoredGroup, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        self.engine, self.phases = self.worker.engine, self.worker.phases
+        self.world = self.worker.replicas
 
     def train_step(self) -> TrainedStep:
         """Run one RL step. GenerationStopped on all ranks, without a change, if one is told to
         stop.
         """
-        seed_everything(self.settings.sampling.seed, self.step + 1)
+        seed_everything(self.sampling.seed, self.step + 1)
         collected = self._collect()  # prompts -> rollouts -> rewards
         self._publish_drafter(collected)
         self.engine.sleep()
@@ -89,7 +75,7 @@ class RLTrainer:
 
     def _collect(self) -> Collected:
         """Draw prompts and return their scored rollouts. GenerationStopped changes no state."""
-        rules, before = self.settings.batch, self.sampler.state_dict()
+        rules, before = self.rules, self.sampler.state_dict()
 
         def draw(count: int) -> list[Prompt]:
             return self.sampler.next_batch(count) if count else []
@@ -99,7 +85,7 @@ class RLTrainer:
         try:
             return self.worker.collect(
                 draw(rules.num_first(self.carried)),
-                self.settings.sampling,
+                self.sampling,
                 policy_version=self.step,
                 drafter=self.drafter,
                 step=self.step + 1,
@@ -152,7 +138,7 @@ class RLTrainer:
 
     def _push_policy(self) -> dict[str, float]:
         """Load the policy of this step into every engine."""
-        model, dtype = self.policy_trainer.model, self.settings.engine_dtype
+        model, dtype = self.policy_trainer.model, self.engine_dtype
         with self.phases("SYNC", "update_weights", version=self.step):
             return push_policy(model, self.engine, self.step, dtype=dtype, world=self.world)
 
@@ -174,7 +160,7 @@ class RLTrainer:
         """
         self.step = int(state["step"])
         self.critic_from = state.get("critic_from", 0) if has_critic else self.step
-        rules, num_samples = self.settings.batch, self.settings.sampling.num_samples
+        rules, num_samples = self.rules, self.sampling.num_samples
         self.carried = tuple(rules.still_fit(carried, num_samples=num_samples))
         if len(self.carried) < len(carried):
             log.warning(

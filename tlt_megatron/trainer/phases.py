@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from tlt_megatron.engines.base import GenerationStopped
@@ -30,23 +31,16 @@ _LEDGER_PHASES = {
 }
 
 
+@dataclass
 class Phases:
     """`with phases("ROLLOUT", "gen", batch=64): ...` adds to timing_s/gen and to the trace."""
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        progress: Progress,
-        device: Device,
-        on_phase: Callable[[], None],
-    ) -> None:
-        """`on_phase` is called when a phase has begun."""
-        self.timeline = timeline
-        self.progress = progress
-        self._device = device
-        self._on_phase = on_phase
-        self._seconds: dict[str, float] = {}
-        self._peak_bytes: dict[Phase, int] = {}
+    timeline: Timeline
+    progress: Progress
+    device: Device
+    on_phase: Callable[[], None]  # called when a phase has begun
+    _seconds: dict[str, float] = field(default_factory=dict, init=False)
+    _peak_bytes: dict[Phase, int] = field(default_factory=dict, init=False)
 
     @contextmanager
     def __call__(self, name: str, timing: str, **args: Any) -> Iterator[None]:
@@ -56,18 +50,18 @@ class Phases:
         outer = status.phases
         ledger_phase = _LEDGER_PHASES.get(name)
         if ledger_phase:
-            self._device.reset_peak()
+            self.device.reset_peak()
         start = time.perf_counter()
         try:
             with self.timeline.span(name, **args):
-                self._on_phase()
+                self.on_phase()
                 yield
         except GenerationStopped:  # not a failure of the phase
             status.leave(outer)
             raise
         finally:  # an interrupted phase also has a peak
             if ledger_phase:
-                peak = max(self._device.peak_bytes(), self._peak_bytes.get(ledger_phase, 0))
+                peak = max(self.device.peak_bytes(), self._peak_bytes.get(ledger_phase, 0))
                 self._peak_bytes[ledger_phase] = peak
         self._seconds[timing] = self._seconds.get(timing, 0.0) + time.perf_counter() - start
 

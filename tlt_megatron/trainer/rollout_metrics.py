@@ -5,11 +5,9 @@ the evaluator.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
 
 import torch
 
@@ -111,46 +109,41 @@ def _share(groups: Sequence[ScoredGroup], holds: Callable[[ScoredGroup], bool]) 
     return sum(holds(g) for g in groups) / len(groups)
 
 
-def speculation_sums(totals: Sequence[PassTotals]) -> dict[str, Any]:
-    """Return the sums of a rank's passes, as JSON types, for `speculation_metrics`."""
-    drafting = [total for total in totals if total.accepted_by_depth]
-    learned = [t for t in drafting if SpeculationStrategy.parse(t.strategy).is_learned]
-    # Strategies of a smaller draft depth count as not accepted at this depth.
-    accepted = zip_longest(*(total.accepted_by_depth for total in drafting), fillvalue=0)
-    return {
-        "committed": sum(total.committed for total in totals),
-        "drafting": _rows_and_tokens(drafting),
-        "learned": _rows_and_tokens(learned),
-        "accepted": [sum(depth) for depth in accepted],
-    }
+def speculation_sums(totals: Iterable[PassTotals]) -> Counter[str]:
+    """Return the sums of a rank's passes, for `speculation_metrics`.
+
+    A row is one request in one pass. Passes of a smaller draft depth accept nothing at depth d.
+    """
+    sums: Counter[str] = Counter()
+    for total in totals:
+        sums["tokens"] += total.committed
+        if not total.accepted_by_depth:
+            continue
+        is_learned = SpeculationStrategy.parse(total.strategy).is_learned
+        for kind in ("drafting", "learned") if is_learned else ("drafting",):
+            sums[f"{kind} rows"] += total.passes * total.batch_size
+            sums[f"{kind} tokens"] += total.committed
+        for depth, count in enumerate(total.accepted_by_depth, start=1):
+            sums[f"rollout/spec_accepted_at/{depth}"] += count
+    return sums
 
 
-def _rows_and_tokens(totals: Sequence[PassTotals]) -> list[int]:
-    return [
-        sum(total.passes * total.batch_size for total in totals),
-        sum(total.committed for total in totals),
-    ]
-
-
-def speculation_metrics(sums: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def speculation_metrics(sums: Iterable[Mapping[str, int]]) -> dict[str, float]:
     """Return metrics of the passes that drafted: tokens out per request and pass, and acceptance at
     each draft depth.
 
     With a learned drafter also its accept length, and the share of all tokens from its passes.
     `sums` are the `speculation_sums` of all ranks and rounds.
     """
-    num_rows, num_tokens = (
-        sum(column) for column in zip(*(s["drafting"] for s in sums), strict=True)
-    )
+    total: Counter[str] = Counter()
+    for each in sums:
+        total.update(each)
+    num_rows, num_learned = total["drafting rows"], total["learned rows"]
     if not num_rows:
         return {}
-    metrics = {"rollout/spec_accept_length": num_tokens / num_rows}
-    num_learned, num_tokens = (
-        sum(column) for column in zip(*(s["learned"] for s in sums), strict=True)
-    )
+    metrics = {"rollout/spec_accept_length": total["drafting tokens"] / num_rows}
     if num_learned:
-        metrics["drafter/live_accept_length"] = num_tokens / num_learned
-        metrics["drafter/live_token_share"] = num_tokens / sum(s["committed"] for s in sums)
-    for depth, counts in enumerate(zip_longest(*(s["accepted"] for s in sums), fillvalue=0)):
-        metrics[f"rollout/spec_accepted_at/{depth + 1}"] = sum(counts) / num_rows
-    return metrics
+        metrics["drafter/live_accept_length"] = total["learned tokens"] / num_learned
+        metrics["drafter/live_token_share"] = total["learned tokens"] / total["tokens"]
+    accepted = {name: n / num_rows for name, n in total.items() if name.startswith("rollout/")}
+    return metrics | accepted

@@ -58,36 +58,19 @@ class Collected:
     carried: tuple[ScoredGroup, ...] = ()  # to the next step, with partial rollouts
 
 
+@dataclass(kw_only=True)
 class RolloutWorker:
-    """Runs this rank's engine and reward workers. `replicas` is the group of all ranks with an
-    engine.
-    """
+    """Runs this rank's engine and reward workers."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        rewards: RewardPool,
-        decode: Callable[[Sequence[int]], str],
-        *,
-        replicas: Group,
-        phases: Phases,
-        ranks_per_engine: int = 1,
-        should_stop: Callable[[], bool] = lambda: False,
-        conversations: Conversations | None = None,
-    ) -> None:
-        """`conversations` is given only with an environment. If an engine spans several ranks, the
-        first of them gets all its prompts.
-
-        Each rank calls `should_stop` on its own, about once per pass.
-        """
-        self.engine = engine
-        self.rewards = rewards
-        self.decode = decode
-        self.replicas = replicas
-        self.phases = phases
-        self.ranks_per_engine = ranks_per_engine
-        self.should_stop = should_stop
-        self.conversations = conversations
+    engine: RolloutEngine
+    rewards: RewardPool
+    decode: Callable[[Sequence[int]], str]
+    replicas: Group  # all ranks with an engine
+    phases: Phases
+    ranks_per_engine: int = 1  # the first rank of an engine gets all its prompts
+    # Each rank calls it on its own, about once per pass.
+    should_stop: Callable[[], bool] = lambda: False
+    conversations: Conversations | None = None  # None without an environment
 
     def collect(
         self,

@@ -5,6 +5,7 @@ Built by build.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tlt_megatron.engines.base import GenerationStopped
@@ -20,33 +21,22 @@ from tlt_megatron.types import ScoredGroup
 _GAIN_STEPS = 4  # batches that measure the speedup of speculation
 
 
+@dataclass(kw_only=True)
 class Run:
     """Trains, evaluates, saves, stops and resumes. Every method is a collective of all ranks."""
 
-    def __init__(
-        self,
-        trainer: RLTrainer,
-        *,
-        num_steps: int,
-        eval_interval: int,
-        checkpoint_interval: int,
-        evaluator: Evaluator,
-        checkpoints: CheckpointManager,
-        report: RunReport,
-    ) -> None:
-        """Intervals are in RL steps. Further evaluations come before the first step and after the
-        last, and a checkpoint then.
-        """
-        self.num_steps = num_steps
-        self.eval_interval = eval_interval
-        self.checkpoint_interval = checkpoint_interval
-        self.trainer = trainer
-        self.evaluator = evaluator
-        self.checkpoints = checkpoints
-        self.report = report
-        self.num_new_steps = 0  # since the start or the resume
-        self.is_stopped = False  # stopped on request; a resumed run does the rest
-        self._is_saved = False  # a checkpoint of this run holds the present state
+    trainer: RLTrainer
+    evaluator: Evaluator
+    checkpoints: CheckpointManager
+    report: RunReport
+    num_steps: int
+    eval_interval: int  # RL steps; the run also evaluates before the first step and after the last
+    checkpoint_interval: int  # RL steps; the run also saves after the last step
+    num_new_steps: int = field(default=0, init=False)  # since the start or the resume
+    # stopped on request; a resumed run does the rest
+    is_stopped: bool = field(default=False, init=False)
+    # a checkpoint of this run holds the present state
+    _is_saved: bool = field(default=False, init=False)
 
     def train(self) -> None:
         """Run from the current step to the last or to a stop request, and save a checkpoint.
@@ -132,15 +122,8 @@ class Run:
         steps.
         """
         trainer = self.trainer
-        sizes = [trainer.settings.batch.num_first(())] * min(_GAIN_STEPS, self.num_new_steps)
+        sizes = [trainer.rules.num_first(())] * min(_GAIN_STEPS, self.num_new_steps)
         if not sizes:  # resumed after the last step
             return None
-        return measure_gain(
-            trainer.engine,
-            sizes,
-            trainer.sampler.next_batch,
-            trainer.settings.sampling,
-            policy_version=trainer.step,
-            replicas=trainer.world,
-            should_stop=trainer.worker.should_stop,
-        )
+        draw, params = trainer.sampler.next_batch, trainer.sampling
+        return measure_gain(trainer.worker, sizes, draw, params, policy_version=trainer.step)

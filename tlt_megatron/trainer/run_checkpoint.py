@@ -16,7 +16,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -113,22 +113,11 @@ def _verify(folder: Path, manifest: Manifest, world: Group) -> str | None:
 class CheckpointManager:
     """Saves and restores. Every method is a collective; only rank 0 renames and deletes."""
 
-    def __init__(
-        self,
-        root: Path,
-        model: TrainedModel,
-        *,
-        keep: int,
-        world: Group,
-        about: Mapping[str, object] | None = None,
-        critic: TrainedModel | None = None,
-    ) -> None:
-        """`about` (`identity.py`) is added to the state of every checkpoint. `keep=0` keeps all."""
-        self.root = root
-        self.models = {"policy": model} | ({"critic": critic} if critic else {})
-        self.keep = keep
-        self.world = world
-        self._about = dict(about or {})
+    root: Path
+    models: Mapping[str, TrainedModel]  # "policy", and "critic" if there is one
+    keep: int  # newest checkpoints that are kept; 0: all
+    world: Group
+    about: Mapping[str, object] = field(default_factory=dict)  # added to every state (identity.py)
 
     def folder(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`."""

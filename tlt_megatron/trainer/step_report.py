@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -28,35 +29,23 @@ log = logging.getLogger(__name__)
 _PHASES_OF_ALL_TOKENS = ("values", "update_critic", "update_actor")
 
 
+@dataclass(kw_only=True)
 class RunReport:
     """Every rank has one. Only rank 0 writes metrics. Methods that gather are collectives."""
 
-    def __init__(
-        self,
-        phases: Phases,
-        world: Group,
-        *,
-        metrics: MetricsWriter | None = None,
-        passes: SpeculationLog | None = None,
-        rollouts: RolloutLog | None = None,
-        utilization: Utilization | None = None,
-        ledger: MemoryLedger | None = None,
-    ) -> None:
-        """`rollouts` is given to one rank of each data-parallel index. `ledger` has the memory that
-        was planned for each phase.
-        """
-        self.phases = phases
-        self.world = world
-        self.last_eval_step = -1  # of the last evaluation, also before a resume
-        self._metrics = metrics
-        self._passes = passes
-        self._rollouts = rollouts
-        self._utilization = utilization
-        self._ledger = ledger
-        self._slow_rank: float | None = None  # of which was warned
-        self._seconds_before = 0.0  # of the run before a resume
-        self._started = time.perf_counter()
-        self._step_started = time.perf_counter()
+    phases: Phases
+    world: Group
+    metrics: MetricsWriter | None = None  # of rank 0; so are the last two
+    passes: SpeculationLog | None = None
+    rollouts: RolloutLog | None = None  # of one rank of each data-parallel index
+    utilization: Utilization | None = None
+    ledger: MemoryLedger | None = None  # the memory that was planned for each phase
+    # the step of the last evaluation, also before a resume
+    last_eval_step: int = field(default=-1, init=False)
+    _slow_rank: float | None = field(default=None, init=False)  # the rank that was warned about
+    _seconds_before: float = field(default=0.0, init=False)  # of the run before a resume
+    _started: float = field(default_factory=time.perf_counter, init=False)
+    _step_started: float = field(default=0.0, init=False)
 
     def begin_step(self, step: int) -> None:
         self._step_started = time.perf_counter()
@@ -65,13 +54,13 @@ class RunReport:
     def end_step(self, step: int, trained: TrainedStep) -> None:
         """Report the step. A collective of all ranks."""
         collected, inference, update, differences = trained
-        if self._passes is not None:
-            self._passes.write(collected.passes)
-        if self._rollouts is not None:
+        if self.passes is not None:
+            self.passes.write(collected.passes)
+        if self.rollouts is not None:
             own = inference.own_keys
-            samples = self._rollouts.write(step, inference.scored, own, differences)
-            if self._metrics is not None:
-                self._metrics.trackers.log_responses(step, samples)
+            samples = self.rollouts.write(step, inference.scored, own, differences)
+            if self.metrics is not None:
+                self.metrics.trackers.log_responses(step, samples)
         metrics = collected.metrics | inference.metrics | update
         metrics |= max_by_name(self.phases.take_timings(), self.world)
         metrics["timing_s/step"] = time.perf_counter() - self._step_started
@@ -85,8 +74,8 @@ class RunReport:
             if f"timing_s/{phase}" in metrics:
                 seconds = metrics[f"timing_s/{phase}"]
                 metrics[f"timing_per_token_ms/{phase}"] = 1e3 * seconds / count
-        if self._utilization is not None:
-            metrics |= self._utilization.metrics(inference, metrics)
+        if self.utilization is not None:
+            metrics |= self.utilization.metrics(inference, metrics)
         metrics["training/global_step"] = metrics["training/policy_version"] = float(step)
         metrics |= self._memory()
         self._tell_slow_rank(step, metrics)
@@ -127,8 +116,8 @@ class RunReport:
         for phase, peak in max_by_name(self.phases.take_peaks(), self.world).items():
             if peak:  # 0: no rank can tell
                 metrics[f"memory/peak_gb/{phase}"] = peak / 1e9
-                if self._ledger is not None:
-                    metrics[f"memory/planned_gb/{phase}"] = self._ledger.bytes_in(phase) / 1e9
+                if self.ledger is not None:
+                    metrics[f"memory/planned_gb/{phase}"] = self.ledger.bytes_in(phase) / 1e9
         return metrics
 
     def seconds(self) -> float:
@@ -156,10 +145,10 @@ class RunReport:
         """Return the rows, or the files that are not empty, in each part of the history on the
         disk.
         """
-        if self._metrics is None:
+        if self.metrics is None:
             return {}
-        run_dir = self._metrics.path.parent
-        counts = {self._metrics.path.name: self._metrics.num_rows}
+        run_dir = self.metrics.path.parent
+        counts = {self.metrics.path.name: self.metrics.num_rows}
         for name in ("rollouts", "speculation", "timeline"):
             sizes = [file.stat().st_size for file in (run_dir / name).glob("*.jsonl")]
             counts[f"{name}/"] = sum(size > 0 for size in sizes)
@@ -181,9 +170,9 @@ class RunReport:
 
     def sync(self) -> None:
         """Write the metrics so far to the disk."""
-        if self._metrics is not None:
-            sync_path(self._metrics.path)
+        if self.metrics is not None:
+            sync_path(self.metrics.path)
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
-        if self._metrics is not None:
-            self._metrics.write(step, metrics)
+        if self.metrics is not None:
+            self.metrics.write(step, metrics)

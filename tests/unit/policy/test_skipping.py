@@ -193,7 +193,7 @@ def test_ranks_whose_advantages_differ_compute_the_same_responses(tmp_path: Path
         0,
         2,
     )  # groups that rank 0 gives no advantage: its own, and that without a reward
-    computed = [s.group for i, s in enumerate(scored_with()) if i not in skipped_by_first]
+    computed = [s for i, s in enumerate(scored_with()) if i not in skipped_by_first]
     assert lengths == sorted(
         rollout.num_tokens
         for group, rewards in zip(computed, (REWARDS[1], REWARDS[3], REWARDS[4]), strict=True)

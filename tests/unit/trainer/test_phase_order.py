@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.config.test_example_settings import EXAMPLES, QWEN_7B, QWEN_32B, write_example
 from tlt_megatron.mcore.policy_model import McorePolicyModel
@@ -99,9 +100,9 @@ def make_trainer(gpu: SharedGpu) -> RLTrainer:
     )
     sampler = SimpleNamespace(state_dict=dict, epoch=0, next_batch=lambda n: [])
     return RLTrainer(
-        SimpleNamespace(
-            batch=BatchRules(num_prompts=1), sampling=SamplingParams(), engine_dtype=None
-        ),
+        rules=BatchRules(num_prompts=1),
+        sampling=SamplingParams(),
+        engine_dtype=torch.float32,
         sampler=sampler,
         worker=SimpleNamespace(
             collect=collect,

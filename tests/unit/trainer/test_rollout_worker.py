@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.rollout_stand_ins import OneTokenEngine, Rewards, make_prompts, make_worker
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
-from tlt_megatron.runtime.process_groups import SINGLE, group_of
+from tlt_megatron.runtime.process_groups import group_of
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.spot_trainer import SpotReport
 from tlt_megatron.trainer.gain import measure_gain
@@ -107,7 +107,7 @@ def test_the_gain_is_measured_on_the_same_prompts_and_no_prompt_comes_back() -> 
     def draw(count: int) -> list[Prompt]:
         return make_prompts(list(itertools.islice(indices, count)))
 
-    gain = measure_gain(engine, [2, 1], draw, PARAMS, policy_version=3, replicas=SINGLE)
+    gain = measure_gain(make_worker(engine, Rewards()), [2, 1], draw, PARAMS, policy_version=3)
     rounds = [[[100, 101], [102, 103], [104]], [[105, 106], [107, 108], [109]]]
     expected = [(is_on, each) for batches in rounds for is_on in (True, False) for each in batches]
     assert engine.asked == expected

@@ -28,7 +28,7 @@ from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun, fin
 
 
 def manager(root: Path, keep: int = 0) -> CheckpointManager:
-    return CheckpointManager(root, NumberModel(), keep=keep, world=SINGLE)
+    return CheckpointManager(root=root, models={"policy": NumberModel()}, keep=keep, world=SINGLE)
 
 
 def find(root: Path) -> SavedRun:

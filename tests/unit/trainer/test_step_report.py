@@ -68,8 +68,8 @@ def test_a_step_on_known_gpus(tmp_path: Path) -> None:
     gpu = SimpleNamespace(reset_peak=lambda: None, peak_bytes=lambda: next(peaks))
     phases = Phases(Timeline(None, 0), Progress("none", 1, enabled=False), gpu, on_phase=str)
     report = RunReport(
-        phases,
-        SINGLE,
+        phases=phases,
+        world=SINGLE,
         metrics=MetricsWriter(tmp_path, Trackers({}), resume_step=None),
         utilization=Utilization(model=MODEL, num_epochs=2, peak=1e6),
     )
