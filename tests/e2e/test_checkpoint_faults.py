@@ -162,7 +162,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(config: Path, tmp_path: Path)
 
     def content() -> dict[str, bytes]:
         files = [each for each in (tmp_path / "run").rglob("*") if each.is_file()]
-        own = [each for each in files if each.name != "lock" and each.parent.name != "logs"]
+        own = [each for each in files if each.name != "lock" and "logs" not in each.parts]
         return {str(each): each.read_bytes() for each in own}
 
     before = content()
@@ -252,8 +252,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_one_line_that_names_disk_and_folder(config: Path, small_disk: Path) -> None:
-    (small_disk / "run" / "logs").mkdir(parents=True)
-    (small_disk / "run" / "logs" / "rank_00000.log").symlink_to("/dev/full")
+    (small_disk / "run" / "logs" / "node_0000").mkdir(parents=True)
+    (small_disk / "run" / "logs" / "node_0000" / "rank_00000.log").symlink_to("/dev/full")
     stderr = run_ending(1, 1, config, small_disk / "run", *NO_EVAL)
     (line,) = (line for line in stderr.splitlines() if "pretrain_rl: " in line)
     assert f"checkpoint {small_disk}/run/checkpoints/iter_0000002 was not written" in line

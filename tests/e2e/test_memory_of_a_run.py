@@ -37,7 +37,7 @@ def test_the_peak_is_within_15_percent_of_the_plan(config: Path, tmp_path: Path)
     assert result.returncode == 0, result.stderr[-3000:]
     (line,) = [line for line in result.stdout.splitlines() if "MiB" in line]
     assert line.startswith("memory of a rank: ")
-    assert "\ncheckpoint buffers" in (run_dir / "logs" / "rank_00000.log").read_text()
+    assert "\ncheckpoint buffers" in (run_dir / "logs" / "node_0000" / "rank_00000.log").read_text()
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["memory_planned_gb"] == pytest.approx(summary["memory_peak_gb"], rel=0.15)
     assert summary["memory_planned_gb"] > 1.2  # not the libraries alone

@@ -105,7 +105,7 @@ def test_an_error_of_a_rank_is_one_line_and_ends_all(start: Callable[..., Job]) 
     assert f" on {os.uname().nodename} failed in REWARD after step 0: RuntimeError: " in line
     assert "ZeroDivisionError: this response divides by zero" in line
     job.line("rror")
-    logs = [path.read_text() for path in sorted((job.run_dir / "logs").iterdir())]
+    logs = [path.read_text() for path in sorted((job.run_dir / "logs").glob("node_*/*"))]
     assert sum("Traceback" in text for text in logs) >= 1
     assert sum("the run ends: " in text or "Traceback" in text for text in logs) == 2
 
@@ -129,6 +129,6 @@ def test_bad_input_that_one_rank_finds_ends_all_before_it_has_closed(
     job.end(2)
     line = job.line("pretrain_rl:")
     assert "fails to load: ValueError('no judge on this host')" in line
-    log = (job.run_dir / "logs" / "rank_00000.log").read_text()
+    log = (job.run_dir / "logs" / "node_0000" / "rank_00000.log").read_text()
     assert "the run ends: " in log
     assert "no judge on this host" in log

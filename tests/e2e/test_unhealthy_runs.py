@@ -152,7 +152,10 @@ def test_rewards_that_cannot_be_compared_are_refused_with_their_prompt(
     assert "must be a finite number from -1e+06 to 1e+06" in stderr
     (row,) = metric_rows(tmp_path)
     assert row["reward/num_errors"] == 16
-    assert "a word of the reward function" in (tmp_path / "logs" / "rank_00000.log").read_text()
+    assert (
+        "a word of the reward function"
+        in (tmp_path / "logs" / "node_0000" / "rank_00000.log").read_text()
+    )
     assert "a word of the reward function" not in stderr
 
 
@@ -161,5 +164,5 @@ def test_reward_that_fails_to_load_is_said_once_in_one_line(config: Path, tmp_pa
     broken = f"reward.function={tmp_path}/broken.py:act"
     said = run_ending(2, 2, config, tmp_path / "run", broken)
     assert said.count("no_such_package") == 1, said
-    logs = [path.read_text() for path in (tmp_path / "run" / "logs").glob("rank_*.log")]
+    logs = [path.read_text() for path in (tmp_path / "run" / "logs").glob("node_*/rank_*.log")]
     assert any("Traceback" in text and "no_such_package" in text for text in logs)

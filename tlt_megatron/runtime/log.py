@@ -8,6 +8,7 @@ sys.stderr, it prints the line above itself and stays intact.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -47,7 +48,7 @@ class _RankFileHandler(logging.FileHandler):
 
 def configure_logging(rank: int, run_dir: Path | None) -> None:
     """Send the log of this rank to the console and, with `run_dir`, to
-    <run_dir>/logs/rank_00000.log.
+    <run_dir>/logs/node_0000/rank_00000.log.
 
     The file gets everything from INFO up. The console of rank 0 gets the same from our packages,
     and warnings from libraries. Other ranks show only warnings. Messages of Python's `warnings`
@@ -74,7 +75,11 @@ def configure_logging(rank: int, run_dir: Path | None) -> None:
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / "logs" / f"rank_{rank:05d}.log"
+    """Return the log of a rank of this node. Nodes have a folder each: thousands of ranks do not
+    share one.
+    """
+    node = int(os.environ.get("GROUP_RANK", "0"))  # torchrun's name for the number of a node
+    return run_dir / "logs" / f"node_{node:04d}" / f"rank_{rank:05d}.log"
 
 
 def _is_for_console(record: logging.LogRecord) -> bool:

@@ -122,7 +122,8 @@ def describe_end(run_dir: Path) -> str:
     if not owner_has_ended(run_dir):
         return ""
     return (
-        "The run has ended without a summary: its process is gone. logs/rank_*.log has the reason."
+        "The run has ended without a summary: its process is gone. logs/node_*/rank_*.log has the"
+        " reason."
     )
 
 
@@ -133,7 +134,7 @@ def _failure_of(run_dir: Path) -> str:
         started = str(parse_object(lock, read_text(lock)).get("started", ""))
     ends = [
         (end["error"] is None, end["time"], end["error"] or end["end"])
-        for path in sorted((run_dir / "logs").glob("rank_*.log"))[:NUM_ROWS]
+        for path in sorted((run_dir / "logs").rglob("rank_*.log"))[:NUM_ROWS]
         for end in _ENDS.finditer(read_text(path, _LOG_BYTES))
         if end["time"] >= started
     ]
