@@ -29,8 +29,5 @@ def test_all_items_run_on_a_pretended_gpu(tmp_path: Path) -> None:
     assert by_status.pop("skipped") == SKIPPED
     assert by_status.keys() == {"ok"}
     figures = {row["item"]: row["figures"] for row in rows}
-    for name, by_strategy in figures["planted_8"].items():
-        if name.startswith("accept_"):
-            assert all(each["differing"] == 0 for each in by_strategy.values())
-            assert by_strategy["6_1_6"]["accept"] > 2
+    assert figures["drafted_8"]["6_1_6"]["over_plain"].keys() == {"2", "4.5", "6"}
     assert len((tmp_path / "out" / "table.md").read_text().splitlines()) <= 60

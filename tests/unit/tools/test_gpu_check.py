@@ -10,10 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.tiny_task import REPO
-from tools.gpu.decoding import kernel_figures
 from tools.gpu.suites import read_junit
 
 PLANTED = """
@@ -103,21 +100,6 @@ def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
     done = check(tmp_path, "--stage", "2d")
     assert done.returncode == 2
     assert "--stage 2d: must be of 0 0.launches" in done.stderr
-
-
-def test_kernels_of_a_trace_are_added_up() -> None:
-    def event(name: str, duration: float, kind: str = "kernel") -> dict[str, object]:
-        return {"ph": "X", "cat": kind, "name": name, "dur": duration, "ts": 0.0}
-
-    trace = [event("matmul", 300.0)] * 4 + [event("norm", 50.0)] * 2 + [event("copy", 20.0, "gpu_memcpy")] * 2  # fmt: skip
-    found = kernel_figures([*trace, event("launch", 9.0, "cuda_runtime")], 2, 1e-3, top=2)
-    assert found == {
-        "nodes": 4.0,
-        "kernels_ms": pytest.approx(0.67),
-        "idle_share": pytest.approx(0.33),
-        "top_us": {"matmul x2": 600.0, "norm x1": 50.0},
-    }
-    assert kernel_figures([], 2, 1e-3) == {"profiler": "saw no kernel"}
 
 
 def test_a_report_of_tests_is_read(tmp_path: Path) -> None:
