@@ -65,6 +65,16 @@ figures:  ## the quickstart with and without TLT, two benchmarks, and from them 
 	  --step $(FIGURES_RUN)-step.json --commit $(COMMIT)
 	@$(PY) docs/watch_recording.py --browser $(BROWSER)
 
+PLANNER_RUNS ?= runs/planner
+
+planner: quickstart-policy  ## five quickstarts, 12 minutes, and the seconds that tlt plan predicts for three of them from the other two
+	@run() { test -f $(PLANNER_RUNS)/$$1/summary.json || $(PY) launch/torchrun.py --standalone --nproc-per-node 2 \
+	  launch/pretrain_rl.py --config examples/quickstart.yaml run.dir=$(PLANNER_RUNS)/$$1 "$${@:2}"; }; \
+	run first; run second run.seed=1; run plain speculation.enabled=false spot.enabled=false; \
+	run batch run.seed=2 rollout.num_prompts=16; run short run.seed=3 rollout.max_new_tokens=200
+	@$(VENV)/bin/tlt plan examples/quickstart.yaml --ranks 2 run.device=cpu \
+	  $(addprefix --simulate $(PLANNER_RUNS)/,first second) $(addprefix --against $(PLANNER_RUNS)/,plain batch short)
+
 quickstart-sglang: quickstart-policy setup-sglang  ## the same run with the real SGLang engine, on a CPU with stand-ins
 	@echo "quickstart 2/2: GRPO on 2 ranks, SGLang -> $(RUN_DIR)"
 	@PYTHONPATH=tests/sglang/stand_ins $(SGLANG_PY) launch/torchrun.py --standalone --nproc-per-node 2 \
@@ -167,4 +177,4 @@ test-megatron:  ## what touches Megatron, with megatron-core 0.19.2 in an enviro
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV) .venv-megatron
 
-.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart figures quickstart-sglang small-llm llm-task drafter test faults test-gpu test-megatron lint docs bench bench-llm gpu-check clean
+.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart figures planner quickstart-sglang small-llm llm-task drafter test faults test-gpu test-megatron lint docs bench bench-llm gpu-check clean

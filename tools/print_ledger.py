@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--ranks", type=int, required=True, help="GPUs (or CPU ranks) of the run")
     add("--simulate", action="append", default=[], metavar="RUN", help="folder; may be repeated")
     add("--lengths", default="", metavar="MEDIAN,P99", help="assumed, in tokens")
-    add("--against", default="", metavar="RUN", help="finished run to compare with")
+    add("--against", action="append", default=[], metavar="RUN", help="finished; may be repeated")
     add(
         "words",
         nargs="+",

@@ -5,106 +5,76 @@ with TLT.
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tlt_megatron.config.schema import RolloutSection, RunConfig
+from tlt_megatron.config.load import load_config
+from tlt_megatron.config.schema import RunConfig
 from tools.bench.measure import print_table
-from tools.planner.recorded_machine import Machine
-from tools.planner.recording import PHASES, Batch, Group, Recording, read_recording
+from tools.planner.lengths import lognormal, resampled, steps_of
+from tools.planner.machine_model import PHASES, Machine
+from tools.planner.recorded_machine import RecordedMachine
+from tools.planner.recording import Recording, read_recording
 from tools.planner.simulation import Prediction, Variant, simulate
+from tools.planner.steps import whole
 
-_NUM_STEPS = 10  # of lengths that are assumed
-_P99 = 2.326  # standard deviations
+_PLAIN = Variant(name="plain")
 
 
 def print_plan(
-    config: RunConfig, ranks: int, runs: Sequence[str], *, lengths: str = "", against: str = ""
+    config: RunConfig,
+    ranks: int,
+    runs: Sequence[str],
+    *,
+    lengths: str = "",
+    against: Sequence[str] = (),
 ) -> None:
     """Print the predictions from recorded `runs`. ValueError names what a run or an option lacks.
 
     `lengths`, "median,p99", assumes a lognormal distribution; the default is that of the recorded
-    runs. `against` is a finished run of this configuration: its own lengths are taken, and its
-    seconds are printed beside the predicted ones.
+    runs. Of each finished run of `against`, its own configuration is predicted for its own lengths,
+    and its seconds are printed beside the predicted ones.
     """
     recordings = [read_recording(Path(run)) for run in runs]
-    machine = Machine(recordings)
-    strategies = config.speculation.parsed_strategies
-    machine.check(strategies)
-    finished = read_recording(Path(against)) if against else None
-    if finished:
-        steps = list(finished.batches)
-    elif lengths:
-        steps = _lognormal(config, lengths)
+    finished = {run: read_recording(Path(run)) for run in against}
+    machine = RecordedMachine(recordings)
+    if lengths:
+        batches = lognormal(config.rollout, lengths)
     else:
-        steps = _resampled(config, recordings)
-    end, begin = machine.max_updates, machine.max_updates if config.speculation.drafter else 0.0
-    fixed = [
-        Variant(name=f"always {each}", strategies=[each], selector="fixed", updates=end)
-        for each in strategies
-    ]
-    variants = [
-        Variant(name="plain"),
-        *fixed,
-        Variant(name="frozen", strategies=strategies, updates=end),
-        Variant(name="TLT", strategies=strategies, trains_drafter=True, updates=begin),
-    ]
-    replicas, max_batch = ranks // config.ranks_per_engine, config.rollout.max_batch_size
+        batches = resampled(config.rollout, [b for each in recordings for b in each.batches])
+    replicas = ranks // config.ranks_per_engine
     found = {
-        variant.name: simulate(machine, variant, steps, num_replicas=replicas, max_batch=max_batch)
-        for variant in variants
+        variant.name: simulate(
+            machine,
+            variant,
+            steps_of(config, batches),
+            num_replicas=replicas,
+            max_batch=config.rollout.max_batch_size,
+        )
+        for variant in _variants(config, machine)
     }
-    worse = sorted((each.name for each in fixed), key=lambda name: found[name].step_s)[1:]
-    found = {name: each for name, each in found.items() if name not in worse}
-    _print_variants(found, f"seconds of a step, mean of {len(steps)}, {replicas} replicas")
+    fixed = sorted((n for n in found if n.startswith("always")), key=lambda n: found[n].step_s)
+    found = {name: each for name, each in found.items() if name not in fixed[1:]}
+    _print_variants(found, f"seconds of a step, mean of {len(batches)}, {replicas} replicas")
     _print_strategies(found["TLT"])
-    if finished:
-        name = "TLT" if config.spot.enabled else "frozen"
-        if not config.speculation.enabled:
-            name = "plain"
-        _print_errors(found[name], finished)
+    for run, recording in finished.items():
+        _print_errors(run, recording, machine)
 
 
-def _resampled(config: RunConfig, recordings: Sequence[Recording]) -> list[Batch]:
-    """Return the steps of the recordings with the batch of `config`: prompts and responses are
-    drawn again if it differs.
-    """
-    rollout, draw = config.rollout, random.Random(0)
-    steps = []
-    for batch in (batch for recording in recordings for batch in recording.batches):
-        taken = batch
-        if len(batch) != rollout.num_prompts:
-            taken = draw.choices(batch, k=rollout.num_prompts)
-        steps.append([_resized(group, rollout, draw) for group in taken])
-    return steps
-
-
-def _resized(group: Group, rollout: RolloutSection, draw: random.Random) -> Group:
-    taken = group.lengths
-    if len(taken) != rollout.num_samples:
-        taken = draw.choices(taken, k=rollout.num_samples)
-    return group._replace(lengths=[min(length, rollout.max_new_tokens) for length in taken])
-
-
-def _lognormal(config: RunConfig, text: str) -> list[Batch]:
-    try:
-        median, p99 = (float(word) for word in text.split(","))
-    except ValueError:
-        median = p99 = 0.0
-    if not 1.0 <= median < p99:
-        raise ValueError(f"--lengths {text}: must be MEDIAN,P99 in tokens, as in 1200,18000")
-    rollout, draw = config.rollout, random.Random(0)
-    sigma = math.log(p99 / median) / _P99
-
-    def length() -> int:
-        tokens = round(draw.lognormvariate(math.log(median), sigma))
-        return min(max(tokens, 1), rollout.max_new_tokens)
-
+def _variants(config: RunConfig, machine: Machine) -> list[Variant]:
+    """Return the ways that are compared. "TLT" begins without a drafter if none is configured."""
+    section, end = config.speculation, machine.max_updates
+    strategies = section.parsed_strategies
+    machine.check(strategies)
+    adaptive = {"strategies": strategies, "selector": section.selector}
     return [
-        [Group([length() for _ in range(rollout.num_samples)]) for _ in range(rollout.num_prompts)]
-        for _ in range(_NUM_STEPS)
+        _PLAIN,
+        *(Variant(name=f"always {s}", strategies=[s], updates=end) for s in strategies),
+        Variant(name="frozen", **adaptive, updates=end),
+        Variant(
+            name="TLT", **adaptive, trains_drafter=True, updates=end if section.drafter else 0.0
+        ),
     ]
 
 
@@ -132,11 +102,23 @@ def _print_strategies(found: Prediction) -> None:
     print_table("strategies of TLT by running requests", ["requests", "passes"], rows, num_names=2)
 
 
-def _print_errors(found: Prediction, finished: Recording) -> None:
+def _print_errors(run: str, finished: Recording, machine: Machine) -> None:
+    config = load_config(Path(run) / "config.yaml")
+    name = "TLT" if config.spot.enabled else "frozen"
+    variant = _PLAIN
+    if config.speculation.enabled:
+        (variant,) = (each for each in _variants(config, machine) if each.name == name)
+    found = simulate(
+        machine,
+        variant,
+        list(map(whole, finished.batches)),
+        num_replicas=finished.num_replicas,
+        max_batch=config.rollout.max_batch_size,
+    )
     rows = []
     for phase in ("gen", *(p for p in PHASES if p != "rest" and found.phases[p]), "step"):
         predicted = found.step_s if phase == "step" else found.phases[phase] / found.num_steps
         measured = finished.seconds(phase)
-        rows.append([phase, predicted, measured, predicted / measured if measured else None])
-    title = f"{finished.path}: predicted and measured seconds of a step"
-    print_table(title, ["", "predicted", "measured", "ratio"], rows)
+        ratio = predicted / measured if measured else None
+        rows.append([phase, f"{predicted:.3f}", f"{measured:.3f}", ratio])
+    print_table(f"{run}: {variant.name}", ["", "predicted", "measured", "ratio"], rows)

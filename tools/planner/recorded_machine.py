@@ -5,36 +5,30 @@ of the other phases.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
-from tools.planner.recording import PHASES, Batch, Passes, Recording, num_tokens
+from tools.planner.machine_model import PHASES, Accepted
+from tools.planner.recording import PassTotals, Recording
+from tools.planner.steps import tokens_of
 
 _MIN_REQUESTS = 300  # of which acceptance is the mean; more only if a row has more
 _CONSTANT = ("publish_drafter", "update_weights", "rest")  # whatever the batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
-    """What a request gains from one pass."""
-
-    tokens: float  # committed, the bonus token included
-    by_depth: Sequence[float]  # share of requests that accept at least depth d, [d - 1]
-
-
-class Machine:
+class RecordedMachine:
     """The mean of one or more recordings of one policy on one machine."""
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
-        rows: dict[str, list[tuple[float, Passes]]] = {}
+        rows: dict[str, list[tuple[float, PassTotals]]] = {}
         for recording in recordings:
             for updates, passes in zip(recording.updates, recording.passes, strict=True):
                 for row in passes:
                     rows.setdefault(row.strategy, []).append((updates, row))
         self._rows = {SpeculationStrategy.parse(name): found for name, found in rows.items()}
-        self._lines = {
+        self._planes = {
             s: _fit_seconds([row for _, row in found]) for s, found in self._rows.items()
         }
         self._accepted: dict[tuple[SpeculationStrategy, float], Accepted] = {}
@@ -46,10 +40,9 @@ class Machine:
         self.updates_per_idle_s = updates / idle_s if used_s else 0.0
         self.max_updates = max(r.updates[-1] for r in recordings)
 
-    def seconds(self, strategy: SpeculationStrategy, batch_size: int) -> float:
-        """Return the seconds of a pass."""
-        start_s, slope_s = self._lines[strategy]
-        return start_s + slope_s * batch_size
+    def pass_seconds(self, strategy: SpeculationStrategy, batch_size: int, cached: float) -> float:
+        start_s, request_s, token_s = self._planes[strategy]
+        return start_s + request_s * batch_size + token_s * cached
 
     def accepted(self, strategy: SpeculationStrategy, updates: float) -> Accepted:
         """Return what a request gains from a pass with a drafter of so many optimizer steps.
@@ -58,7 +51,7 @@ class Machine:
         have their own.
         """
         if strategy.is_off:
-            return Accepted(tokens=1.0, by_depth=())
+            return Accepted(tokens=1.0)
         key = strategy, updates
         if key not in self._accepted:
             self._accepted[key] = self._nearest(strategy, updates)
@@ -71,7 +64,7 @@ class Machine:
         is_alike = _is_learned_chain if _is_learned_chain(strategy) else strategy.__eq__
         alike = [pair for other, rows in self._rows.items() if is_alike(other) for pair in rows]
         tried, right = np.zeros(strategy.depth), np.zeros(strategy.depth)
-        requests = committed = expected = 0
+        requests = 0
         distances = sorted({abs(at - updates) for at, _ in alike})
         for distance in distances:  # all passes of an RL step have the same
             for row in (row for at, row in alike if abs(at - updates) == distance):
@@ -79,8 +72,6 @@ class Machine:
                 tried[: len(reached) - 1] += reached[:-1]
                 right[: len(reached) - 1] += reached[1:]
                 requests += row.requests
-                committed += row.committed
-                expected += row.requests + sum(row.accepted_by_depth)
             if requests >= _MIN_REQUESTS:
                 break
         rates = right / np.maximum(tried, 1.0)
@@ -88,16 +79,11 @@ class Machine:
             if not tried[depth]:  # as the depth above
                 rates[depth] = rates[depth - 1]
         by_depth = np.cumprod(rates)
-        # The last pass of a response commits less than it accepts.
-        tokens = float(1.0 + by_depth.sum()) * committed / expected
-        return Accepted(tokens=tokens, by_depth=by_depth.tolist())
+        return Accepted(tokens=float(1.0 + by_depth.sum()), by_depth=by_depth.tolist())
 
-    def phase_seconds(self, phase: str, batch: Batch, num_replicas: int) -> float:
-        """Return the seconds of a phase: the update by the tokens of a replica that are trained on,
-        others by all.
-        """
+    def phase_seconds(self, phase: str, tokens: float) -> float:
         start_s, slope_s = self._phase_lines[phase]
-        return start_s + slope_s * _tokens(phase, batch, num_replicas)
+        return start_s + slope_s * tokens
 
     def check(self, strategies: Sequence[SpeculationStrategy]) -> None:
         """ValueError for strategies that did not run."""
@@ -109,37 +95,39 @@ class Machine:
             )
 
 
-def _tokens(phase: str, batch: Batch, num_replicas: int) -> float:
-    return num_tokens(batch, trained=phase == "update_actor") / num_replicas
-
-
 def _is_learned_chain(strategy: SpeculationStrategy) -> bool:
     return strategy.is_learned and strategy.is_chain
 
 
-def _line(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """Return start and slope of the least-squares line, neither below zero."""
-    x_N, y_N, w_N = (np.asarray(values, dtype=float) for values in (x, y, weights))
-    mean_x, mean_y = np.average(x_N, weights=w_N), np.average(y_N, weights=w_N)
-    spread = np.average((x_N - mean_x) ** 2, weights=w_N)
-    slope = np.average((x_N - mean_x) * (y_N - mean_y), weights=w_N) / spread if spread else 0.0
-    if mean_y - slope * mean_x < 0.0:  # through the origin
-        return 0.0, float(np.average(x_N * y_N, weights=w_N) / np.average(x_N**2, weights=w_N))
-    slope = max(slope, 0.0)
-    return float(mean_y - slope * mean_x), float(slope)
+def _fit(
+    columns: Sequence[Sequence[float]], y: Sequence[float], weights: Sequence[float]
+) -> list[float]:
+    """Return a start and the slope of each column with the least squared error, none below zero."""
+    root_N = np.sqrt(weights)
+    x_NC = np.column_stack([np.ones(len(y)), *columns]) * root_N[:, None]
+    y_N = np.asarray(y) * root_N
+    best, least = np.zeros(len(columns) + 1), np.inf
+    # Of the columns that the best fit takes, it is the free one.
+    for taken in product((True, False), repeat=len(best)):
+        own = np.flatnonzero(taken)
+        values, *_ = np.linalg.lstsq(x_NC[:, own], y_N, rcond=None)
+        error = float(((x_NC[:, own] @ values - y_N) ** 2).sum())
+        if (values >= 0.0).all() and error < least:
+            best, least = np.zeros(len(best)), error
+            best[own] = values
+    return best.tolist()
 
 
-def _fit_seconds(rows: Sequence[Passes]) -> tuple[float, float]:
-    return _line(
-        [row.batch_size for row in rows],
-        [row.seconds / row.passes for row in rows],
-        [row.passes for row in rows],
-    )
+def _fit_seconds(rows: Sequence[PassTotals]) -> list[float]:
+    """Return the plane with the least relative errors: short passes count as much as long ones."""
+    pass_s = [row.seconds / row.passes for row in rows]
+    weights = [row.passes / each**2 for row, each in zip(rows, pass_s, strict=True)]
+    return _fit([[row.batch_size for row in rows], [row.cached for row in rows]], pass_s, weights)
 
 
-def _fit_phase(recordings: Sequence[Recording], phase: str) -> tuple[float, float]:
+def _fit_phase(recordings: Sequence[Recording], phase: str) -> list[float]:
     x, y = [], []
     for recording in recordings:
-        x += [_tokens(phase, batch, recording.num_replicas) for batch in recording.batches]
+        x += [tokens_of(phase, batch) / recording.num_replicas for batch in recording.batches]
         y += [seconds.get(phase, 0.0) for seconds in recording.phases]
-    return (sum(y) / len(y), 0.0) if phase in _CONSTANT else _line(x, y, [1.0] * len(x))
+    return [sum(y) / len(y), 0.0] if phase in _CONSTANT else _fit([x], y, [1.0] * len(x))

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
+from tools.planner.machine_model import PHASES
+from tools.planner.steps import Batch, Group, cached_by_batch, shares, whole
 from tools.run_report.data import read_metrics
 from tools.run_report.files import errors_named, read_lines
 
-# The phases of a step after its rollouts, and "rest", which is what no phase names.
-PHASES = (
-    *("reward", "publish_drafter", "values", "old_log_prob", "update_critic"),
-    *("update_actor", "update_weights", "rest"),
-)
-
-
-class Group(NamedTuple):
-    """The responses to one prompt."""
-
-    lengths: list[int]  # in tokens
-    is_trained: bool = True  # False: all rewards are equal, so the update skips them
-
-
-Batch = list[Group]  # of an RL step
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class PassTotals:
     """The passes of one rank in a step with one strategy at one batch size: a row of
     speculation/rank_*.jsonl.
     """
@@ -40,13 +25,16 @@ class Passes:
     batch_size: int
     passes: int
     seconds: float
-    committed: int
     accepted_by_depth: Sequence[int]
+    cached: float = 0.0  # mean response tokens of all running requests, from the lengths
 
     @property
     def requests(self) -> int:
         """Return the requests of all passes: one counts once per pass."""
         return self.passes * self.batch_size
+
+
+_COLUMNS = [name for name in PassTotals.__dataclass_fields__ if name != "cached"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +44,7 @@ class Recording:
     path: Path
     metrics: Sequence[Mapping[str, float]]
     batches: Sequence[Batch]
-    passes: Sequence[Sequence[Passes]]
+    passes: Sequence[Sequence[PassTotals]]
     phases: Sequence[Mapping[str, float]]  # seconds by name; see `_phases`
     updates: Sequence[float]  # optimizer steps of the drafter, before each RL step
 
@@ -89,13 +77,17 @@ def read_recording(path: Path) -> Recording:
             for row in read_metrics(path / "metrics.jsonl")
             if "timing_s/step" in row
         ]
-        passes: dict[int, list[Passes]] = {int(row["step"]): [] for row in metrics}
+        passes: dict[int, list[PassTotals]] = {int(row["step"]): [] for row in metrics}
         for file in sorted((path / "speculation").glob("rank_?????.jsonl")):
             for row in read_lines(file):
-                values = {name: row[name] for name in Passes.__dataclass_fields__}
-                passes.get(row["step"], []).append(Passes(**values))
+                values = {name: row[name] for name in _COLUMNS}
+                passes.get(row["step"], []).append(PassTotals(**values))
         if not all(passes.values()):
             raise ValueError("a step has no decode pass in speculation/")
+        batches = [
+            _read_batch(path, step, skips=row.get("actor/skipped_response_share", 0.0) > 0.0)
+            for step, row in zip(passes, metrics, strict=True)
+        ]
         updates, done = [], 0.0
         for row in metrics:
             updates.append(done)
@@ -103,17 +95,14 @@ def read_recording(path: Path) -> Recording:
         return Recording(
             path=path,
             metrics=metrics,
-            batches=[
-                _read_batch(path, step, skips=row.get("actor/skipped_response_share", 0.0) > 0.0)
-                for step, row in zip(passes, metrics, strict=True)
-            ],
-            passes=list(passes.values()),
+            batches=batches,
+            passes=list(map(_with_cached, passes.values(), batches)),
             phases=[_phases(row, passes[int(row["step"])]) for row in metrics],
             updates=updates,
         )
 
 
-def _phases(row: Mapping[str, float], passes: Sequence[Passes]) -> Mapping[str, float]:
+def _phases(row: Mapping[str, float], passes: Sequence[PassTotals]) -> Mapping[str, float]:
     """Return the seconds of phases by name.
 
     "gen_rest" is the part of a rollout in which no decode pass ran: prefill, and refreshes of the
@@ -142,6 +131,13 @@ def _read_batch(path: Path, step: int, *, skips: bool) -> Batch:
     ]
 
 
-def num_tokens(batch: Batch, *, trained: bool = False) -> int:
-    """Return the response tokens of a batch, or of the groups that the update trains on."""
-    return sum(sum(each.lengths) for each in batch if each.is_trained or not trained)
+def _with_cached(passes: Sequence[PassTotals], batch: Batch) -> list[PassTotals]:
+    """Return the passes of a step with the tokens that their requests had."""
+    ranks = sorted({row.rank for row in passes})
+    found = []
+    (requests,) = whole(batch).rounds
+    for rank, own_requests in zip(ranks, shares(requests, len(ranks)), strict=True):
+        own = [row for row in passes if row.rank == rank]
+        cached_B = cached_by_batch(own_requests, max(row.batch_size for row in own))
+        found += [replace(row, cached=float(cached_B[row.batch_size])) for row in own]
+    return found

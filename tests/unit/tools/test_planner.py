@@ -15,9 +15,20 @@ LENGTHS = [[[3, 5], [9, 2]], [[4, 4], [4, 4]]]  # of two steps of two prompts of
 OFF_S, SLOPE_S = 10.0, 2.0  # of a plain pass: start, and for each request
 CHAIN_S = 20.0  # of a pass of 2_1_2, whatever its batch
 UPDATE_S = 50.0  # and 1.0 for each token of a rank
+CACHED_S = 0.5  # of a plain pass, for each response token that its requests have
+# Those tokens by step, rank and batch size: midway between two ends, the first token not counted.
+# A batch size that never runs has those of the nearest one.
+CACHED = {(1, 0): {2: 2, 1: 3}, (1, 1): {2: 1, 1: 4.5}, (2, 0): {2: 3, 1: 3}, (2, 1): {2: 3, 1: 3}}
+
+SETTINGS = (
+    "data: {max_prompt_tokens: 16}\n"
+    "rollout: {num_prompts: 2, num_samples: 2, max_new_tokens: 16}\n"
+    "speculation: {enabled: true, strategies: ['2_1_2']}\n"
+    "spot: {enabled: true}\nrun: {device: cpu}\n"
+)
 
 
-def _record(folder: Path, *, spot: bool = True) -> Path:
+def _record(folder: Path, *, spot: bool = True, cached_s: float = 0.0) -> Path:
     """Write a run of two ranks whose passes and phases follow the constants above. A drafter of u
     updates has both tokens right with chance min(u / 100, 1).
     """
@@ -27,7 +38,7 @@ def _record(folder: Path, *, spot: bool = True) -> Path:
         for rank in range(2):
             for size in (1, 2):
                 requests, right = 200 * size, 2 * updates * size
-                pass_s = OFF_S + SLOPE_S * size
+                pass_s = OFF_S + SLOPE_S * size + cached_s * CACHED[step, rank][size]
                 rows.append(_passes(step, rank, "off", size, 200 * pass_s, requests, []))
                 committed = requests + 2 * right
                 rows.append(
@@ -59,7 +70,7 @@ def _record(folder: Path, *, spot: bool = True) -> Path:
         own = [row for row in rows if row["rank"] == rank]
         _write(folder / "speculation" / f"rank_{rank:05d}.jsonl", own)
     _write(folder / "metrics.jsonl", metrics)
-    (folder / "config.yaml").write_text("{}\n")
+    (folder / "config.yaml").write_text(SETTINGS)
     return folder
 
 
@@ -82,13 +93,7 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     model = tmp_path / "model"
     make_tiny_hf(model, "qwen2")
     config = tmp_path / "my.yaml"
-    config.write_text(
-        f"model: {{path: {model}}}\n"
-        "data: {max_prompt_tokens: 16}\n"
-        "rollout: {num_prompts: 2, num_samples: 2, max_new_tokens: 16}\n"
-        "speculation: {enabled: true, strategies: ['2_1_2']}\n"
-        "spot: {enabled: true}\nrun: {device: cpu}\n"
-    )
+    config.write_text(f"model: {{path: {model}}}\n{SETTINGS}")
 
     def run(*words: str) -> tuple[int, str, dict[str, list[float]]]:
         code = cli.main(["plan", str(config), "--ranks", "2", *words])
@@ -119,6 +124,27 @@ def test_seconds_are_those_of_the_recorded_machine(plan, tmp_path: Path) -> None
     trained = (19 + 16) / 2 / 2  # tokens of a rank, mean of the steps
     assert table["update_actor"] == pytest.approx([UPDATE_S + trained] * 4, abs=0.01)
     assert table["step"][0] == pytest.approx(plain + table["update_actor"][0], abs=0.02)
+
+
+def test_a_pass_over_longer_contexts_takes_longer(plan, tmp_path: Path) -> None:
+    _, _, without = plan("--simulate", str(_record(tmp_path / "without")))
+    _, _, table = plan("--simulate", str(_record(tmp_path / "run", cached_s=CACHED_S)))
+    # Rank 1 begins with a pass without tokens, then its request has 1 to 7. In step 2 two requests
+    # have 0, 1 and 2 each.
+    cached = (0 + sum(range(1, 8)) + 2 * sum(range(3))) / 2
+    assert table["gen"][0] - without["gen"][0] == pytest.approx(cached * CACHED_S, abs=0.02)
+
+
+def test_partial_rollouts_end_a_step_with_enough_complete_groups(plan, tmp_path: Path) -> None:
+    run = str(_record(tmp_path / "run"))
+    words = ("rollout.partial_rollout_tokens=4", "algorithm.tis_cap=2")
+    code, text, table = plan("--simulate", run, *words)
+    assert code == 0, text
+    one, two = OFF_S + SLOPE_S, OFF_S + 2 * SLOPE_S
+    # Rank 0 begins with [3, 4] tokens, rank 1 with [4, 2]. Then rank 1 goes on with 4 of 5. Then
+    # it draws a group more, [4, 4], while rank 0 ends the last one. The second step draws one.
+    first_s = (2 * two + one) + 3 * one + 3 * two
+    assert table["gen"][0] == pytest.approx((first_s + 3 * two) / 2, abs=0.01)
 
 
 def test_prediction_stands_beside_what_was_measured(plan, tmp_path: Path) -> None:

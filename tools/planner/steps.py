@@ -1,0 +1,150 @@
+"""The responses of an RL step: what each replica generates, and the stages in which it ends."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Group(NamedTuple):
+    """The responses to one prompt."""
+
+    lengths: list[int]  # in tokens
+    is_trained: bool = True  # False: all rewards are equal, so the update skips them
+
+
+Batch = list[Group]  # of an RL step
+
+
+class Request(NamedTuple):
+    """What a generation round does for one response, in tokens."""
+
+    cached: int  # that the response has before
+    new: int
+
+
+Round = list[list[Request]]  # of a generation round: the requests that one replica gets together
+
+
+class Step(NamedTuple):
+    """An RL step."""
+
+    rounds: list[Round]
+    batch: Batch  # of the update
+
+
+class Stage(NamedTuple):
+    """What a replica does from the end of one request to the next."""
+
+    batch_size: int  # running requests
+    tokens: float  # that each of them gains
+    cached: float  # response tokens that all of them have, in the middle of the stage
+
+
+def tokens_of(phase: str, batch: Batch) -> int:
+    """Return the response tokens that a phase goes over: the update skips groups, others do not."""
+    is_update = phase == "update_actor"
+    return sum(sum(each.lengths) for each in batch if each.is_trained or not is_update)
+
+
+def whole(batch: Batch) -> Step:
+    """Return the step that generates its batch in one round."""
+    return Step([[[Request(0, length) for length in group.lengths] for group in batch]], batch)
+
+
+class _Open(NamedTuple):
+    """A group of partial rollouts."""
+
+    group: Group
+    done: list[int]  # tokens that each response has
+
+    @property
+    def is_complete(self) -> bool:
+        return self.done == self.group.lengths
+
+    def go_on(self, most: int) -> list[Request]:
+        """Return the requests of a round, and count their tokens as done."""
+        rest = [length - done for length, done in zip(self.group.lengths, self.done, strict=True)]
+        found = [Request(d, min(r, most)) for d, r in zip(self.done, rest, strict=True) if r]
+        self.done[:] = [done + min(left, most) for done, left in zip(self.done, rest, strict=True)]
+        return found
+
+
+def partial_steps(
+    batches: Sequence[Batch], *, num_prompts: int, round_tokens: int, num_drawn: int
+) -> list[Step]:
+    """Return as many steps of partial rollouts, with the groups of all `batches` in a row.
+
+    A response gains at most `round_tokens` in a round. Rounds end when `num_prompts` groups are
+    complete, and the others go on in the next step (tlt_megatron/rewards/batch_rules.py).
+    """
+    drawn = cycle(group for batch in batches for group in batch)
+    steps, carried = [], []
+    for _ in batches:
+        rounds, groups = [], carried
+        count = max(num_drawn - sum(each.is_complete for each in groups), 0)
+        while True:
+            old = [[request] for each in groups for request in each.go_on(round_tokens)]
+            new = [_Open(group, [0] * len(group.lengths)) for group in islice(drawn, count)]
+            rounds.append([*old, *(each.go_on(round_tokens) for each in new)])
+            groups = [*groups, *new]
+            complete = [each for each in groups if each.is_complete]
+            if len(complete) >= num_prompts:
+                break
+            count = num_prompts - len(complete) if complete else 0
+        steps.append(Step(rounds, [each.group for each in complete[:num_prompts]]))
+        carried = [each for each in groups if not each.is_complete] + complete[num_prompts:]
+    return steps
+
+
+def shares(requests: Round, num_replicas: int) -> list[list[Request]]:
+    """Return each replica's requests. As in a run, replicas take turns."""
+    return [
+        [request for own in requests[replica::num_replicas] for request in own]
+        for replica in range(num_replicas)
+    ]
+
+
+def stages(requests: Sequence[Request], max_batch: int) -> Iterator[Stage]:
+    """Yield the stages of a replica whose requests all advance at the same speed.
+
+    Requests wait while `max_batch` run. The first token comes from the prefill.
+    """
+    waiting = deque(request for request in requests if request.new > 1)
+    running: list[tuple[float, float]] = []  # heap: where requests end and began, in tokens
+    at = began = 0.0
+    while running or waiting:
+        while waiting and len(running) < max_batch:
+            cached, new = waiting.popleft()
+            heapq.heappush(running, (at + new - 1.0, at - cached))
+            began += at - cached
+        end, start = running[0]
+        size = len(running)
+        if end > at:
+            yield Stage(size, end - at, size * (at + end) / 2 - began)
+        heapq.heappop(running)
+        at, began = end, began - start
+
+
+def cached_by_batch(requests: Sequence[Request], max_batch: int) -> np.ndarray:
+    """Return the mean cached response tokens of all running requests, by batch size; batch sizes
+    that never run are interpolated.
+    """
+    cached_B, tokens_B = np.zeros(max_batch + 1), np.zeros(max_batch + 1)
+    for stage in stages(requests, max_batch):
+        cached_B[stage.batch_size] += stage.tokens * stage.cached
+        tokens_B[stage.batch_size] += stage.tokens
+    return quotients(cached_B, tokens_B)
+
+
+def quotients(sums_B: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
+    """Return the quotients by batch size, interpolated where the count is 0."""
+    (seen,) = np.nonzero(counts_B)
+    if not len(seen):
+        return np.zeros(len(counts_B))
+    return np.interp(np.arange(len(counts_B)), seen, sums_B[seen] / counts_B[seen])
