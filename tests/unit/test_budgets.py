@@ -35,8 +35,8 @@ CODE_LINES = {
     "tlt_megatron/speculation": 1_175,
     "tlt_megatron/spot": 1_020,
     "tlt_megatron/trainer": 2_985,
-    "tools": 6_247,
-    "tests": 27_475,
+    "tools": 6_325,
+    "tests": 27_495,
 }
 NUM_SETTINGS = 115
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things
