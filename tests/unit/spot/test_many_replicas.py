@@ -1,76 +1,102 @@
-"""A rollout phase of 128 replicas that finish, join, train and are lost in random order: what
-holds, and what it costs.
+"""Rollout phases whose replicas finish, join sessions and are lost in random order: who trains, and
+how the log grows with 128 replicas.
 
-The rules are the real ones; tests/spot_machine.py says in few words what a rank does with them.
-Costs are counted, not timed: lines that ranks append to the phase's log, and reads of it.
+The rules are the real ones. Real ranks follow them in tests/distributed/test_spot_schedules.py.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import pytest
 
-from tests.spot_machine import Rank, SpotMachine
-from tlt_megatron.spot.rank_state import PhaseView
+from tests.phase_lines import MACHINE
+from tlt_megatron.spot.coordinator import Coordinator
+from tlt_megatron.spot.rank_state import PhaseView, Plan, ReplicaLayout
 
-NUM_TICKS = 60  # turns of every rank that is awake, whatever their number
-NUM_LOST = 3
-
-
-class CountingMachine(SpotMachine):
-    """Counts what the ranks ask of the store."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_reads = 0
-
-    def read(self, rank: Rank) -> PhaseView:
-        """See `SpotMachine`."""
-        self.num_reads += 1
-        return super().read(rank)
+NUM_TICKS = 90  # turns of every rank that has finished, whatever their number
+LAST_FINISH, LOSS, TICK_S = 50, 55, 0.05
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What one phase has asked of the store."""
+class Rank:
+    """What a rank that waits or trains says, from what it has read of the log."""
 
-    lines: int
-    reads: int
+    def __init__(self, layout: ReplicaLayout, rank: int) -> None:
+        self.rank = rank
+        self.view = PhaseView(layout, MACHINE)
+        self.coordinator = Coordinator(
+            layout, rank, min_idle_replicas=1, settle_s=0.25, member_timeout_s=1.0
+        )
+        self.num_read = 0
+        self.proposal: Plan | None = None  # decided on, not yet in the log: others may be faster
+
+    def say(self, lines: list[list[str]], now: float, lost: set[int]) -> Plan | str:
+        """Return a plan, "left" for a session that has ended, or nothing."""
+        for line in lines[self.num_read :]:
+            self.view.apply(line, now)
+        self.num_read = len(lines)
+        if plan := self.proposal:
+            self.proposal = None
+            return plan
+        view, members = self.view, self.view.members()
+        if view.has_left(self.rank):
+            self.proposal = self.coordinator.plan_start(view, now)
+        elif view.plan is None or view.listed_in(self.rank) != view.plan.epoch or lost & {*members}:
+            return "left"
+        elif self.rank == members[0]:
+            return self.coordinator.plan_growth(view) or ""
+        return ""
 
 
-def run_phase(num_replicas: int, seed: int) -> Cost:
-    """All but one finish in random order, spread over the phase; three ranks die while they
-    train.
+def run_phase(num_replicas: int, seed: int) -> int:
+    """All but one finish in random order, and one of a session dies. All that live must train in
+    one session at the end. Returns the number of lines in the log.
     """
-    machine = CountingMachine()
-    machine.start(num_replicas=num_replicas, size=1, min_idle=1)
-    rng = random.Random(seed)
-    finish_at = {rank: rng.randrange(NUM_TICKS - 10) for rank in range(1, num_replicas)}
-    losses = rng.sample(range(NUM_TICKS // 3, NUM_TICKS), NUM_LOST)
+    layout, rng = ReplicaLayout(num_replicas), random.Random(seed)
+    ranks = [Rank(layout, rank) for rank in range(num_replicas)]
+    finish_at = {rank: rng.randrange(LAST_FINISH) for rank in range(1, num_replicas)}
+    lines: list[list[str]] = []
+    truth, lost = PhaseView(layout, MACHINE), set[int]()
     for tick in range(NUM_TICKS):
-        for rank in machine.ranks:
+        now = 100 + tick * TICK_S
+        if tick == LOSS:
+            lost.add(rng.choice(truth.members()))
+        for rank in rng.sample(ranks, num_replicas):
+            said: list[tuple[object, ...]] = []
             if finish_at.get(rank.rank) == tick:
-                machine.append("finished", rank.rank, "here", repr(machine.now))
-                rank.state = "finished"
-        for rank in rng.sample(machine.ranks, len(machine.ranks)):
-            machine.act(rank)
-        machine.now += 0.05
-        training = [rank for rank in machine.ranks if rank.state == "trains"]
-        if tick in losses and training:
-            rng.choice(training).state = "dead"
-        machine.sessions_are_apart()
-    machine.views_agree()
-    cost = Cost(lines=len(machine.lines), reads=machine.num_reads)
-    machine.settle()  # all that live train, in one session
-    machine.teardown()
-    return cost
+                said = [("finished", rank.rank, MACHINE, now), ("ready", rank.rank)]
+            elif finish_at.get(rank.rank, tick) < tick and rank.rank not in lost:
+                answer = rank.say(lines, now, lost)
+                if isinstance(answer, Plan):
+                    check_plan(answer, truth)
+                    said = [("plan", answer.epoch, *answer.replicas)]
+                elif answer:
+                    said = [(answer, rank.rank, rank.view.listed_in(rank.rank))]
+            for words in said:
+                lines.append([str(word) for word in words])
+                truth.apply(lines[-1], now)
+    assert truth.plan is not None
+    assert sorted(truth.plan.replicas) == sorted(finish_at.keys() - lost), lines
+    return len(lines)
+
+
+def check_plan(plan: Plan, truth: PhaseView) -> None:
+    """One that counts lists each replica once, and none that generates or trains with others."""
+    if plan.epoch == truth.next_epoch:
+        before = truth.plan.replicas if truth.plan else ()
+        grown = before if set(before) <= set(plan.replicas) else ()
+        assert len(set(plan.replicas)) == len(plan.replicas)
+        assert set(plan.replicas) <= {*grown, *truth.free_replicas()}
+
+
+@pytest.mark.parametrize("num_replicas", [3, 6])
+def test_all_that_live_train_in_one_session_after_a_loss(num_replicas: int) -> None:
+    for seed in range(100):
+        run_phase(num_replicas, seed)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_work_grows_with_the_replicas_and_not_with_their_square(seed: int) -> None:
+def test_the_log_grows_with_the_replicas_and_not_with_their_square(seed: int) -> None:
     few, many = run_phase(32, seed), run_phase(128, seed)
-    assert many.lines < 8 * 128
-    assert many.lines < 2 * 4 * few.lines  # four times the replicas; their square: 16 times
-    assert many.reads < 2 * 4 * few.reads
+    assert many < 8 * 128
+    assert many < 2 * 4 * few  # four times the replicas; their square: 16 times
