@@ -76,7 +76,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        return self._output.read_text()[self._skip :]
+        return self._output.read_bytes()[self._skip :].decode()
 
     def lines(self, part: str) -> list[str]:
         return [line for line in self.output.splitlines() if part in line]

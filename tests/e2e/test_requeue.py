@@ -1,9 +1,9 @@
 """A job of two nodes that is stopped in the middle of a step, or loses a node, and comes back:
 launch/slurm/multi_node.sbatch, run by bash.
 
-srun is a stand-in that starts the script's command twice on this machine; scontrol only notes what
-it is asked. Steps do not end by themselves: the reward function waits in the step after the first
-one of each start.
+srun is a stand-in that starts the script's command once per node on this machine; scontrol only
+notes what it is asked. Steps do not end by themselves: the reward function waits in the step after
+the first one of each start.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from tests.torchrun_job import HOLDING, Job, saved_step
 pytestmark = pytest.mark.e2e
 
 # As Slurm's own: SIGUSR1 goes to the tasks of all nodes, a SIGTERM kills them; the exit code is
-# that of a task that failed.
+# that of a task that failed. node0.sh and node1.sh, if there, make nodes differ.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == -* ]]; do shift; done
 command=("${@/%node1/127.0.0.1}")
 tasks=()
-for node in 0 1; do
-  SLURM_NODEID=$node "${command[@]/%29500/$RENDEZVOUS_PORT}" &
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
+  (
+    [[ ! -e $NOTES/node$node.sh ]] || source "$NOTES/node$node.sh"
+    export SLURM_NODEID=$node
+    exec "${command[@]/%29500/$RENDEZVOUS_PORT}"
+  ) &
   tasks+=($!)
 done
 trap 'kill -USR1 "${tasks[@]}"' USR1
@@ -65,7 +69,7 @@ SETTINGS = (
 
 
 class Cluster:
-    """Two nodes in `folder`, and a job on them whose steps hold."""
+    """Nodes in `folder`, and a job on them whose steps hold."""
 
     def __init__(self, folder: Path, start_job: Callable[..., Job]) -> None:
         self.task, self.run_dir = make_tiny_task(folder), folder / "run"
@@ -77,7 +81,7 @@ class Cluster:
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
 
-    def start(self, *settings: str) -> Job:
+    def start(self, *settings: str, num_nodes: int = 2) -> Job:
         """One start of the batch script by Slurm: the first one, or that of a requeued job."""
         slurm = {
             "PATH": f"{self._folder}:{os.environ['PATH']}",
@@ -87,7 +91,7 @@ class Cluster:
             "SLURM_SUBMIT_DIR": str(REPO),
             "SLURM_JOB_ID": "77",
             "SLURM_JOB_NODELIST": "node[1-2]",
-            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NUM_NODES": str(num_nodes),
             "SLURM_GPUS_ON_NODE": "1",
         }
         script = REPO / "launch" / "slurm" / "multi_node.sbatch"
@@ -136,16 +140,16 @@ def kill_agent(job: Job, node: int) -> None:
     raise AssertionError(f"node {node} has no launcher")
 
 
-def test_a_job_that_loses_a_node_goes_on_from_its_checkpoint_with_two_nodes_or_with_one(
+def test_a_job_that_loses_a_node_goes_on_from_its_checkpoint_with_two_nodes_and_with_one(
     tmp_path: Path, start_job: Callable[..., Job]
 ) -> None:
     cluster, saving = Cluster(tmp_path, start_job), "checkpoint.interval=1"
     job = cluster.start(saving)
     job.wait_until_held()  # in its second step
-    (tmp_path / "called").unlink()
     kill_agent(job, node=1)
-    job.wait_until_held()  # in its third: the script has started it again
-    assert "restart 1 of 3, from checkpoint 1" in job.output
+    job.wait_until(lambda: "restart 1 of 3, from checkpoint 1" in job.output, "its restart")
+    (tmp_path / "called").unlink()
+    job.wait_until_held()  # in its third
     assert saved_step(cluster.run_dir) == 2
     (tmp_path / "hold").unlink()
     assert job.process.wait(timeout=300) == 0
@@ -153,6 +157,17 @@ def test_a_job_that_loses_a_node_goes_on_from_its_checkpoint_with_two_nodes_or_w
     straight = tmp_path / "straight"
     run(2, cluster.task, straight, *SETTINGS, saving)
     check_same_run(cluster.run_dir, straight)
-    second = cluster.run_dir / "checkpoints" / "iter_0000002"
-    run(1, cluster.task, tmp_path / "one", *SETTINGS, f"checkpoint.resume={second}")
-    assert saved_step(tmp_path / "one") == 3
+    logs = [path.parent.name for path in (cluster.run_dir / "logs").rglob("rank_*.log")]
+    assert sorted(logs) == ["node_0000", "node_0001"]
+
+    job = cluster.start(saving, "run.num_steps=4", num_nodes=1)
+    job.end(0)
+    assert re.search(r"restored \S*iter_0000003", job.output), job.output
+    assert saved_step(cluster.run_dir) == 4
+
+    job = cluster.start(saving, "run.num_steps=5", "parallel.tensor=2", num_nodes=1)
+    job.end(2)
+    line = job.line("parallel.tensor=")
+    assert "parallel.tensor=2 x parallel.pipeline=1 = 2 does not divide the 1 ranks" in line
+    assert "restart" not in job.output
+    assert not cluster.requeued.exists()
