@@ -9,6 +9,7 @@ and numbers alone. launch/torchrun.py selects it.
 from __future__ import annotations
 
 import argparse
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -27,29 +28,45 @@ _NAME = "one address"  # of this rendezvous among torchrun's
 _STATIC_PORT = 29500  # torchrun's default for several nodes
 
 
-def with_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
-    """Return torchrun's options with this rendezvous: for a job on one machine, and for `static` on
-    several.
+class Place(NamedTuple):
+    """Where the launchers of a job meet, and which of them this one is."""
 
-    A rendezvous that the user selects for several machines stays torchrun's.
+    host: str
+    port: int
+    node: int
+    num_nodes: int
+
+
+def meeting_place(options: argparse.Namespace) -> Place | None:
+    """Return what torchrun's options say of it: a job on one machine, or `static` on several.
+
+    None where the user selects a rendezvous of torchrun for several machines.
     """
     _, num_nodes = parse_min_max_nnodes(options.nnodes)
     if num_nodes == 1:
-        host, rank = options.local_addr or LOOPBACK, 0
         port = 0 if options.standalone else options.master_port or 0
-    elif options.rdzv_backend == "static":
-        endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or ''}"
-        host, port = parse_rendezvous_endpoint(endpoint, _STATIC_PORT)
-        rank = options.node_rank
-    else:
+        return Place(options.local_addr or LOOPBACK, port, 0, 1)
+    if options.rdzv_backend != "static":
+        return None
+    endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or ''}"
+    host, port = parse_rendezvous_endpoint(endpoint, _STATIC_PORT)
+    return Place(host, port, options.node_rank, num_nodes)
+
+
+def with_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
+    """Return torchrun's options with this rendezvous, where there is a meeting place.
+
+    A rendezvous that the user selects for several machines stays torchrun's.
+    """
+    place = meeting_place(options)
+    if place is None:
         return options
 
     def create(parameters: RendezvousParameters) -> JobRendezvous:
-        timeout_s = int(parameters.config["timeout"])
-        return JobRendezvous(host, port, rank, num_nodes, parameters.run_id, timeout_s)
+        return JobRendezvous(*place, parameters.run_id, int(parameters.config["timeout"]))
 
     rendezvous_handler_registry.register(_NAME, create)
-    chosen = {"rdzv_backend": _NAME, "rdzv_endpoint": f"{host}:{port}"}
+    chosen = {"rdzv_backend": _NAME, "rdzv_endpoint": f"{place.host}:{place.port}"}
     # torchrun warns of other values, which this rendezvous has taken already.
     return argparse.Namespace(**vars(options) | chosen | {"standalone": False, "node_rank": 0})
 
