@@ -47,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.print_config:
             print(dump_config(config), end="")
             return 0
+        if options.dry_run:
+            raise ValueError("--dry-run: must be started by tlt train or launch/torchrun.py")
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
         folder = _claim_run_folder(config, name=Path((options.config or ["defaults"])[-1]).stem)
     except ValueError as error:

@@ -28,6 +28,7 @@ from tlt_megatron.trainer.command_line import read_command
 
 _TAKEN = (*SIGNALS, signal.SIGHUP)
 _LOOK_S = 1.0  # seconds between two checks for started ranks
+_NODES_COME_S = 180.0  # a dry run waits for other nodes; --rdzv-conf timeout=SECONDS sets another
 
 
 def main(arguments: list[str]) -> int:
@@ -38,8 +39,12 @@ def main(arguments: list[str]) -> int:
     """
     forwarder = _Forwarder()
     forwarder.start()
+    program = _arguments_of_program(arguments)
+    if program is not None and "--dry-run" in program:
+        return _dry_run(arguments)
     try:
-        fetched = _check_program(arguments)
+        # Settings that name the folders in place of ids of the Hub, fetched for this node.
+        fetched = [] if program is None else read_command(program)[1].fetched
     except ValueError as error:
         print(f"pretrain_rl: {error}", file=sys.stderr)
         return 2
@@ -72,17 +77,35 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _check_program(arguments: list[str]) -> list[str]:
-    """Fetch for this node what settings name by an id of the Hub. Return the settings that name the
-    folders instead.
+def _dry_run(arguments: list[str]) -> int:
+    """Check all nodes in place of starting ranks: see `dry_run`."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a missing node prints C++ frames
+    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+    from torch.distributed.run import determine_local_world_size, parse_args
 
-    ValueError for settings or files that launch/pretrain_rl.py would refuse on any number of ranks.
-    """
+    from tlt_megatron.runtime.rendezvous import meeting_place
+    from tlt_megatron.trainer.dry_run import dry_run
+
+    options = parse_args(arguments)
+    place = meeting_place(options)
+    if place is None:
+        backend = options.rdzv_backend
+        print(
+            f"torchrun.py: --rdzv-backend {backend}: must be static for --dry-run", file=sys.stderr
+        )
+        return 2
+    num_ranks = determine_local_world_size(options.nproc_per_node)
+    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    timeout_s = float(_parse_rendezvous_config(options.rdzv_conf).get("timeout", _NODES_COME_S))
+    return dry_run(options.training_script_args, place, num_ranks, timeout_s, sys.stdout)
+
+
+def _arguments_of_program(arguments: list[str]) -> list[str] | None:
+    """Return what follows launch/pretrain_rl.py; None if another program is to be started."""
     names = [Path(word).name for word in arguments]
     if "pretrain_rl.py" not in names:
-        return []
-    _, options = read_command(arguments[names.index("pretrain_rl.py") + 1 :])
-    return options.fetched
+        return None
+    return arguments[names.index("pretrain_rl.py") + 1 :]
 
 
 class _Forwarder:

@@ -46,11 +46,12 @@ _TRAIN_HELP = """Trains a policy: one torchrun program.
 
     tlt train my.yaml --nproc-per-node 8 run.num_steps=100 --resume auto
 
-usage: tlt train CONFIG.yaml ... [section.key=value ...] [--resume auto|never|FOLDER] [--print-config] [options of torchrun]
+usage: tlt train CONFIG.yaml ... [section.key=value ...] [--resume auto|never|FOLDER] [--print-config | --dry-run] [options of torchrun]
 
   section.key=value   settings over the file's
   --resume            sets checkpoint.resume; needs run.dir
   --print-config      print every setting and end
+  --dry-run           check files, versions, layout, memory, disk, ports and clocks on every node and end; 2 if one fails
   --nproc-per-node N  ranks of this node, one per GPU; default 1
   --nnodes N          machines; each needs --node-rank (default: SLURM_NODEID) and --master-addr; default this one only"""
 
@@ -137,7 +138,7 @@ def train_command(arguments: Sequence[str]) -> list[str]:
         elif word == "--resume":
             program += [word, *rest[:1]]
             rest = rest[1:]
-        elif is_setting or word == "--print-config" or word.startswith("--resume="):
+        elif is_setting or word in ("--print-config", "--dry-run") or word.startswith("--resume="):
             program.append(word)
         elif is_option or has_open_option:
             launcher.append(word)

@@ -69,7 +69,7 @@ def main() -> int:
 
 def _python() -> Finding:
     advice = "" if (3, 11) <= sys.version_info[:2] <= (3, 12) else "must be Python 3.11 or 3.12"
-    found = f"{platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}"
+    found = f"{platform.python_version()}, {platform.machine()}"
     return Finding(name="Python", found=found, advice=advice, is_needed=True)
 
 
@@ -108,7 +108,8 @@ def _memory() -> Finding:
 
     free = host_available_bytes() / 2**30
     advice = "" if free >= 4 else "the quickstart takes about 4 GiB with its two ranks"
-    return Finding(name="free memory", found=f"{free:.1f} GiB", advice=advice)
+    found = f"{free:.1f} GiB, {os.cpu_count()} cores"
+    return Finding(name="free memory", found=found, advice=advice)
 
 
 def _gpus() -> Finding:

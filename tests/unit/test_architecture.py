@@ -20,8 +20,8 @@ LAYERS = {
     **dict.fromkeys(("types", "config", "runtime", "version"), 0),
     **dict.fromkeys(("models", "speculation", "data", "rewards"), 1),
     **dict.fromkeys(("engines", "mcore", "drafter"), 2),
-    **dict.fromkeys(("policy", "spot"), 3),
-    **dict.fromkeys(("trainer", "doctor", "cli"), 4),
+    **dict.fromkeys(("policy", "spot", "doctor"), 3),
+    **dict.fromkeys(("trainer", "cli"), 4),
     "api": 5,
 }
 SAME_LAYER_ALLOWED = {("runtime", "types")}

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # tensor, steps as graphs) the wish was 18,800 for the package, 5,200 for tools and 25,000 for
 # tests.
 CODE_LINES = {
-    "tlt_megatron": 21_710,
+    "tlt_megatron": 22_010,
     "tlt_megatron/api": 305,
     "tlt_megatron/config": 1_950,
     "tlt_megatron/data": 490,
@@ -34,9 +34,9 @@ CODE_LINES = {
     "tlt_megatron/runtime": 1_745,
     "tlt_megatron/speculation": 1_175,
     "tlt_megatron/spot": 1_020,
-    "tlt_megatron/trainer": 2_985,
+    "tlt_megatron/trainer": 3_294,
     "tools": 6_325,
-    "tests": 27_593,
+    "tests": 27_801,
 }
 NUM_SETTINGS = 115
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things

@@ -5,7 +5,7 @@ The launcher calls it, so that a mistake is reported at once and in one line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,14 +51,20 @@ def check_code(config: RunConfig) -> None:
 
     It needs no model, so that it can come before one is fetched.
     """
+    for key, spec in named_code(config):
+        check_extension_file(key, spec)
+    _check_trackers(config.logging.trackers)
+
+
+def named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield every setting that names a function or a class, with a name that it has."""
     for key in REGISTRY:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
         if key == "reward.function":
             value = config.reward.weights
         for spec in filter(None, [value] if isinstance(value, str) else value):
-            check_extension_file(key, spec)
-    _check_trackers(config.logging.trackers)
+            yield key, spec
 
 
 def _check_trackers(names: Sequence[str]) -> None:

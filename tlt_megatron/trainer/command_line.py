@@ -68,6 +68,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--print-config", action="store_true", help="print every setting and end")
     parser.add_argument(
+        "--dry-run", action="store_true", help="let launch/torchrun.py check all nodes and end"
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings over the file's"
     )
     return parser.parse_intermixed_args(arguments)

@@ -81,14 +81,20 @@ def describe_checkpoint(config: RunConfig, world_size: int) -> str:
     """Return two lines about the bytes of a checkpoint and the seconds for which it blocks the
     run.
     """
-    sharding = _sharding(config, world_size, is_cuda=False)
-    models = (ModelSizes(load_model_config(config.model.path)), _critic_sizes(config))
-    parts = [sharding.checkpoint_bytes(sizes) for sizes in models if sizes is not None]
-    total, fullest = map(sum, zip(*parts, strict=True))
+    total, fullest = checkpoint_bytes(config, world_size)
     return (
         f"A checkpoint has {total / 1e9:,.1f} GB.\nThe fullest rank writes {fullest / 1e9:,.1f} GB:"
         f" {fullest / _WRITE_BYTES_PER_S:,.0f} s at {_WRITE_BYTES_PER_S / 1e9:g} GB/s of a rank."
     )
+
+
+def checkpoint_bytes(config: RunConfig, world_size: int) -> tuple[int, int]:
+    """Return the bytes of a checkpoint, and those that the fullest rank writes."""
+    sharding = _sharding(config, world_size, is_cuda=False)
+    models = (ModelSizes(load_model_config(config.model.path)), _critic_sizes(config))
+    parts = [sharding.checkpoint_bytes(sizes) for sizes in models if sizes is not None]
+    total, fullest = map(sum, zip(*parts, strict=True))
+    return total, fullest
 
 
 def _sharding(config: RunConfig, world_size: int, *, is_cuda: bool) -> Sharding:

@@ -88,16 +88,23 @@ def owner_has_ended(path: Path) -> bool:
     Asks the kernel and takes no lock. Locks of other hosts and of a file system without locks are
     not known.
     """
+    return _last_lock(path) == (socket.gethostname(), False)
+
+
+def _last_lock(path: Path) -> tuple[str, bool] | None:
+    """Return the host of the last run in the folder, and whether it still holds the lock, as far as
+    this machine knows.
+    """
     if not (path / LOCK_FILE).is_file():  # a pipe would block
-        return False
+        return None
     try:
         with (path / LOCK_FILE).open(encoding="utf-8") as file:
             host = json.load(file)["host"]
             query = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # Linux: struct flock
             answer = fcntl.fcntl(file, fcntl.F_GETLK, query)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
-    return host == socket.gethostname() and struct.unpack("hhqqi", answer)[0] == fcntl.F_UNLCK
+        return None
+    return host, struct.unpack("hhqqi", answer)[0] != fcntl.F_UNLCK
 
 
 def claim_run_folder(path: Path, *, resume: str) -> RunFolder:
@@ -106,20 +113,41 @@ def claim_run_folder(path: Path, *, resume: str) -> RunFolder:
     ValueError in three cases: another run holds the lock; the folder holds an earlier run that is
     not resumed; or the path in `resume` holds no checkpoint.
     """
-    resume_root = resume_path(path, resume)
+    _check_resume(resume)
+    folder = RunFolder(path)
+    try:
+        _check_unused(path, resume)
+    except ValueError:
+        folder.close()
+        raise
+    return folder
+
+
+def check_run_folder(path: Path, *, resume: str) -> None:
+    """Raise the ValueError that `claim_run_folder` would. Takes no lock and changes nothing."""
+    _check_resume(resume)
+    lock = _last_lock(path)
+    if lock is not None and lock[1]:
+        raise ValueError(
+            f"run.dir={str(path)!r}: is in use by a run on {lock[0]}: must be a folder that no run is using"
+        )
+    _check_unused(path, resume)
+
+
+def _check_resume(resume: str) -> None:
     if resume not in ("auto", "never") and not is_checkpoint_root(Path(resume)):
         raise ValueError(
             f"checkpoint.resume={resume!r}: must be auto, never, a folder of checkpoints or one of them"
         )
-    folder = RunFolder(path)
+
+
+def _check_unused(path: Path, resume: str) -> None:
     marks = [name for name in _MARKS if (path / name).exists()]
-    if not marks or _is_within(resume_root, path / CHECKPOINTS):
-        return folder
-    folder.close()
-    raise ValueError(
-        f"run.dir={str(path)!r}: holds an earlier run ({', '.join(marks)}): resume it (--resume auto), give another"
-        " run.dir, or move the folder"
-    )
+    if marks and not _is_within(resume_path(path, resume), path / CHECKPOINTS):
+        raise ValueError(
+            f"run.dir={str(path)!r}: holds an earlier run ({', '.join(marks)}): resume it (--resume auto), give another"
+            " run.dir, or move the folder"
+        )
 
 
 def resume_path(run_dir: Path, resume: str) -> Path | None:

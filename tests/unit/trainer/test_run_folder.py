@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tlt_megatron.trainer.run_folder import LOCK_FILE, RunFolder, claim_run_folder, owner_has_ended
+from tlt_megatron.trainer.run_folder import (
+    LOCK_FILE,
+    RunFolder,
+    check_run_folder,
+    claim_run_folder,
+    owner_has_ended,
+)
 
 
 def _hold(path: Path, connection: Connection) -> None:
@@ -41,6 +47,8 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path) -> Non
         assert not owner_has_ended(tmp_path)
         with pytest.raises(ValueError, match="is in use by pid"):
             claim_run_folder(tmp_path, resume="auto")
+        with pytest.raises(ValueError, match=f"is in use by a run on {socket.gethostname()}"):
+            check_run_folder(tmp_path, resume="auto")
         assert holder.pid is not None
         os.kill(holder.pid, signal.SIGKILL)
         holder.join()
