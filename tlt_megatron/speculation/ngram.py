@@ -13,7 +13,7 @@ response that it follows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,6 +31,13 @@ class IndexedText:
     tail: str = ""  # the latest tokens, up to the length of the longest context
 
 
+@dataclass(slots=True)
+class _Generation:
+    of_all: dict[str, str] = field(default_factory=dict)  # the table of all texts
+    by_prompt: dict[str, dict[str, str]] = field(default_factory=dict)  # started in its time
+    num_entries: int = 0  # of both, and of older tables that running responses add to
+
+
 class NgramIndex:
     """Maps contexts of fixed sizes to the token that followed last. The longest known context
     decides.
@@ -46,7 +53,6 @@ class NgramIndex:
         """`sizes` are context lengths in tokens. At the start of a text, all tokens so far are one
         context.
 
-        Half of `max_entries` is for the tables of single prompts, half for the table of all texts.
         An entry takes 60 to 100 bytes; a token adds at most two entries per size.
         """
         if not sizes or min(sizes) < 1:
@@ -54,20 +60,18 @@ class NgramIndex:
         if max_entries < 4:
             raise ValueError(f"max_entries={max_entries}: must be >= 4")
         self._sizes = tuple(sorted(set(sizes), reverse=True))
-        self._max_by_prompt = max_entries // 2
-        self._max_generation = max_entries // 4
-        self._by_prompt: dict[str, dict[str, str]] = {}  # in order of the latest start
-        self._num_by_prompt = 0
-        # The table of all texts, in two generations: a full newer one replaces the older, whose
-        # entries are lost.
-        self._newer: dict[str, str] = {}
-        self._older: dict[str, str] = {}
+        self._max_generation = max_entries // 2
+        # Two generations: a full newer one replaces the older, whose entries are lost.
+        self._newer, self._older = _Generation(), _Generation()
 
     def start(self, prompt_id: str, token_ids: Sequence[int]) -> IndexedText:
         """Start a response to this prompt. Siblings and later epochs must use the same
         `prompt_id`.
         """
-        table = self._by_prompt[prompt_id] = self._by_prompt.pop(prompt_id, {})
+        table = self._newer.by_prompt.get(prompt_id)
+        if table is None:
+            table = self._newer.by_prompt[prompt_id] = self._older.by_prompt.pop(prompt_id, {})
+            self._newer.num_entries += len(table)
         text = IndexedText(table)
         tokens, longest = _characters(token_ids), self._sizes[0]
         if table.get(tokens[-longest - 1 : -1]) == tokens[-1:]:
@@ -83,19 +87,18 @@ class NgramIndex:
         for text, row in zip(texts, token_ids, strict=True):
             self._extend(text, _characters(row))
 
-    def propose(self, texts: Sequence[IndexedText], num_tokens: int) -> tuple[Tensor, list[int]]:
-        """Propose the next tokens: ([B, num_tokens] int64 on the CPU, number found per row).
-
-        `tree.UNUSED` pads each row.
+    def propose(self, texts: Sequence[IndexedText], num_tokens: int) -> Tensor:
+        """Propose the next tokens: [B, num_tokens] int64 on the CPU. `tree.UNUSED` pads each
+        row.
         """
         found = [self._continue(text, num_tokens) for text in texts]
         padded = "".join([tokens.ljust(num_tokens, _PAD) for tokens in found])
         codes = bytearray(padded.encode("utf-32-le", "surrogatepass"))
         token_ids = torch.frombuffer(codes, dtype=torch.int32).view(len(found), num_tokens)
-        return token_ids.long() - 1, [len(tokens) for tokens in found]
+        return token_ids.long() - 1
 
     def _continue(self, text: IndexedText, num_tokens: int) -> str:
-        of_prompt, newer, older = text.table.get, self._newer.get, self._older.get
+        of_prompt, newer, older = text.table.get, self._newer.of_all.get, self._older.of_all.get
         tokens, sizes = text.tail, self._sizes
         for _ in range(num_tokens):
             for size in sizes:
@@ -109,35 +112,18 @@ class NgramIndex:
         return tokens[len(text.tail) :]
 
     def _extend(self, text: IndexedText, tokens: str) -> None:
-        of_prompt, of_all, sizes = text.table, self._newer, self._sizes
-        num_known, start, whole = len(of_prompt), len(text.tail), text.tail + tokens
+        of_prompt, of_all, sizes = text.table, self._newer.of_all, self._sizes
+        num_known, start = len(of_prompt) + len(of_all), len(text.tail)
+        whole = text.tail + tokens
         for end in range(start, len(whole)):
             token = whole[end]
             for size in sizes:
                 context = whole[end - size if end > size else 0 : end]
                 of_prompt[context] = of_all[context] = token
         text.tail = whole[-sizes[0] :]
-        self._num_by_prompt += len(of_prompt) - num_known
-        if len(of_all) >= self._max_generation:
-            self._older, self._newer = of_all, {}
-        if self._num_by_prompt > self._max_by_prompt:
-            self._make_room()
-
-    def _make_room(self) -> None:
-        """Empty prompt tables until at most 7/8 of their limit is used, least recently started
-        first.
-        """
-        # Count again: a response may outlive its table's entry here, and still adds to the old
-        # count.
-        self._num_by_prompt = sum(map(len, self._by_prompt.values()))
-        for prompt_id, table in list(self._by_prompt.items()):
-            if self._num_by_prompt <= self._max_by_prompt * 7 // 8:
-                break
-            if table:
-                self._num_by_prompt -= len(table)
-                table.clear()  # in place: its responses may still run
-            else:
-                del self._by_prompt[prompt_id]  # still empty since the last eviction
+        self._newer.num_entries += len(of_prompt) + len(of_all) - num_known
+        if self._newer.num_entries >= self._max_generation:
+            self._newer, self._older = _Generation(), self._newer
 
 
 def _characters(token_ids: Sequence[int]) -> str:

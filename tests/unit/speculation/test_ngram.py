@@ -47,12 +47,11 @@ class SlowIndex:
         return None
 
 
-def rows(token_ids_BN: torch.Tensor, counts: list[int]) -> list[list[int]]:
-    """The tokens found; UNUSED must stand behind them."""
-    found = []
-    for row, count in zip(token_ids_BN.tolist(), counts, strict=True):
-        assert row[count:] == [UNUSED] * (len(row) - count)
-        found.append(row[:count])
+def rows(token_ids_BN: torch.Tensor) -> list[list[int]]:
+    """The tokens found; only UNUSED may stand behind them."""
+    found = [[token for token in row if token != UNUSED] for row in token_ids_BN.tolist()]
+    for row, tokens in zip(token_ids_BN.tolist(), found, strict=True):
+        assert row == tokens + [UNUSED] * (len(row) - len(tokens))
     return found
 
 
@@ -80,7 +79,7 @@ def test_proposals_equal_a_search_through_all_texts(vocab: int) -> None:
             index.append(texts, new)
             for (key, text), tokens in zip(slow_texts, new, strict=True):
                 slow.append(key, text, tokens)
-            found = rows(*index.propose(texts, 6))
+            found = rows(index.propose(texts, 6))
             assert found == [slow.propose(key, text, 6) for key, text in slow_texts]
 
 
@@ -90,7 +89,7 @@ def test_sibling_of_a_known_prompt_teaches_nothing() -> None:
     """
     index = NgramIndex(sizes=(2,))
     index.append([index.start("a", [5, 1, 2, 3, 1, 2])], [[9]])
-    assert rows(*index.propose([index.start("a", [5, 1, 2, 3, 1, 2])], 1)) == [[9]]
+    assert rows(index.propose([index.start("a", [5, 1, 2, 3, 1, 2])], 1)) == [[9]]
 
 
 def test_what_other_prompts_wrote_outlives_one_change_of_generation() -> None:
@@ -99,7 +98,7 @@ def test_what_other_prompts_wrote_outlives_one_change_of_generation() -> None:
     found = []
     for first in range(100, 400, 30):
         index.append([index.start("b", [])], [list(range(first, first + 30))])
-        found.append(rows(*index.propose([index.start("c", [1, 2])], 1))[0])
+        found.append(rows(index.propose([index.start("c", [1, 2])], 1))[0])
     assert found[0] == [3]
     assert found[-1] == []
 
@@ -109,11 +108,12 @@ def test_any_token_of_a_large_vocabulary_comes_back() -> None:
     tokens = [0, 1, 255, 256, 0xD7FE, 0xD7FF, 0xDBFF, 0xDFFE, 0xDFFF, 0xFFFF, 0x10FFFE]
     index = NgramIndex()
     index.start("a", [7, 8, *tokens])
-    assert rows(*index.propose([index.start("a", [7, 8])], len(tokens))) == [tokens]
+    assert rows(index.propose([index.start("a", [7, 8])], len(tokens))) == [tokens]
 
 
 def count_entries(index: NgramIndex) -> int:
-    return sum(map(len, (*index._by_prompt.values(), index._newer, index._older)))
+    both = (index._newer, index._older)
+    return sum(len(t) for each in both for t in (each.of_all, *each.by_prompt.values()))
 
 
 def test_room_is_bounded() -> None:
@@ -136,10 +136,10 @@ def test_response_goes_on_when_the_table_of_its_prompt_was_given_up() -> None:
     old = index.start("old", [1, 2, 3])
     for first in range(1000, 1300, 60):
         index.append([index.start("new", [])], [list(range(first, first + 60))])
-    assert rows(*index.propose([index.start("old", [1, 2])], 1)) == [[]]
+    assert rows(index.propose([index.start("old", [1, 2])], 1)) == [[]]
     index.append([old], [[4, 1, 2, 3, 4]])
     index.append([old], [[1, 2]])
-    assert rows(*index.propose([old], 3)) == [[3, 4, 1]]
+    assert rows(index.propose([old], 3)) == [[3, 4, 1]]
 
 
 def test_response_without_a_table_in_the_index_takes_no_room_from_others() -> None:
@@ -150,7 +150,7 @@ def test_response_without_a_table_in_the_index_takes_no_room_from_others() -> No
     index.start("kept", [7, 8, 5])
     index.start("other", [7, 8, 6])
     index.append([old], [list(range(2000, 2200))])
-    assert rows(*index.propose([index.start("kept", [7, 8])], 1)) == [[5]]
+    assert rows(index.propose([index.start("kept", [7, 8])], 1)) == [[5]]
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

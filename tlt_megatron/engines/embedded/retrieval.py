@@ -43,7 +43,7 @@ class Retriever:
         rows = latest(max(unseen))
         new = [row[len(row) - count :] for row, count in zip(rows, unseen, strict=True)]
         self._index.append(texts, new)
-        return self._index.propose(texts, num_tokens)[0]
+        return self._index.propose(texts, num_tokens)
 
     def finish(self, request: Request, token_ids: Sequence[int]) -> None:
         """Add the rest of a complete response to the index, also if it was decoded plainly."""
