@@ -46,18 +46,16 @@ def automatic_thresholds(
 class BegMabSelector:
     """Chooses inside the bucket of the batch size.
 
-    Example: strategies 8_4_48, 8_4_16, 4_4_16, off with thresholds (1, 5, 33). Batches of 1-4 use
-    8_4_48, batches of 5-32 the better of 8_4_16 and 4_4_16, and larger ones decode plainly.
+    Example: strategies 8_4_48, 8_4_16, 4_4_16 and off for batches up to 64. Batches of 1-5 use
+    8_4_48, batches of 6-32 the better of 8_4_16 and 4_4_16, and larger ones decode plainly.
 
-    `thresholds` are the smallest batch sizes of the buckets, ascending from 1, one per number of
-    tokens to verify. Empty means `automatic_thresholds` for batches up to `max_batch_size`.
-    Strategies of the bucket without a reward are tried first, in the given order.
+    There is a bucket for each number of tokens to verify: see `automatic_thresholds`. Strategies
+    of the bucket without a reward are tried first, in the given order.
     """
 
     def __init__(
         self,
         strategies: Sequence[SpeculationStrategy],
-        thresholds: Sequence[int] = (),
         *,
         max_batch_size: int = 64,
         epsilon: float = 0.1,
@@ -66,21 +64,13 @@ class BegMabSelector:
     ) -> None:
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size={max_batch_size}: must be >= 1")
-        budgets = sorted({s.num_nodes for s in strategies}, reverse=True)
-        thresholds = thresholds or automatic_thresholds(strategies, max_batch_size)
-        if len(budgets) != len(thresholds):
-            raise ValueError(
-                f"thresholds={tuple(thresholds)}: {len(budgets)} needed, one for each number of tokens to verify "
-                f"{tuple(budgets)}"
-            )
-        if list(thresholds) != sorted(set(thresholds)) or thresholds[0] != 1:
-            raise ValueError(f"thresholds={tuple(thresholds)}: must ascend from 1")
         if not 0.0 <= epsilon <= 1.0 or window < 1:
             raise ValueError(f"epsilon={epsilon} must be in [0, 1], window={window} >= 1")
         if len(set(strategies)) != len(strategies):
             raise ValueError(f"strategies={', '.join(map(str, strategies))}: one is given twice")
         self._strategies = tuple(strategies)
-        self._thresholds = tuple(thresholds)
+        self._thresholds = automatic_thresholds(strategies, max_batch_size)
+        budgets = sorted({s.num_nodes for s in strategies}, reverse=True)
         self._buckets = [[s for s in strategies if s.num_nodes == b] for b in budgets]
         self._epsilon = epsilon
         self._rewards: dict[SpeculationStrategy, deque[float]] = {

@@ -18,7 +18,7 @@ TREE = SpeculationStrategy.parse("3_4_8")
 def make_selectors() -> list[StrategySelector]:
     return [
         FixedSelector(CHAIN),
-        BegMabSelector([TREE, CHAIN, OFF], (1, 4, 9)),
+        BegMabSelector([TREE, CHAIN, OFF]),
         CostModelSelector([CHAIN, TREE]),
     ]
 
