@@ -17,8 +17,6 @@ any rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -102,7 +100,7 @@ def noisy_argmax(logits_BV: Tensor, keys_B: Tensor) -> Tensor:
 
     Of equal sums the lowest id wins. NaN is larger than any number.
     """
-    race = _Race.start(logits_BV.detach(), keys_B)
+    race = _Race(logits_BV.detach(), keys_B)
     if not (race.bounds_BK.max(axis=1) > -np.inf).all():  # NaN, or nothing but -inf
         noise_BV = gumbel_of_ids(keys_B, torch.arange(logits_BV.shape[1]))
         return noise_BV.add_(logits_BV).argmax(dim=1)
@@ -117,36 +115,24 @@ def noisy_argmax(logits_BV: Tensor, keys_B: Tensor) -> Tensor:
     return torch.from_numpy(tokens_B)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Race:
     """Blocks of tokens, and a bound on the score of each."""
 
-    keys_B1: np.ndarray
-    windows_BSW: np.ndarray  # a view: the logits from each of the V - W + 1 ids on
-    smallest_BK: np.ndarray  # E
-    places_BK: np.ndarray
-    most_BK: np.ndarray  # above the noise of every token
-    bounds_BK: np.ndarray  # at least the score of every token; rounding keeps the order of sums
-
-    @classmethod
-    def start(cls, logits_BV: Tensor, keys_B: Tensor) -> _Race:
+    def __init__(self, logits_BV: Tensor, keys_B: Tensor) -> None:
         num_blocks, num_left = divmod(logits_BV.shape[1], BLOCK)
         whole_BV = logits_BV[:, : num_blocks * BLOCK]
         largest_BK = whole_BV.unflatten(1, (num_blocks, BLOCK)).amax(dim=2)
         if num_left:
             last_B1 = logits_BV[:, -num_left:].amax(dim=1, keepdim=True)
             largest_BK = torch.cat((largest_BK, last_B1), dim=1)
-        keys_B1 = _as_numpy(keys_B)
-        smallest_BK, places_BK = _smallest(keys_B1, np.arange(largest_BK.shape[1]))
-        most_BK = _LOG_ERROR - np.log(smallest_BK)
-        return cls(
-            keys_B1=keys_B1,
-            windows_BSW=logits_BV.unfold(1, BLOCK, 1).numpy(),
-            smallest_BK=smallest_BK,
-            places_BK=places_BK,
-            most_BK=most_BK,
-            bounds_BK=most_BK + largest_BK.numpy(),
-        )
+        self.keys_B1 = _as_numpy(keys_B)
+        # A view: the logits from each of the V - W + 1 ids on.
+        self.windows_BSW = logits_BV.unfold(1, BLOCK, 1).numpy()
+        blocks_K = np.arange(largest_BK.shape[1])
+        self.smallest_BK, self.places_BK = _smallest(self.keys_B1, blocks_K)
+        self.most_BK = _LOG_ERROR - np.log(self.smallest_BK)  # above the noise of every token
+        # At least the score of every token: rounding keeps the order of sums.
+        self.bounds_BK = self.most_BK + largest_BK.numpy()
 
     def best(self, rows_R: np.ndarray, least_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return, for some rows, the best of the tokens whose bound is at least `least_R`, and its

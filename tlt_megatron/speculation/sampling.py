@@ -117,8 +117,8 @@ def noisy_argmax(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Ten
     """Return [B] int64: the argmax over V of logits + `gumbel_noise`, without making all of the
     noise where that is faster.
     """
-    if _has_kernels(seeds_B):
-        return _kernels().noisy_argmax(logits_BV, seeds_B, positions_B)
+    if kernels := _kernels(seeds_B):
+        return kernels.noisy_argmax(logits_BV, seeds_B, positions_B)
     if is_searched(logits_BV.shape[0], logits_BV.shape[1], logits_BV.device):
         return noise.noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
     noise_BV = gumbel_noise(seeds_B, positions_B, logits_BV.shape[-1])
@@ -130,10 +130,6 @@ def row_keys(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
     return _mix_(positions_B * _signed(GOLDEN) + seeds_B)
 
 
-def _has_kernels(like: Tensor) -> bool:
-    return like.is_cuda and has_triton()
-
-
 def is_searched(num_rows: int, vocab_size: int, device: torch.device) -> bool:
     """Return whether `noisy_argmax` makes noise for few tokens only, so that noise made ahead costs
     more.
@@ -142,8 +138,10 @@ def is_searched(num_rows: int, vocab_size: int, device: torch.device) -> bool:
     return is_large and device.type == "cpu"
 
 
-def _kernels() -> ModuleType:
-    """Imported when needed: CPU builds of torch come without triton."""
+def _kernels(like: Tensor) -> ModuleType | None:
+    """Return the Triton kernels for a CUDA tensor. CPU builds of torch come without triton."""
+    if not like.is_cuda or not has_triton():
+        return None
     return importlib.import_module("tlt_megatron.speculation.noise_kernel")
 
 
@@ -284,33 +282,29 @@ def sample(
     noise serves all nodes of a draft tree at one depth, so `seeds_B` and `positions_B` may then be
     shorter than the logits.
     """
-    wide = torch.float64 if logits_BV.dtype == torch.float64 else torch.float32
-    logits = logits_BV.to(wide)
-    policy_logprobs_BV = logits.log_softmax(dim=-1)
-    if temperature == 0.0:
-        tokens_B1 = logits.argmax(dim=-1, keepdim=True)
-        policy_B = policy_logprobs_BV.gather(1, tokens_B1).squeeze(1).float()
-        return Sampled(
-            token_ids_B=tokens_B1.squeeze(1),
-            logprobs_B=torch.zeros_like(policy_B),
-            policy_logprobs_B=policy_B,
-        )
-    is_plain = temperature == 1.0 and top_p >= 1.0 and top_k == 0
+    logits = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
+    is_greedy, is_cut = temperature == 0.0, top_p < 1.0 or top_k > 0
+    is_plain = is_greedy or (temperature == 1.0 and not is_cut)
     scaled = logits if is_plain else cut_logits(logits / temperature, top_p, top_k)
-    if noise_BV is not None:
-        tokens_B1 = (noise_BV + scaled).argmax(dim=-1, keepdim=True)
+    if is_greedy:
+        tokens_B = logits.argmax(dim=-1)
+    elif noise_BV is not None:
+        tokens_B = (noise_BV + scaled).argmax(dim=-1)
     else:
-        tokens_B1 = noisy_argmax(scaled, seeds_B, positions_B).unsqueeze(1)
-    policy_B = policy_logprobs_BV.gather(1, tokens_B1).squeeze(1).float()
-    logprobs_B = policy_B
-    if not is_plain:
-        logprobs_B = scaled.log_softmax(dim=-1).gather(1, tokens_B1).squeeze(1).float()
+        tokens_B = noisy_argmax(scaled, seeds_B, positions_B)
+    policy_B = _logprobs(logits, tokens_B)
+    logprobs_B = policy_B if is_plain else _logprobs(scaled, tokens_B)
     return Sampled(
-        token_ids_B=tokens_B1.squeeze(1),
-        logprobs_B=logprobs_B,
+        token_ids_B=tokens_B,
+        logprobs_B=torch.zeros_like(policy_B) if is_greedy else logprobs_B,
         policy_logprobs_B=policy_B,
-        kept=kept_table(scaled) if top_p < 1.0 or top_k > 0 else None,
+        kept=kept_table(scaled) if is_cut and not is_greedy else None,
     )
+
+
+def _logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
+    logprobs_BV = logits_BV.log_softmax(dim=-1)
+    return logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1).float()
 
 
 def add_noise(
@@ -328,13 +322,11 @@ def add_noise(
     `ids_V` are the token ids of the columns, ascending (None: 0 to V - 1). On CUDA the noise is not
     written.
     """
-    if _has_kernels(seeds_B):
-        return _kernels().add_noise(logits, seeds_B, positions_B, scale, factor, ids_V)
+    if kernels := _kernels(seeds_B):
+        return kernels.add_noise(logits, seeds_B, positions_B, scale, factor, ids_V)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    if ids_V is None:
-        noise_BV = gumbel_noise(seeds_B, positions_B, logits.shape[-1])
-    else:
-        noise_BV = noise_of_ids(row_keys(seeds_B, positions_B), ids_V)
+    ids_V = torch.arange(logits.shape[-1], device=logits.device) if ids_V is None else ids_V
+    noise_BV = noise_of_ids(row_keys(seeds_B, positions_B), ids_V)
     offset_BV = noise_BV.mul_(factor.expand_as(seeds_B).unsqueeze(1)).to(dtype)
     offset = offset_BV if logits.dim() == 2 else offset_BV.unsqueeze(1)
     return (logits.to(dtype) * scale).add_(offset)
