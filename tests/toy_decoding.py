@@ -7,13 +7,15 @@ to guess as a real model, and a drafter is another table.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.speculation.sampling import gumbel_noise, sample
-from tlt_megatron.speculation.tree import DraftTree, TreeGrower
+from tlt_megatron.speculation.tree import DraftTree, TreeGrower, ancestor_mask
+from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed
 
 NUM_STATES = 97
 
@@ -81,6 +83,22 @@ def grow_draft(
         ids_V=ids_C,
         top_p=how.top_p,
         top_k=how.top_k,
+    )
+
+
+def verify(
+    tree: DraftTree,
+    samples_BR: Tensor,
+    stops: Sequence[int] = (),
+    limits_B: Tensor | None = None,
+) -> Verdict:
+    """The verdict; without `limits_B` no limit cuts it."""
+    return verify_noise_keyed(
+        tree,
+        samples_BR,
+        ancestors_BRR=ancestor_mask(tree),
+        stop_token_ids=torch.tensor(stops, dtype=torch.int64),
+        max_commit_B=torch.full((len(samples_BR),), 99) if limits_B is None else limits_B,
     )
 
 

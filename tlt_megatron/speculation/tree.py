@@ -116,20 +116,18 @@ def ancestor_mask(tree: DraftTree) -> Tensor:
 
 
 def deepest_path(
-    tree: DraftTree, is_match_BQ: Tensor, ancestors_BRR: Tensor | None = None
+    tree: DraftTree, is_match_BQ: Tensor, ancestors_BRR: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the longest path from the root over matching nodes: its length [B] and its rows [B,
     S], root first.
 
-    Rows after its end are 0. `ancestors_BRR` is `ancestor_mask(tree)` if the caller has it already.
+    Rows after its end are 0. `ancestors_BRR` is `ancestor_mask(tree)`.
     """
     num_slots = tree.depth + 1
     if tree.is_chain:
         length_B = is_match_BQ.cumprod(dim=1).sum(dim=1)
         slots_S = torch.arange(num_slots, device=length_B.device)
         return length_B, slots_S * (slots_S <= length_B.unsqueeze(1))
-    if ancestors_BRR is None:
-        ancestors_BRR = ancestor_mask(tree)
     has_mismatch_BR = (ancestors_BRR[:, :, 1:] & ~is_match_BQ.unsqueeze(1)).any(dim=2)
     depths_BR = tree.row_depths_BR
     length_B, last_row_B = (depths_BR * ~has_mismatch_BR).max(dim=1)
@@ -260,12 +258,7 @@ class TreeGrower:
             return self._grow_chain(root_logits_BV, expand, scoring)
         return self._grow_tree(root_logits_BV, expand, scoring)
 
-    def _grow_chain(
-        self,
-        root_logits_BV: Tensor,
-        expand: Expand,
-        scoring: _Scoring,
-    ) -> DraftTree:
+    def _grow_chain(self, root_logits_BV: Tensor, expand: Expand, scoring: _Scoring) -> DraftTree:
         steps = self.strategy.num_steps
         logits_BV = root_logits_BV
         zeros_B1 = torch.zeros(logits_BV.shape[0], 1, dtype=torch.int64, device=logits_BV.device)
@@ -277,12 +270,7 @@ class TreeGrower:
                 logits_BV = expand(token_B1, zeros_B1).squeeze(1)
         return chain_tree(torch.cat(tokens, dim=1))
 
-    def _grow_tree(
-        self,
-        root_logits_BV: Tensor,
-        expand: Expand,
-        scoring: _Scoring,
-    ) -> DraftTree:
+    def _grow_tree(self, root_logits_BV: Tensor, expand: Expand, scoring: _Scoring) -> DraftTree:
         steps, topk = self.strategy.num_steps, self.strategy.topk
         beam_BK, tokens_BK = scoring.best(root_logits_BV, 0, topk)
         batch_size = beam_BK.shape[0]
@@ -310,11 +298,8 @@ class TreeGrower:
         strategy, topk = self.strategy, self.strategy.topk
         num_nodes = strategy.num_draft_tokens
         batch_size, num_candidates = scores_BM.shape
-        if num_nodes < num_candidates:
-            best_BQ = (scores_BM - self._penalty_M).topk(num_nodes, sorted=False).indices
-            kept_BQ = best_BQ.sort(dim=1).values
-        else:
-            kept_BQ = self._nodes_Q.expand(batch_size, num_nodes)
+        best_BQ = (scores_BM - self._penalty_M).topk(num_nodes, sorted=False).indices
+        kept_BQ = best_BQ.sort(dim=1).values
         log_scores_BQ = scores_BM.gather(1, kept_BQ)
 
         root_BK = tokens_BM.new_zeros(batch_size, topk)

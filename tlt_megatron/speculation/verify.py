@@ -41,17 +41,17 @@ def verify_noise_keyed(
     tree: DraftTree,
     target_samples_BR: Tensor,
     *,
-    ancestors_BRR: Tensor | None = None,
-    stop_token_ids: Tensor | None = None,
-    max_commit_B: Tensor | None = None,
+    ancestors_BRR: Tensor,
+    stop_token_ids: Tensor,
+    max_commit_B: Tensor,
 ) -> Verdict:
     """Accept the path of the tree that equals the target's samples.
 
     `target_samples_BR` is `sampling.sample` of the target's logits at every row, with the position
     of the token that follows the row. A node is accepted iff it and all its ancestors equal the
-    sample at their parent's row. `ancestors_BRR` is `ancestor_mask(tree)` if the engine has it
-    already. `stop_token_ids` is int64 on the same device. `max_commit_B` >= 1 limits the tokens
-    that each request may still commit.
+    sample at their parent's row. `ancestors_BRR` is `ancestor_mask(tree)`. `stop_token_ids` is
+    int64 on the same device and may be empty. `max_commit_B` >= 1 limits the tokens that each
+    request may still commit.
     """
     sampled_BQ = target_samples_BR.gather(1, tree.parents_BQ + 1)
     is_match_BQ = sampled_BQ == tree.token_ids_BQ  # False for UNUSED: no sample is negative
@@ -59,15 +59,11 @@ def verify_noise_keyed(
     tokens_BS = target_samples_BR.gather(1, path_BS)
     # The first stop token and the limit cut what is committed.
     slots_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-    num_committed_B = num_accepted_B + 1
-    if max_commit_B is not None:
-        num_committed_B = torch.minimum(num_committed_B, max_commit_B)
-    is_stopped_B = torch.zeros_like(num_committed_B, dtype=torch.bool)
-    if stop_token_ids is not None and stop_token_ids.numel() > 0:
-        is_stop_BS = (tokens_BS.unsqueeze(2) == stop_token_ids).any(dim=2)
-        first_stop_B = torch.where(is_stop_BS, slots_S, tokens_BS.shape[1]).amin(dim=1)
-        is_stopped_B = first_stop_B < num_committed_B
-        num_committed_B = torch.minimum(num_committed_B, first_stop_B + 1)
+    num_committed_B = torch.minimum(num_accepted_B + 1, max_commit_B)
+    is_stop_BS = (tokens_BS.unsqueeze(2) == stop_token_ids).any(dim=2)
+    first_stop_B = torch.where(is_stop_BS, slots_S, tokens_BS.shape[1]).amin(dim=1)
+    is_stopped_B = first_stop_B < num_committed_B
+    num_committed_B = torch.minimum(num_committed_B, first_stop_B + 1)
     is_committed_BS = slots_S < num_committed_B.unsqueeze(1)
     return Verdict(
         num_accepted_B=num_accepted_B,

@@ -19,10 +19,11 @@ from tests.toy_decoding import (
     noise_of_depths,
     random_table,
     row_states,
+    verify,
 )
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, TreeGrower
-from tlt_megatron.speculation.verify import first_on_path, verify_noise_keyed
+from tlt_megatron.speculation.verify import first_on_path
 
 VOCAB = 512
 TARGET = random_table(VOCAB, seed=0)
@@ -51,7 +52,7 @@ def accept_length(
         positions_BR = positions_B.unsqueeze(1) + tree.row_depths_BR
         seeds_BR = seeds_B.unsqueeze(1).expand_as(positions_BR)
         samples_BR = draw(TARGET, row_states(tree, states_B), seeds_BR, positions_BR, how)
-        verdict = verify_noise_keyed(tree, samples_BR)
+        verdict = verify(tree, samples_BR)
         for slot in range(strategy.num_steps + 1):
             token_B = verdict.committed_tokens_BS[:, slot]
             states_B = torch.where(
@@ -96,6 +97,6 @@ def test_first_children_of_a_small_tree_by_hand() -> None:
         depths_BQ=torch.tensor([[1, 1, 2, 2]]).expand(2, -1),
         depth=2,
     )
-    verdict = verify_noise_keyed(tree, torch.tensor([[7, 5, 1, 1, 1], [9, 1, 1, 1, 1]]))
+    verdict = verify(tree, torch.tensor([[7, 5, 1, 1, 1], [9, 1, 1, 1, 1]]))
     assert verdict.num_accepted_B.tolist() == [2, 1]
     assert first_on_path(tree, verdict).tolist() == [[True, False], [False, False]]

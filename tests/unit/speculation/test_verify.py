@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 
-from tests.toy_decoding import random_tree
-from tlt_megatron.speculation.tree import UNUSED, DraftTree, ancestor_mask, chain_tree
-from tlt_megatron.speculation.verify import Verdict, accepted_by_depth, verify_noise_keyed
+from tests.toy_decoding import random_tree, verify
+from tlt_megatron.speculation.tree import UNUSED, DraftTree, chain_tree
+from tlt_megatron.speculation.verify import Verdict, accepted_by_depth
 
 
 def walk(
@@ -49,8 +48,7 @@ def assert_is(verdict: Verdict, row: int, expected: tuple[int, list[int], list[i
     assert verdict.committed_tokens_BS[row, count:].eq(UNUSED).all()
 
 
-@pytest.mark.parametrize("is_mask_given", [True, False])
-def test_verdict_equals_the_slow_walk_on_random_trees(is_mask_given: bool) -> None:
+def test_verdict_equals_the_slow_walk_on_random_trees() -> None:
     """Two or three different tokens, so that long paths, repeated siblings and early stops all
     occur.
     """
@@ -62,13 +60,7 @@ def test_verdict_equals_the_slow_walk_on_random_trees(is_mask_given: bool) -> No
         samples = [[generator.randrange(vocab) for _ in range(num_rows)] for _ in range(batch_size)]
         stops = {0} if generator.random() < 0.3 else set()
         limits = [generator.randrange(1, 6) for _ in range(batch_size)]
-        verdict = verify_noise_keyed(
-            tree,
-            torch.tensor(samples),
-            ancestors_BRR=ancestor_mask(tree) if is_mask_given else None,
-            stop_token_ids=torch.tensor(sorted(stops), dtype=torch.int64),
-            max_commit_B=torch.tensor(limits),
-        )
+        verdict = verify(tree, torch.tensor(samples), sorted(stops), torch.tensor(limits))
         for row in range(batch_size):
             expected = walk(tree, row, samples[row], stops, limits[row])
             assert_is(verdict, row, expected)
@@ -85,7 +77,7 @@ def test_verdict_equals_the_slow_walk_on_chains() -> None:
         tokens = torch.tensor([[generator.randrange(-1, 2) for _ in range(5)] for _ in range(3)])
         tree = chain_tree(tokens)
         samples = [[generator.randrange(2) for _ in range(6)] for _ in range(3)]
-        verdict = verify_noise_keyed(tree, torch.tensor(samples))
+        verdict = verify(tree, torch.tensor(samples))
         for row in range(3):
             assert_is(verdict, row, walk(tree, row, samples[row], set(), 99))
 
