@@ -28,7 +28,7 @@ from tlt_megatron.mcore import cpu
 from tlt_megatron.mcore.initialize import initialize_model_parallel
 from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.runtime.device import select_device
-from tlt_megatron.runtime.process_groups import Group, ProcessGroups
+from tlt_megatron.runtime.process_groups import ProcessGroups, group_of
 from tlt_megatron.types import LossResult, MicroBatch, ScoredGroup, TokenLogprobs
 
 cpu.install()
@@ -67,12 +67,7 @@ def build_policy(
     **mcore: Any,
 ) -> tuple[McorePolicyModel, ProcessGroups]:
     """On every forked rank of `layout`."""
-    world = Group(
-        handle=dist.group.WORLD,
-        rank=dist.get_rank(),
-        size=dist.get_world_size(),
-        global_ranks=tuple(range(dist.get_world_size())),
-    )
+    world = group_of(dist.group.WORLD)
     groups = initialize_model_parallel(layout.parallel, world, seed=1)
     policy = McorePolicyModel(
         model=ModelSection(path=str(model_path), dtype=dtype),

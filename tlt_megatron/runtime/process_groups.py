@@ -28,8 +28,11 @@ class Group:
 
     handle: dist.ProcessGroup | PrivateHandle | None
     rank: int  # of this process within the group
-    size: int
     global_ranks: tuple[int, ...]  # of the members, in group order
+
+    @property
+    def size(self) -> int:
+        return len(self.global_ranks)
 
     @property
     def is_first(self) -> bool:
@@ -68,7 +71,7 @@ class Group:
             getattr(self.handle, collective)(*arguments).wait()
 
 
-SINGLE = Group(handle=None, rank=0, size=1, global_ranks=(0,))
+SINGLE = Group(handle=None, rank=0, global_ranks=(0,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +100,8 @@ def group_of(handle: object) -> Group:
     """Return the Group of an existing torch group that this process is a member of."""
     assert isinstance(handle, dist.ProcessGroup)  # Megatron's and torch's annotations allow more
     ranks = tuple(dist.get_process_group_ranks(handle))
-    return Group(
-        handle=handle if len(ranks) > 1 else None,
-        rank=ranks.index(dist.get_rank()),
-        size=len(ranks),
-        global_ranks=ranks,
-    )
+    own_handle = handle if len(ranks) > 1 else None
+    return Group(handle=own_handle, rank=ranks.index(dist.get_rank()), global_ranks=ranks)
 
 
 def init_world(backend: str, timeout_s: float) -> Group:
@@ -120,12 +119,7 @@ def init_world(backend: str, timeout_s: float) -> Group:
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, timeout=timeout, **(alone if size == 1 else {}))
-    return Group(
-        handle=dist.group.WORLD,
-        rank=dist.get_rank(),
-        size=dist.get_world_size(),
-        global_ranks=tuple(range(dist.get_world_size())),
-    )
+    return group_of(dist.group.WORLD)
 
 
 class MemberLost(RuntimeError):
@@ -194,7 +188,7 @@ def form_private_group(
     members = tuple(sorted(members))
     place = members.index(rank)
     if len(members) == 1:
-        return Group(handle=None, rank=0, size=1, global_ranks=members)
+        return Group(handle=None, rank=0, global_ranks=members)
     own_store = dist.PrefixStore(f"group/{name}", store)
     timeout = datetime.timedelta(seconds=timeout_s)
     with _telling_loss(name):
@@ -204,7 +198,7 @@ def form_private_group(
             backend = dist.ProcessGroupGloo(own_store, place, len(members), timeout)
     # In torch's stubs, the communicators are no ProcessGroup.
     handle = PrivateHandle(backend, name)  # pyright: ignore[reportArgumentType]
-    return Group(handle=handle, rank=place, size=len(members), global_ranks=members)
+    return Group(handle=handle, rank=place, global_ranks=members)
 
 
 def _form_nccl(

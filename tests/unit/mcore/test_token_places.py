@@ -27,8 +27,8 @@ def test_every_rank_has_an_early_and_a_late_chunk_of_every_sequence(
 ) -> None:
     groups = ProcessGroups(
         world=SINGLE,
-        tp=dataclasses.replace(SINGLE, size=tp),
-        cp=dataclasses.replace(SINGLE, size=cp),
+        tp=dataclasses.replace(SINGLE, global_ranks=tuple(range(tp))),
+        cp=dataclasses.replace(SINGLE, global_ranks=tuple(range(cp))),
     )
     places = place_tokens(torch.tensor([0, 7, 9], dtype=torch.int32), groups)
     assert places.bounds.tolist() == bounds
