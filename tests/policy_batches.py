@@ -75,7 +75,9 @@ def make_trainer(
     health = TrainingHealth(max_diff=1e9, dtypes=("float32", "float32"))
     defaults = {"micro_batch_tokens": 20, "temperature": 1.0, "max_new_tokens": 32}
     groups = groups or ProcessGroups(world=SINGLE)
-    return PolicyTrainer(model, section, groups=groups, **{"health": health} | defaults | settings)
+    return PolicyTrainer(
+        model=model, section=section, groups=groups, **{"health": health} | defaults | settings
+    )
 
 
 def make_packed(mask: Sequence[float], **fields: Any) -> MicroBatch:

@@ -16,7 +16,13 @@ from torch.distributed import distributed_c10d
 from tests.policy_batches import make_rollout, score
 from tests.ranks import run_ranks
 from tlt_megatron.policy.batching import find_owners, key_of
-from tlt_megatron.policy.exchange import OwnerExchange, part_of, row_of, to_bytes
+from tlt_megatron.policy.exchange import (
+    fetch_tokens,
+    gather_values,
+    part_of,
+    row_of,
+    to_bytes,
+)
 from tlt_megatron.rewards.open_responses import ScoredResponse
 from tlt_megatron.runtime.process_groups import SINGLE, Group, ProcessGroups, group_of
 from tlt_megatron.types import FinishReason, KeptTokens, Rollout, ScoredGroup, Transcript
@@ -92,7 +98,7 @@ def test_an_owner_gets_what_was_generated_and_others_nothing(num_groups: int) ->
         batch = batch_of(everyone.rank, num_groups)
         rollouts = [rollout for each in batch for rollout in each.rollouts]
         owners = find_owners(rollouts, (), dp)
-        fetched = OwnerExchange(ProcessGroups(world=everyone, dp=dp)).fetch(batch, owners)
+        fetched = fetch_tokens(batch, owners, ProcessGroups(world=everyone, dp=dp))
         assert not any(b"tlt_megatron" in each for each in pickled)
         right = []
         for rollout in (rollout for each in fetched for rollout in each.rollouts):
@@ -118,11 +124,10 @@ def test_values_of_other_ranks_leave_out_observations() -> None:
         batch = batch_of(everyone.rank, 7)
         rollouts = [rollout for each in batch for rollout in each.rollouts]
         owners = find_owners(rollouts, (), everyone)
-        exchange = OwnerExchange(groups)
-        scored = exchange.fetch(batch, owners)
+        scored = fetch_tokens(batch, owners, groups)
         values = {key_of(r): torch.arange(r.token_ids.numel()).float() for r in rollouts}
         mine = {key: values[key] for key, owner in owners.items() if owner == everyone.rank}
-        found = exchange.gather(scored, mine)
+        found = gather_values(scored, mine, everyone)
         return all(
             same(found[key], own if key in mine else full_response(*key).generated(own))
             for key, own in values.items()
@@ -144,7 +149,7 @@ def test_a_rank_of_1024_receives_its_share_and_little_more() -> None:
         for i, length in enumerate(lengths)
     ]
     rollouts = [part_of(row).rollout for row in rows]
-    dp = Group(handle=None, rank=0, size=num_replicas, global_ranks=tuple(range(num_replicas)))
+    dp = Group(handle=None, rank=0, global_ranks=tuple(range(num_replicas)))
     owners = find_owners(rollouts, (), dp)
     numbers = {"num_generated": 10**6, "seconds": 123.45678901234567, "counts": {}, "passes": {}}
     numbers["counts"] = {f"rollout/a_name_of_a_count_{i}": 12345.0 for i in range(6)}
@@ -170,4 +175,4 @@ def test_a_rank_of_1024_receives_its_share_and_little_more() -> None:
 
 def test_one_rank_keeps_its_batch() -> None:
     batch = batch_of(0, 3)[:1]
-    assert OwnerExchange(ProcessGroups(world=SINGLE)).fetch(batch, {}) == tuple(batch)
+    assert fetch_tokens(batch, {}, ProcessGroups(world=SINGLE)) == tuple(batch)

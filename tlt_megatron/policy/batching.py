@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.rewards.open_responses import join_kept
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.types import FinishReason, KeptTokens, MicroBatch, Rollout
+from tlt_megatron.types import FinishReason, MicroBatch, Rollout
 
 RolloutKey = tuple[int, int]  # draw_index of the prompt, sample_index
 
@@ -127,6 +128,10 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> MicroBatch:
         for rollout in rollouts
     ]
     zeros_P = torch.zeros(sum(rollout.num_tokens for rollout in rollouts))
+    kept = join_kept(rollouts)
+    if kept is not None:
+        counts = kept.counts.split([rollout.token_ids.numel() for rollout in rollouts])
+        kept = dataclasses.replace(kept, counts=_on_labels(rollouts, counts).int())
     return MicroBatch(
         token_ids=torch.cat(sequences),
         labels=torch.cat([torch.cat([s[1:], s.new_zeros(1)]) for s in sequences]),
@@ -137,21 +142,8 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> MicroBatch:
         advantages=zeros_P,
         old_logprobs=None,
         rollout_logprobs=_on_labels(rollouts, [r.logprobs for r in rollouts]),
-        kept=_join_kept(rollouts),
+        kept=kept,
         routes=_join_routes(rollouts),
-    )
-
-
-def _join_kept(rollouts: Sequence[Rollout]) -> KeptTokens | None:
-    sets = [rollout.kept for rollout in rollouts if rollout.kept is not None]
-    if not sets:
-        return None
-    counts = [
-        torch.zeros(r.token_ids.numel()) if r.kept is None else r.kept.counts for r in rollouts
-    ]
-    return KeptTokens(
-        token_ids=torch.cat([each.token_ids for each in sets]),
-        counts=_on_labels(rollouts, counts).int(),
     )
 
 
@@ -163,10 +155,8 @@ def _join_routes(rollouts: Sequence[Rollout]) -> Tensor | None:
     parts = []
     for rollout in rollouts:
         routes = sets[0][:0] if rollout.routes is None else rollout.routes
-        parts += [
-            routes,
-            routes.new_full((rollout.num_tokens - len(routes), *routes.shape[1:]), -1),
-        ]
+        num_absent = rollout.num_tokens - len(routes)
+        parts += [routes, routes.new_full((num_absent, *routes.shape[1:]), -1)]
     return torch.cat(parts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,29 +17,20 @@ from tlt_megatron.policy.health import UpdateHealth
 from tlt_megatron.policy.interfaces import CriticModel
 from tlt_megatron.runtime.collectives import sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
-from tlt_megatron.types import (
-    LossResult,
-    MicroBatch,
-    OptimizerStats,
-    ScoredGroup,
-    TokenValues,
-)
+from tlt_megatron.types import LossResult, MicroBatch, OptimizerStats, ScoredGroup, TokenValues
 
 _VARIANCE_EPS = 1e-5  # verl's: explained variance stays finite where all returns are equal
 
 
+@dataclass
 class CriticTrainer:
     """A CriticModel with its settings. Every method is a collective of the model's ranks."""
 
-    def __init__(
-        self,
-        model: CriticModel,
-        section: CriticSection,
-        groups: ProcessGroups,
-    ) -> None:
-        self.model = model
-        self.section = section
-        self.groups = groups
+    model: CriticModel
+    section: CriticSection
+    groups: ProcessGroups
+
+    def __post_init__(self) -> None:
         self._health = UpdateHealth(updates="updates of the critic", advice="critic.lr")
 
     @property

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from tlt_megatron.policy.batching import RolloutKey, key_of
 from tlt_megatron.rewards.open_responses import ScoredResponse
-from tlt_megatron.runtime.collectives import agree_any, exchange_bytes, gather_objects
+from tlt_megatron.runtime.collectives import exchange_bytes, gather_objects
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.types import FinishReason, KeptTokens, Rollout, ScoredGroup, Transcript
 
+_Fields = dict[str, Any]  # of `Rollout`, by name
 _TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask", "routes")
 
 # ---- rows
@@ -93,9 +94,9 @@ def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
     return save(tensors, {"transcripts": json.dumps(transcripts)}) if tensors else b""
 
 
-def from_bytes(data: bytes) -> dict[RolloutKey, dict[str, Any]]:
+def from_bytes(data: bytes) -> dict[RolloutKey, _Fields]:
     """Return by response the fields of `Rollout` that `to_bytes` wrote."""
-    fields: dict[RolloutKey, dict[str, Any]] = {}
+    fields: dict[RolloutKey, _Fields] = {}
     if not data:
         return fields
     for name, tensor in load(data).items():
@@ -116,80 +117,66 @@ def from_bytes(data: bytes) -> dict[RolloutKey, dict[str, Any]]:
     return fields
 
 
-def share_with_all(
-    parts: Sequence[ScoredResponse], group: Group
-) -> dict[RolloutKey, dict[str, Any]]:
+def fetch_tokens(
+    scored: Sequence[ScoredGroup], owners: Mapping[RolloutKey, int], groups: ProcessGroups
+) -> tuple[ScoredGroup, ...]:
+    """Return the batch with the tokens of this rank's share, where each response goes to a
+    data-parallel index. A collective of all ranks.
+    """
+    world = groups.world
+    rollouts = [rollout for each in scored for rollout in each.rollouts]
+    has_all = all(rollout.is_here for rollout in rollouts)
+    ranks = gather_objects((groups.dp.rank, has_all), world)
+    if all(has_all for _, has_all in ranks):
+        return tuple(scored)
+    ranks_of: dict[int, list[int]] = {}
+    for rank, (index, _) in enumerate(ranks):
+        ranks_of.setdefault(index, []).append(rank)
+    outgoing: list[list[Rollout]] = [[] for _ in range(world.size)]
+    for rollout in rollouts:
+        if rollout.is_here:
+            for rank in ranks_of[owners[key_of(rollout)]]:
+                outgoing[rank].append(rollout)
+    outgoing[world.rank] = []
+    received = exchange_bytes([to_bytes(each) for each in outgoing], world)
+    fields = {key: row for data in received for key, row in from_bytes(data).items()}
+    return tuple(
+        dataclasses.replace(each, rollouts=tuple(_fill(r, fields) for r in each.rollouts))
+        for each in scored
+    )
+
+
+def gather_values(
+    scored: Sequence[ScoredGroup], mine: Mapping[RolloutKey, Tensor], dp: Group
+) -> dict[RolloutKey, Tensor]:
+    """Exchange values per token, such as a critic's, and return them for every response of the
+    batch. A collective of the data-parallel ranks.
+
+    `mine` has those of this rank's share, [T]. They come back unchanged. Those of other ranks leave
+    out the observations.
+    """
+    known = {key_of(r): r for each in scored for r in each.rollouts}
+    own = [known[key].generated(values) for key, values in mine.items()]
+    share = list(mine), torch.cat([torch.empty(0), *own])
+    found: dict[RolloutKey, Tensor] = {}
+    for keys, values_N in gather_objects(share, dp):
+        sizes = [known[key].num_generated for key in keys]
+        found |= zip(keys, values_N.split(sizes), strict=True)
+    return found | dict(mine)
+
+
+def share_with_all(parts: Sequence[ScoredResponse], group: Group) -> dict[RolloutKey, _Fields]:
     """Return the tokens of all ranks' `parts` by response: partial rollouts go on anywhere."""
-    own = to_bytes([part.rollout for part in parts])
-    return {
-        key: row for data in gather_objects(own, group) for key, row in from_bytes(data).items()
-    }
-
-
-class OwnerExchange:
-    """Brings tokens to their owners. Every method is a collective of all ranks."""
-
-    def __init__(self, groups: ProcessGroups) -> None:
-        self._groups = groups
-        self._indices: list[int] = []  # data-parallel index of each rank
-
-    def fetch(
-        self, scored: Sequence[ScoredGroup], owners: Mapping[RolloutKey, int]
-    ) -> tuple[ScoredGroup, ...]:
-        """Return the batch with the tokens of this rank's share, where each response goes to a
-        data-parallel index.
-        """
-        world = self._groups.world
-        if world.size == 1:
-            return tuple(scored)
-        rollouts = [rollout for each in scored for rollout in each.rollouts]
-        if not agree_any(any(not each.is_here for each in rollouts), world):
-            return tuple(scored)
-        self._indices = self._indices or gather_objects(self._groups.dp.rank, world)
-        ranks_of: dict[int, list[int]] = {}
-        for rank, index in enumerate(self._indices):
-            ranks_of.setdefault(index, []).append(rank)
-        outgoing: list[list[Rollout]] = [[] for _ in range(world.size)]
-        for rollout in rollouts:
-            if rollout.is_here:
-                for rank in ranks_of[owners[key_of(rollout)]]:
-                    outgoing[rank].append(rollout)
-        outgoing[world.rank] = []
-        received = exchange_bytes([to_bytes(each) for each in outgoing], world)
-        fields = {key: row for data in received for key, row in from_bytes(data).items()}
-        return tuple(_filled(each, fields) for each in scored)
-
-    def gather(
-        self, scored: Sequence[ScoredGroup], mine: Mapping[RolloutKey, Tensor]
-    ) -> dict[RolloutKey, Tensor]:
-        """Exchange values per token, such as a critic's, and return them for every response of the
-        batch.
-
-        `mine` has those of this rank's share, [T]. They come back unchanged. Those of other ranks
-        leave out the observations.
-        """
-        known = {key_of(r): r for each in scored for r in each.rollouts}
-        own = [known[key].generated(values) for key, values in mine.items()]
-        found: dict[RolloutKey, Tensor] = {}
-        share = list(mine), torch.cat([torch.empty(0), *own])
-        for keys, values_N in gather_objects(share, self._groups.dp):
-            sizes = [known[key].num_generated for key in keys]
-            found |= zip(keys, values_N.split(sizes), strict=True)
-        return found | dict(mine)
+    own = gather_objects(to_bytes([part.rollout for part in parts]), group)
+    return {key: row for data in own for key, row in from_bytes(data).items()}
 
 
 def filled(
-    parts: Iterable[ScoredResponse], fields: Mapping[RolloutKey, Mapping[str, Any]]
+    parts: Iterable[ScoredResponse], fields: Mapping[RolloutKey, _Fields]
 ) -> list[ScoredResponse]:
     """Return the responses with the tokens of `fields`."""
     return [part._replace(rollout=_fill(part.rollout, fields)) for part in parts]
 
 
-def _fill(rollout: Rollout, fields: Mapping[RolloutKey, Mapping[str, Any]]) -> Rollout:
-    own = fields.get(key_of(rollout))
-    return rollout if own is None else dataclasses.replace(rollout, **own)
-
-
-def _filled(scored: ScoredGroup, fields: Mapping[RolloutKey, Mapping[str, Any]]) -> ScoredGroup:
-    rollouts = tuple(_fill(rollout, fields) for rollout in scored.rollouts)
-    return dataclasses.replace(scored, rollouts=rollouts)
+def _fill(rollout: Rollout, fields: Mapping[RolloutKey, _Fields]) -> Rollout:
+    return dataclasses.replace(rollout, **fields.get(key_of(rollout), {}))

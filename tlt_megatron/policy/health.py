@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -95,14 +95,13 @@ class EngineDifference:
 MAX_BAD_UPDATES = 3  # in a row; then the run ends
 
 
+@dataclass(kw_only=True)
 class UpdateHealth:
     """Ends a run after too many bad updates in a row, over RL steps."""
 
-    def __init__(self, *, updates: str, advice: str) -> None:
-        """`updates`: what they are called in the error. `advice`: what to check."""
-        self._updates = updates
-        self._advice = advice
-        self.num_bad = 0  # updates in a row
+    updates: str  # what they are called in the error
+    advice: str  # what to check
+    num_bad: int = field(default=0, init=False)  # updates in a row
 
     def check_updates(
         self, step: int, stats: Sequence[OptimizerStats], loss: float, world: Group
@@ -116,7 +115,7 @@ class UpdateHealth:
         num_skipped = sum(each.is_skipped for each in stats)
         if num_skipped and world.is_first:
             log.warning(
-                f"step {step}: {num_skipped} of {len(stats)} {self._updates} were skipped, gradient norm {grad_norm}:"
+                f"step {step}: {num_skipped} of {len(stats)} {self.updates} were skipped, gradient norm {grad_norm}:"
                 " weights and optimizer are unchanged"
             )
         num_before = self.num_bad
@@ -126,12 +125,13 @@ class UpdateHealth:
             self.num_bad = num_before + 1
         if self.num_bad >= MAX_BAD_UPDATES:
             raise UnhealthyTrainingError(
-                f"step {step}: {self.num_bad} {self._updates} in a row were skipped or not finite: "
+                f"step {step}: {self.num_bad} {self.updates} in a row were skipped or not finite: "
                 f"gradient norm {grad_norm}, loss {loss}. "
-                f"Check the rewards (critic/rewards/*), {self._advice}. The newest checkpoint is kept"
+                f"Check the rewards (critic/rewards/*), {self.advice}. The newest checkpoint is kept"
             )
 
 
+@dataclass(kw_only=True)
 class TrainingHealth(UpdateHealth):
     """The checks of the policy: engines at the first batch of a fresh or resumed run, and every
     update.
@@ -139,16 +139,18 @@ class TrainingHealth(UpdateHealth):
     `max_diff` replaces the default bound on the difference of the engines; None keeps the default.
     """
 
-    def __init__(self, *, max_diff: float | None, dtypes: tuple[str, str]) -> None:
-        """`dtypes` are (training, rollout)."""
-        logprobs = "the log-probs of the batch (train/train_rollout_logprob_abs_diff)"
-        advice = f"optimizer.lr and {logprobs}"
-        super().__init__(updates="updates", advice=advice)
-        self._dtypes = dtypes
-        self._is_exact = all(dtype in EXACT_DTYPES for dtype in dtypes)
+    max_diff: float | None
+    dtypes: tuple[str, str]  # of training and of rollouts
+    updates: str = "updates"
+    advice: str = (
+        "optimizer.lr and the log-probs of the batch (train/train_rollout_logprob_abs_diff)"
+    )
+    _is_compared: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._is_exact = all(dtype in EXACT_DTYPES for dtype in self.dtypes)
         default = MAX_DIFF_EXACT if self._is_exact else MEAN_DIFF_ROUNDED
-        self._bound = default if max_diff is None else max_diff
-        self._is_compared = False
+        self._bound = default if self.max_diff is None else self.max_diff
 
     def check_engines(self, step: int, difference: EngineDifference) -> None:
         """Raise UnhealthyTrainingError if training and rollouts compute different policies.
@@ -164,7 +166,7 @@ class TrainingHealth(UpdateHealth):
             raise UnhealthyTrainingError(
                 f"step {step}: training and rollout log-probs of {difference.num_tokens} sampled tokens differ by "
                 f"max {difference.logprob_max:.3g}, mean {difference.logprob_mean:.3g}; allowed is {statistic} "
-                f"{self._bound:g} (model.dtype={self._dtypes[0]}, rollout.dtype={self._dtypes[1]}). The two engines "
+                f"{self._bound:g} (model.dtype={self.dtypes[0]}, rollout.dtype={self.dtypes[1]}). The two engines "
                 "compute different policies: check mcore.transformer, sglang.engine_args and config.json of model.path "
                 "(rope, norm, biases, tied embeddings). algorithm.max_logprob_diff sets the bound. "
                 "No update was applied in this step"

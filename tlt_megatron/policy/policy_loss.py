@@ -95,12 +95,7 @@ def gspo(
     """
     mean_P = response_mean((logprobs - old_logprobs).detach(), batch)
     own_P = (logprobs - logprobs.detach()) * batch.loss_mask  # zero; carries the gradient
-    return clipped_surrogate(
-        mean_P + own_P,
-        batch.advantages,
-        section.clip_low,
-        section.clip_high,
-    )
+    return clipped_surrogate(mean_P + own_P, batch.advantages, section.clip_low, section.clip_high)
 
 
 def cispo(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,15 +30,11 @@ from tlt_megatron.policy.batching import (
     split_evenly,
 )
 from tlt_megatron.policy.critic import CriticTrainer, value_metrics
-from tlt_megatron.policy.exchange import OwnerExchange
+from tlt_megatron.policy.exchange import fetch_tokens, gather_values
 from tlt_megatron.policy.health import EngineDifference, TrainingHealth
 from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.policy.policy_loss import kl_estimate, policy_loss
-from tlt_megatron.runtime.collectives import (
-    broadcast_object,
-    gather_objects,
-    sum_metrics,
-)
+from tlt_megatron.runtime.collectives import broadcast_object, gather_objects, sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import (
     LossResult,
@@ -87,35 +83,23 @@ class Inference:
         return {key for pack in packs for key in pack.keys} | set(skipped)
 
 
+@dataclass(kw_only=True)
 class PolicyTrainer:
     """The algorithm over a PolicyModel: log-probs, advantages, clipped updates."""
 
-    def __init__(
-        self,
-        model: PolicyModel,
-        section: AlgorithmSection,
-        *,
-        groups: ProcessGroups,
-        micro_batch_tokens: int,
-        temperature: float,
-        max_new_tokens: int,
-        health: TrainingHealth,
-        critic: CriticTrainer | None = None,
-    ) -> None:
-        """`critic` is given where `section.has_critic`, unless the run has no steps."""
-        self.model = model
-        self.section = section
-        self.groups = groups
-        self.exchange = OwnerExchange(groups)
-        self.micro_batch_tokens = micro_batch_tokens
-        self.temperature = temperature
-        self.max_new_tokens = max_new_tokens
-        self.health = health
-        self.critic = critic
-        # mean absolute difference of the two engines' log-probs, of each response of this rank's
-        # share of the newest batch that had a pass
-        self.engine_differences: dict[RolloutKey, float] = {}
-        self._newest: _Plan | None = None
+    model: PolicyModel
+    section: AlgorithmSection
+    groups: ProcessGroups
+    micro_batch_tokens: int
+    temperature: float
+    max_new_tokens: int
+    health: TrainingHealth
+    # given where `section.has_critic`, unless the run has no steps
+    critic: CriticTrainer | None = None
+    # mean absolute difference of the two engines' log-probs, of each response of this rank's share
+    # of the newest batch that had a pass
+    engine_differences: dict[RolloutKey, float] = field(default_factory=dict, init=False)
+    _newest: _Plan | None = field(default=None, init=False)
 
     @property
     def is_last_update_good(self) -> bool:
@@ -130,7 +114,7 @@ class PolicyTrainer:
         plan = self._plan(scored)
         packs = [pack for minibatch in plan.minibatches for pack in minibatch.packs]
         values = self.critic.infer_values([pack.batch for pack in packs])
-        return self.exchange.gather(plan.scored, by_key(packs, values))
+        return gather_values(plan.scored, by_key(packs, values), self.groups.dp)
 
     def infer_logprobs(
         self,
@@ -260,9 +244,7 @@ class PolicyTrainer:
         sums = self.model.forward_backward(batches, self.temperature, loss_fn, tap=inference.tap)
         sums["loss_count"] = float(sum(batch.loss_count for batch in batches))
         sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))
-        if inference.old_logprobs is not None:
-            return sums, {}
-        if not self.groups.pp.is_last:
+        if inference.old_logprobs is not None or not self.groups.pp.is_last:
             return sums, {}
         return sums, compare_engines(packs, [each.cpu() for each in recorded], inference.version)
 
@@ -288,7 +270,7 @@ class PolicyTrainer:
         owners: dict[RolloutKey, int] = {}
         for rollouts in minibatches(batch):
             owners |= find_owners(rollouts, skipped, dp)
-        scored = self.exchange.fetch(batch, owners)
+        scored = fetch_tokens(batch, owners, self.groups)
         self._newest = _Plan(
             batch=batch,
             scored=scored,
@@ -343,7 +325,7 @@ class PolicyTrainer:
             * kl_estimate(self.section.used_kl_estimator, old, ref_logprobs[key])
             for key, old in old_logprobs.items()
         }
-        return self.exchange.gather(scored, mine)
+        return gather_values(scored, mine, self.groups.dp)
 
     def _means(self, totals: dict[str, float]) -> dict[str, float]:
         sums = sum_metrics(dict(totals), [self.groups.dp])

@@ -143,7 +143,7 @@ def join_parts(before: Rollout, part: Rollout) -> Rollout:
         policy_logprobs=torch.cat((before.policy_logprobs, part.policy_logprobs)),
         accept_lengths=before.accept_lengths + part.accept_lengths,
         versions=_merge(before.versions + part.versions),
-        kept=_join_kept((before, part)),
+        kept=join_kept((before, part)),
         routes=_join_routes(before.routes, part.routes),
     )
 
@@ -158,8 +158,8 @@ def _merge(parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(merged)
 
 
-def _join_kept(parts: Sequence[Rollout]) -> KeptTokens | None:
-    """Return the kept sets of both parts. A part without any counts as the whole vocabulary."""
+def join_kept(parts: Sequence[Rollout]) -> KeptTokens | None:
+    """Return the kept sets of all parts. A part without any counts as the whole vocabulary."""
     sets = [part.kept for part in parts if part.kept is not None]
     if not sets:
         return None
