@@ -25,54 +25,49 @@ class ExtensionPoint(NamedTuple):
     built_in: dict[str, str]  # name -> import path
 
 
-def _built_in(module: str, names: str) -> dict[str, str]:
-    """Return the import paths of functions that have the names of their settings."""
-    return {name: f"tlt_megatron.{module}:{name}" for name in names.split()}
+def _point(parameters: str, **built_in: str) -> ExtensionPoint:
+    """Return the point with these parameters, and built-in names for places in the package."""
+    paths = {name: f"tlt_megatron.{place}" for name, place in built_in.items()}
+    return ExtensionPoint(tuple(parameters.split()), paths)
 
 
 REGISTRY = {
-    "reward.function": ExtensionPoint(
-        ("data_source", "solution_str", "ground_truth", "extra_info"),
-        {
-            "math": "tlt_megatron.rewards.builtin:score_math",
-            "exact": "tlt_megatron.rewards.builtin:score_exact",
-        },
+    "reward.function": _point(
+        "data_source solution_str ground_truth extra_info",
+        math="rewards.builtin:score_math",
+        exact="rewards.builtin:score_exact",
     ),
-    "rollout.environment": ExtensionPoint(
-        ("messages", "data_source", "ground_truth", "extra_info"), {}
+    "rollout.environment": _point("messages data_source ground_truth extra_info"),
+    "algorithm.advantage": _point(
+        "rewards",
+        grpo="rewards.advantage:grpo",
+        dr_grpo="rewards.advantage:dr_grpo",
+        rloo="rewards.advantage:rloo",
+        reinforce_plus_plus="rewards.advantage:reinforce_plus_plus",
+        reinforce_plus_plus_baseline="rewards.advantage:reinforce_plus_plus_baseline",
+        gae="rewards.advantage:gae",
     ),
-    "algorithm.advantage": ExtensionPoint(
-        ("rewards",),
-        _built_in(
-            "rewards.advantage",
-            "grpo dr_grpo rloo reinforce_plus_plus reinforce_plus_plus_baseline gae",
-        ),
+    "algorithm.loss": _point(
+        "logprobs old_logprobs batch section",
+        ppo="policy.policy_loss:ppo",
+        gspo="policy.policy_loss:gspo",
+        cispo="policy.policy_loss:cispo",
     ),
-    "algorithm.loss": ExtensionPoint(
-        ("logprobs", "old_logprobs", "batch", "section"),
-        _built_in("policy.policy_loss", "ppo gspo cispo"),
+    "speculation.selector": _point(
+        "",
+        cost_model="speculation.cost_model:CostModelSelector",
+        beg_mab="speculation.beg_mab:BegMabSelector",
+        fixed="speculation.selector:FixedSelector",
     ),
-    "speculation.selector": ExtensionPoint(
-        (),
-        {
-            "cost_model": "tlt_megatron.speculation.cost_model:CostModelSelector",
-            "beg_mab": "tlt_megatron.speculation.beg_mab:BegMabSelector",
-            "fixed": "tlt_megatron.speculation.selector:FixedSelector",
-        },
+    "logging.trackers": _point(
+        "run_dir project config resume_step",
+        tensorboard="runtime.trackers:TensorBoard",
+        wandb="runtime.trackers:Wandb",
     ),
-    "logging.trackers": ExtensionPoint(
-        ("run_dir", "project", "config", "resume_step"),
-        {
-            "tensorboard": "tlt_megatron.runtime.trackers:TensorBoard",
-            "wandb": "tlt_megatron.runtime.trackers:Wandb",
-        },
-    ),
-    "rollout.engine": ExtensionPoint(
-        ("config", "device", "run_dir", "world"),
-        {
-            "embedded": "tlt_megatron.trainer.build_embedded:build_embedded_engine",
-            "sglang": "tlt_megatron.trainer.build_sglang:build_sglang_engine",
-        },
+    "rollout.engine": _point(
+        "config device run_dir world",
+        embedded="trainer.build_embedded:build_embedded_engine",
+        sglang="trainer.build_sglang:build_sglang_engine",
     ),
 }
 
@@ -107,11 +102,8 @@ def load_extension(key: str, spec: str) -> Callable[..., Any]:
     point = REGISTRY[key]
     place, _, name = point.built_in.get(spec, spec).rpartition(":")
     try:
-        module = (
-            _import_file(Path(place).resolve())
-            if _is_file(place)
-            else importlib.import_module(place)
-        )
+        is_file, path = _is_file(place), Path(place)
+        module = _import_file(path.resolve()) if is_file else importlib.import_module(place)
     except Exception as error:
         raise ValueError(f"{key}={spec!r}: {place} fails to load: {error!r}") from error
     function = getattr(module, name, None)
