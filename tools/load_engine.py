@@ -73,7 +73,7 @@ class LoadedPolicy:
 
     def prompts(self, path: str | Path, limit: int = 0) -> tuple[Prompt, ...]:
         """Return the first `limit` prompts of a file; 0 returns all."""
-        return load_prompts(str(path), self.tokenizer, self._data).prompts(limit)
+        return load_prompts(str(path), self.tokenizer, self._data).rows[: limit or None]
 
     def params(self, max_new_tokens: int, *, seed: int = 0, **settings: Any) -> SamplingParams:
         """Return sampling settings with the policy's stop tokens."""

@@ -87,9 +87,7 @@ class Engine:
         self._engine = EmbeddedEngine(
             config,
             RolloutSection(
-                dtype=dtype,
-                max_batch_size=max_batch_size,
-                max_new_tokens=self.max_tokens // 2,
+                dtype=dtype, max_batch_size=max_batch_size, max_new_tokens=self.max_tokens // 2
             ),
             place,
             max_prompt_tokens=self.max_tokens - self.max_tokens // 2,

@@ -6,13 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from tlt_megatron.config.extensions import check_extension
-from tlt_megatron.config.ranges import (
-    NonNegative,
-    Positive,
-    PositiveInt,
-    Section,
-    one_of,
-)
+from tlt_megatron.config.ranges import NonNegative, Positive, PositiveInt, Section, one_of
 from tlt_megatron.config.strategy import SpeculationStrategy
 
 

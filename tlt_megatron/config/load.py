@@ -60,9 +60,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Loader.add_implicit_resolver(
-    _INT,
-    re.compile(r"^[-+]?(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)$"),
-    list("-+0123456789"),
+    _INT, re.compile(r"^[-+]?(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)$"), list("-+0123456789")
 )
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(

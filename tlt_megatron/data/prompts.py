@@ -13,7 +13,7 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tlt_megatron.config.schema import DataSection
@@ -36,14 +36,8 @@ class PromptSet:
     rows: tuple[Prompt, ...]
     fingerprint: str  # of ids, tokens and ground truths
 
-    def __len__(self) -> int:
-        return len(self.rows)
 
-    def prompts(self, limit: int = 0) -> tuple[Prompt, ...]:
-        """Return the first `limit` prompts for an evaluation; 0 returns all."""
-        return self.rows[:limit] if limit else self.rows
-
-
+@dataclass
 class PromptSampler:
     """Draws prompts without end. An epoch is a permutation that depends on (seed, epoch) alone.
 
@@ -51,18 +45,18 @@ class PromptSampler:
     `draw_index`.
     """
 
-    def __init__(self, prompt_set: PromptSet, *, shuffle: bool, seed: int) -> None:
-        self._prompt_set = prompt_set
-        self._shuffle = shuffle
-        self._seed = seed
-        self._draw_index = 0
-        self._epoch = -1
-        self._order: list[int] = []
+    prompt_set: PromptSet
+    shuffle: bool
+    seed: int
+    _draw_index: int = field(default=0, init=False)
+    # the newest order that was computed, and its epoch
+    _order: list[int] = field(default_factory=list, init=False)
+    _epoch: int = field(default=-1, init=False)
 
     @property
     def epoch(self) -> int:
         """Return the epoch of the next draw, from 0."""
-        return self._draw_index // len(self._prompt_set)
+        return self._draw_index // len(self.prompt_set.rows)
 
     def next_batch(self, num_prompts: int) -> list[Prompt]:
         """Draw the next `num_prompts` prompts. `draw_index` grows by one per draw."""
@@ -75,21 +69,21 @@ class PromptSampler:
         """Return the position of the next draw, as values that JSON can hold."""
         return {
             "draw_index": self._draw_index,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-            "path": self._prompt_set.path,
-            "fingerprint": self._prompt_set.fingerprint,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "path": self.prompt_set.path,
+            "fingerprint": self.prompt_set.fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
         """Continue from `state`. ValueError if it belongs to another data set, seed or order."""
-        if state["fingerprint"] != self._prompt_set.fingerprint:
+        if state["fingerprint"] != self.prompt_set.fingerprint:
             raise ValueError(
                 f"the state belongs to the data set {state['path']} (fingerprint {state['fingerprint']}), "
-                f"this run has {self._prompt_set.path} (fingerprint {self._prompt_set.fingerprint}): "
+                f"this run has {self.prompt_set.path} (fingerprint {self.prompt_set.fingerprint}): "
                 "rows, tokenizer and data.max_prompt_tokens must be the same"
             )
-        for name, value in (("shuffle", self._shuffle), ("seed", self._seed)):
+        for name, value in (("shuffle", self.shuffle), ("seed", self.seed)):
             if state[name] != value:
                 raise ValueError(
                     f"data.{name}={value}: the state was written with data.{name}={state[name]}"
@@ -98,18 +92,16 @@ class PromptSampler:
 
     def prompt_at(self, draw_index: int) -> Prompt:
         """Return the prompt of any draw, from 0."""
-        epoch, cursor = divmod(draw_index, len(self._prompt_set))
+        epoch, cursor = divmod(draw_index, len(self.prompt_set.rows))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._permutation(epoch)
-        return dataclasses.replace(
-            self._prompt_set.rows[self._order[cursor]], draw_index=draw_index
-        )
+        return dataclasses.replace(self.prompt_set.rows[self._order[cursor]], draw_index=draw_index)
 
     def _permutation(self, epoch: int) -> list[int]:
-        order = list(range(len(self._prompt_set)))
-        if self._shuffle:
+        order = list(range(len(self.prompt_set.rows)))
+        if self.shuffle:
             # Python keeps `random()` the same for a seed in every version, but not `shuffle()`
-            generator = random.Random(f"{self._seed}/{epoch}")
+            generator = random.Random(f"{self.seed}/{epoch}")
             keys = [generator.random() for _ in order]
             order.sort(key=keys.__getitem__)
         return order
@@ -196,7 +188,7 @@ def load_held_out(
     found: dict[str, tuple[Prompt, ...]] = {}
     num_prompts = 0
     for name, path in section.eval_files.items():
-        prompts = load_prompts(path, tokenizer, section, world).prompts(limit)
+        prompts = load_prompts(path, tokenizer, section, world).rows[: limit or None]
         found[name] = tuple(
             dataclasses.replace(prompt, draw_index=num_prompts + index)
             for index, prompt in enumerate(prompts)

@@ -171,19 +171,18 @@ class Progress:
 
     def _render(self) -> RenderableType:
         """Return the live display. It is called again at every refresh, so its clocks advance."""
-        status = self._status
-        done, total = self._done, self.num_steps
-        count = f"{self._unit} {done}/{total}"
-        parts = self._facts() or [f"no {self._unit} has ended yet"]
-        if status.num_done < status.num_responses:
-            parts.append(self._responses_text())
-        if not self.num_steps:
-            done, total, count, parts = (
-                status.num_done,
-                status.num_responses,
-                self._responses_text(),
-                [],
+        status, parts = self._status, []
+        if self.num_steps:
+            done, total, count = (
+                self._done,
+                self.num_steps,
+                f"{self._unit} {self._done}/{self.num_steps}",
             )
+            parts = self._facts() or [f"no {self._unit} has ended yet"]
+            if status.num_done < status.num_responses:
+                parts.append(self._responses_text())
+        else:
+            done, total, count = status.num_done, status.num_responses, self._responses_text()
         head = Table.grid(padding=(0, 2), expand=False)
         head.add_row(
             Text(count, style="bold"),

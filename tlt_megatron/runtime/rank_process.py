@@ -28,10 +28,7 @@ class RankProcess:
     def own(rank: int) -> RankProcess:
         """Return the calling process."""
         return RankProcess(
-            rank=rank,
-            host=socket.gethostname(),
-            machine=machine_id(),
-            pid=os.getpid(),
+            rank=rank, host=socket.gethostname(), machine=machine_id(), pid=os.getpid()
         )
 
     def __str__(self) -> str:

@@ -76,14 +76,7 @@ class Trackers:
 class TensorBoard:
     """Writes <run_dir>/tensorboard. Steps that a resumed run does again are hidden."""
 
-    def __init__(
-        self,
-        *,
-        run_dir: Path,
-        project: str,  # noqa: ARG002
-        config: Settings,  # noqa: ARG002
-        resume_step: int | None,
-    ) -> None:
+    def __init__(self, *, run_dir: Path, resume_step: int | None, **_: object) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(run_dir / "tensorboard", purge_step=resume_step or 0)

@@ -131,10 +131,8 @@ def build_run(site: Site) -> Run:
     )
     carried = load_carried(folder, sampler.prompt_at) if folder else ()
     run = Run(
+        config=config,
         trainer=trainer,
-        num_steps=config.run.num_steps,
-        eval_interval=config.eval.interval,
-        checkpoint_interval=config.checkpoint.interval,
         evaluator=Evaluator(
             worker=worker,
             data_sets=held_out,
@@ -207,11 +205,7 @@ def _build_worker(
 
 
 def _open_report(
-    site: Site,
-    phases: Phases,
-    tokenizer: Tokenizer,
-    groups: ProcessGroups,
-    saved: SavedRun | None,
+    site: Site, phases: Phases, tokenizer: Tokenizer, groups: ProcessGroups, saved: SavedRun | None
 ) -> RunReport:
     """Open the files of this rank. Rank 0 cuts rows and files of steps that a resumed run does
     again.
@@ -322,12 +316,9 @@ def _build_policy_trainer(
     critic: McoreCriticModel | None,
     groups: ProcessGroups,
 ) -> PolicyTrainer:
-    trainer = None
-    if critic is not None:
-        trainer = CriticTrainer(critic, config.critic, groups)
     return PolicyTrainer(
-        model,
-        config.algorithm,
+        model=model,
+        section=config.algorithm,
         groups=groups,
         micro_batch_tokens=config.mcore.micro_batch_tokens,
         temperature=config.rollout.temperature,
@@ -336,5 +327,5 @@ def _build_policy_trainer(
             max_diff=config.algorithm.max_logprob_diff,
             dtypes=(config.model.dtype, config.rollout.dtype),
         ),
-        critic=trainer,
+        critic=CriticTrainer(critic, config.critic, groups) if critic else None,
     )

@@ -43,9 +43,8 @@ class _Conversation:
     prompt: Prompt
     messages: list[Message]
     turns: list[Rollout] = field(default_factory=list)
-    observations: list[tuple[int, ...]] = field(
-        default_factory=list
-    )  # after each turn but the last
+    # after each turn but the last
+    observations: list[tuple[int, ...]] = field(default_factory=list)
     features: Tensor | None = None  # of all tokens so far
     answer: Future[Outcome] | None = None  # to the last turn
     has_failed: bool = False
@@ -72,9 +71,7 @@ class _Conversation:
             prompt_ids=self.prompt.token_ids,
             loss_mask=torch.cat(mask) if self.num_observed else None,
             transcript=Transcript(
-                messages=tuple(self.messages),
-                num_turns=len(self.turns),
-                has_failed=self.has_failed,
+                messages=tuple(self.messages), num_turns=len(self.turns), has_failed=self.has_failed
             ),
             finish_reason=FinishReason.LENGTH if self.is_cut else last.finish_reason,
         )
@@ -96,18 +93,15 @@ def _observed(token_ids: tuple[int, ...], turn: Rollout) -> Rollout:
     )
 
 
+@dataclass
 class Conversations:
     """Runs the conversations of one rank. Use `generate` in place of the engine's."""
 
-    def __init__(
-        self, engine: RolloutEngine, pool: RewardPool, tokenizer: Tokenizer, section: RolloutSection
-    ) -> None:
-        """`pool` has the environment."""
-        self._engine = engine
-        self._pool = pool
-        self._tokenizer = tokenizer
-        self._section = section
-        self._answered: list[Outcome] = []
+    engine: RolloutEngine
+    pool: RewardPool  # has the environment
+    tokenizer: Tokenizer
+    section: RolloutSection
+    _answered: list[Outcome] = field(default_factory=list, init=False)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the answers since the last call, and reset them."""
@@ -174,7 +168,7 @@ class Conversations:
             unreported.clear()
             return later if open_ else None
 
-        self._engine.generate(
+        self.engine.generate(
             prompts,
             params,
             policy_version=policy_version,
@@ -190,20 +184,20 @@ class Conversations:
         """Return the prompt as messages."""
         if prompt.messages:
             return list(prompt.messages)
-        return [{"role": "user", "content": self._tokenizer.decode(prompt.token_ids)}]
+        return [{"role": "user", "content": self.tokenizer.decode(prompt.token_ids)}]
 
     def _ask(self, conversation: _Conversation, turn: Rollout) -> bool:
         """Add a turn of the policy and ask the environment. Return False if it was the last
         turn.
         """
-        text = self._tokenizer.decode_turn(turn.token_ids.tolist())
+        text = self.tokenizer.decode_turn(turn.token_ids.tolist())
         conversation.turns.append(turn)
         conversation.messages.append({"role": "assistant", "content": text})
         if turn.finish_reason is FinishReason.LENGTH:
             return False
-        if len(conversation.turns) == self._section.max_turns:
+        if len(conversation.turns) == self.section.max_turns:
             return False
-        conversation.answer = self._pool.answer(
+        conversation.answer = self.pool.answer(
             conversation.prompt, turn.sample_index, len(conversation.turns), conversation.messages
         )
         return True
@@ -222,17 +216,17 @@ class Conversations:
         if answer.is_done:
             return None
         try:
-            observation = self._tokenizer.encode_observation(
+            observation = self.tokenizer.encode_observation(
                 answer.observation, int(last.token_ids[-1]), is_chat=bool(prompt.messages)
             )
         except ValueError as error:
             raise ValueError(
-                f"rollout.environment={self._section.environment!r}: its observation after turn {len(conversation.turns)} of"
+                f"rollout.environment={self.section.environment!r}: its observation after turn {len(conversation.turns)} of"
                 f" prompt_id={prompt.prompt_id!r} cannot be encoded: {error}"
             ) from error
         room = prompt.limit(params) - conversation.num_generated
         num_observed = conversation.num_observed + len(observation)
-        if room == 0 or num_observed > self._section.max_observation_tokens:
+        if room == 0 or num_observed > self.section.max_observation_tokens:
             conversation.is_cut = True
             return None
         conversation.messages += answer.observation

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,15 +22,15 @@ if TYPE_CHECKING:
 _NUM_SAMPLES = 16  # responses of a step that trackers get
 
 
+@dataclass
 class RolloutLog:
     """Writes <run.dir>/rollouts/step_0000001.rank_00000.jsonl, one line per response, in the order
     of the draws.
     """
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, *, rank: int) -> None:
-        self.folder = folder
-        self.tokenizer = tokenizer
-        self.rank = rank
+    folder: Path
+    tokenizer: Tokenizer
+    rank: int
 
     def begin(self, resume_step: int | None) -> None:
         """Delete the files of all ranks from `resume_step` on. None is for a fresh run, which

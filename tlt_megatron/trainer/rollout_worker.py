@@ -35,12 +35,7 @@ from tlt_megatron.trainer.rollout_metrics import (
 )
 from tlt_megatron.trainer.slow_rank import pass_costs, slowest_rank
 from tlt_megatron.trainer.speculation_log import PassTotals, add_pass_spans, sum_passes
-from tlt_megatron.types import (
-    Prompt,
-    Rollout,
-    SamplingParams,
-    ScoredGroup,
-)
+from tlt_megatron.types import Prompt, Rollout, SamplingParams, ScoredGroup
 
 log = logging.getLogger(__name__)
 

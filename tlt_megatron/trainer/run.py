@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.rewards.open_responses import save_carried
 from tlt_megatron.runtime.collectives import agree_any
@@ -25,13 +26,11 @@ _GAIN_STEPS = 4  # batches that measure the speedup of speculation
 class Run:
     """Trains, evaluates, saves, stops and resumes. Every method is a collective of all ranks."""
 
+    config: RunConfig
     trainer: RLTrainer
     evaluator: Evaluator
     checkpoints: CheckpointManager
     report: RunReport
-    num_steps: int
-    eval_interval: int  # RL steps; the run also evaluates before the first step and after the last
-    checkpoint_interval: int  # RL steps; the run also saves after the last step
     num_new_steps: int = field(default=0, init=False)  # since the start or the resume
     # stopped on request; a resumed run does the rest
     is_stopped: bool = field(default=False, init=False)
@@ -45,7 +44,7 @@ class Run:
         is the state at its beginning. A running update is finished first.
         """
         self.is_stopped = not self._run_steps()
-        if self.is_stopped or self.num_steps:  # not after an evaluation alone
+        if self.is_stopped or self.config.run.num_steps:  # not after an evaluation alone
             self.save_checkpoint()
 
     def _run_steps(self) -> bool:
@@ -53,7 +52,7 @@ class Run:
         trainer = self.trainer
         try:
             self._evaluate_if_due()
-            while trainer.step < self.num_steps:
+            while trainer.step < self.config.run.num_steps:
                 self.report.begin_step(trainer.step + 1)
                 trained = trainer.train_step()
                 self.num_new_steps += 1
@@ -64,7 +63,7 @@ class Run:
                 self._evaluate_if_due()
                 # checkpoints of steps without an update would replace the last good one
                 is_good = trainer.policy_trainer.is_last_update_good
-                if is_good and self._is_due(self.checkpoint_interval):
+                if is_good and self._is_due(self.config.checkpoint.interval):
                     self.save_checkpoint()
         except GenerationStopped:  # on all ranks
             return False
@@ -72,14 +71,14 @@ class Run:
 
     def _is_due(self, interval: int) -> bool:
         step = self.trainer.step
-        return interval > 0 and step % interval == 0 and step < self.num_steps
+        return interval > 0 and step % interval == 0 and step < self.config.run.num_steps
 
     def _evaluate_if_due(self) -> None:
         """Evaluate at the first step, the last and the interval, unless done before a resume."""
         step = self.trainer.step
-        is_end = step in (0, self.num_steps)
+        is_end = step in (0, self.config.run.num_steps)
         is_done = self.report.last_eval_step == step
-        if is_done or not (is_end or self._is_due(self.eval_interval)):
+        if is_done or not (is_end or self._is_due(self.config.eval.interval)):
             return
         with self.trainer.phases("EVAL", "testing"):
             result = self.evaluator.evaluate(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,22 +17,22 @@ from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
 
 
+@dataclass
 class ChecksummedTensors:
     """Iterates over named tensors for an engine, casts them to its dtype, and updates a checksum.
 
     `checksum` covers the tensors so far, so it is complete after the iteration.
     """
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-        self._tensors = tensors
-        self._dtype = dtype
-        self._checksum = Checksum()
-        self._are_finite: list[tuple[str, Tensor]] = []
-        self.num_bytes = 0  # as the trainer holds them
-        self.gather_s = 0.0  # in which the consumer waited for the next tensor
+    tensors: Iterable[tuple[str, Tensor]]
+    dtype: torch.dtype
+    num_bytes: int = 0  # as the trainer holds them
+    gather_s: float = 0.0  # in which the consumer waited for the next tensor
+    _checksum: Checksum = field(default_factory=Checksum)
+    _are_finite: list[tuple[str, Tensor]] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        tensors = iter(self._tensors)
+        tensors = iter(self.tensors)
         while True:
             started = time.perf_counter()
             name, tensor = next(tensors, ("", None))
@@ -39,7 +40,7 @@ class ChecksummedTensors:
             if tensor is None:
                 return
             self.num_bytes += tensor.nbytes
-            tensor = tensor.detach().to(dtype_of(name, self._dtype))
+            tensor = tensor.detach().to(dtype_of(name, self.dtype))
             self._checksum.add(name, tensor)
             self._are_finite.append((name, torch.isfinite(tensor).all()))
             yield name, tensor
