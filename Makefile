@@ -73,7 +73,8 @@ planner: quickstart-policy  ## five quickstarts, 12 minutes, and the seconds tha
 	run first; run second run.seed=1; run plain speculation.enabled=false spot.enabled=false; \
 	run batch run.seed=2 rollout.num_prompts=16; run short run.seed=3 rollout.max_new_tokens=200
 	@$(VENV)/bin/tlt plan examples/quickstart.yaml --ranks 2 run.device=cpu \
-	  $(addprefix --simulate $(PLANNER_RUNS)/,first second) $(addprefix --against $(PLANNER_RUNS)/,plain batch short)
+	  $(addprefix --simulate $(PLANNER_RUNS)/,first second) $(addprefix --against $(PLANNER_RUNS)/,plain batch short) \
+	  --figure docs/figures/planner.svg
 
 quickstart-sglang: quickstart-policy setup-sglang  ## the same run with the real SGLang engine, on a CPU with stand-ins
 	@echo "quickstart 2/2: GRPO on 2 ranks, SGLang -> $(RUN_DIR)"

@@ -14,6 +14,7 @@ without speculation, with a frozen drafter and with TLT: see docs/planner.md.
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from tlt_megatron.config.hub import CONFIG, load_fetched_config
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.memory_ledger import describe_checkpoint, make_ledger
+from tools.planner.candidates import Candidate
 from tools.planner.plan import print_plan
 
 
@@ -33,6 +35,15 @@ def main(arguments: list[str] | None = None) -> None:
     add("--simulate", action="append", default=[], metavar="RUN", help="folder; may be repeated")
     add("--lengths", default="", metavar="MEDIAN,P99", help="assumed, in tokens")
     add("--against", action="append", default=[], metavar="RUN", help="finished; may be repeated")
+    add(
+        "--compare",
+        action="append",
+        default=[],
+        metavar='"KEY=VALUE ..."',
+        help="with these settings too, of which ranks=N is one; may be repeated",
+    )
+    add("--memory", type=float, default=0.0, metavar="GIB", help="that a rank has")
+    add("--figure", default="", metavar="FILE.svg", help="timeline of a step, seconds by phase")
     add(
         "words",
         nargs="+",
@@ -46,22 +57,49 @@ def main(arguments: list[str] | None = None) -> None:
     if not files:
         parser.error("CONFIG.yaml is missing")
     overrides = [word for word in given.words if "=" in word]
+    candidates = [
+        _candidate(files, [*overrides, *shlex.split(text)], given.ranks, text or "as given")
+        for text in ("", *given.compare)
+    ]
+    config = candidates[0].config
+    print("\n".join(candidates[0].ledger.lines()))
+    print(describe_checkpoint(config, given.ranks))
+    if given.simulate:
+        print_plan(
+            candidates,
+            given.simulate,
+            lengths=given.lengths,
+            against=given.against,
+            memory_bytes=given.memory * 2**30,
+            figure=given.figure,
+        )
+    elif given.lengths or given.against or given.compare or given.figure:
+        parser.error("--lengths, --against, --compare and --figure need --simulate RUN")
+
+
+def _candidate(files: list[str], words: list[str], ranks: int, name: str) -> Candidate:
+    """Return a checked configuration with its ledger. `ranks=N` among the words replaces
+    `ranks`.
+    """
+    overrides = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key != "ranks":
+            overrides.append(word)
+        elif value.isdecimal() and int(value):
+            ranks = int(value)
+        else:
+            raise ValueError(f"--compare {word}: must be >= 1")
     config, _ = load_fetched_config(files, overrides, patterns=CONFIG)
     if not (Path(config.model.path) / "config.json").is_file():
         raise ValueError(
             f"model.path={config.model.path!r}: must be a folder with config.json, which is enough for a plan"
         )
-    check_layout(config, given.ranks)
+    check_layout(config, ranks)
     kind = "cpu" if config.run.device == "cpu" else "cuda"
     device = Device(torch_device=torch.device(kind, 0), backend="gloo")  # nothing communicates
-    print("\n".join(make_ledger(config, given.ranks, device).lines()))
-    print(describe_checkpoint(config, given.ranks))
-    if given.simulate:
-        print_plan(
-            config, given.ranks, given.simulate, lengths=given.lengths, against=given.against
-        )
-    elif given.lengths or given.against:
-        parser.error("--lengths and --against need --simulate RUN")
+    ledger = make_ledger(config, ranks, device)
+    return Candidate(name=name, config=config, ranks=ranks, ledger=ledger)
 
 
 if __name__ == "__main__":

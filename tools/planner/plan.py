@@ -1,5 +1,5 @@
-"""Prints what a configuration would take per step without speculation, with a frozen drafter, and
-with TLT.
+"""Prints what configurations would take per step without speculation, with a frozen drafter and
+with TLT, and which of them to take.
 """
 
 from __future__ import annotations
@@ -10,76 +10,74 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tlt_megatron.config.load import load_config
-from tlt_megatron.config.schema import RunConfig
 from tools.bench.measure import print_table
-from tools.planner.lengths import lognormal, resampled, steps_of
+from tools.planner.candidates import PLAIN, Candidate, Plan, predict, variants
+from tools.planner.lengths import lognormal, resampled
 from tools.planner.machine_model import PHASES, Machine
+from tools.planner.plan_figure import draw
 from tools.planner.recorded_machine import RecordedMachine
 from tools.planner.recording import Recording, read_recording
-from tools.planner.simulation import Prediction, Variant, simulate
+from tools.planner.simulation import Prediction, simulate
 from tools.planner.steps import whole
 
-_PLAIN = Variant(name="plain")
+_OFTEN = 0.05  # of the passes that bring a strategy into the advice
+_ERROR = 0.1  # of a prediction; see docs/planner.md
+Bars = dict[str, dict[str, float]]  # seconds of a step by phase, by the name of a bar
 
 
 def print_plan(
-    config: RunConfig,
-    ranks: int,
+    candidates: Sequence[Candidate],
     runs: Sequence[str],
     *,
     lengths: str = "",
     against: Sequence[str] = (),
+    memory_bytes: float = 0.0,
+    figure: str = "",
 ) -> None:
     """Print the predictions from recorded `runs`. ValueError names what a run or an option lacks.
 
-    `lengths`, "median,p99", assumes a lognormal distribution; the default is that of the recorded
-    runs. Of each finished run of `against`, its own configuration is predicted for its own lengths,
-    and its seconds are printed beside the predicted ones.
+    The first candidate is shown by phase. `lengths`, "median,p99", assumes a lognormal
+    distribution; the default is that of the recorded runs. Of each finished run of `against`, its
+    own configuration is predicted for its own lengths, and its seconds are printed beside the
+    predicted ones. A candidate fits if a rank has `memory_bytes`; 0.0: not known. `figure` is the
+    SVG to write.
     """
     recordings = [read_recording(Path(run)) for run in runs]
     finished = {run: read_recording(Path(run)) for run in against}
     machine = RecordedMachine(recordings)
-    if lengths:
-        batches = lognormal(config.rollout, lengths)
-    else:
-        batches = resampled(config.rollout, [b for each in recordings for b in each.batches])
-    replicas = ranks // config.ranks_per_engine
-    found = {
-        variant.name: simulate(
-            machine,
-            variant,
-            steps_of(config, batches),
-            num_replicas=replicas,
-            max_batch=config.rollout.max_batch_size,
-        )
-        for variant in _variants(config, machine)
-    }
-    fixed = sorted((n for n in found if n.startswith("always")), key=lambda n: found[n].step_s)
-    found = {name: each for name, each in found.items() if name not in fixed[1:]}
-    _print_variants(found, f"seconds of a step, mean of {len(batches)}, {replicas} replicas")
-    _print_strategies(found["TLT"])
+    for run in runs:
+        layout = load_config(Path(run) / "config.yaml").parallel
+        for each in candidates:
+            if each.config.parallel != layout:
+                raise ValueError(
+                    f"--simulate {run}: has {layout}, unlike {each.name}; record a run of each layout"
+                )
+    plans = []
+    for each in candidates:
+        rollout = each.config.rollout
+        recorded = [batch for recording in recordings for batch in recording.batches]
+        batches = lognormal(rollout, lengths) if lengths else resampled(rollout, recorded)
+        plans.append(predict(each, machine, batches))
+    _print_phases(plans[0])
+    _print_strategies(plans[0].found["TLT"])
+    _print_choice(plans, memory_bytes)
+    bars: Bars = {name: _by_phase(each) for name, each in plans[0].found.items()}
     for run, recording in finished.items():
-        _print_errors(run, recording, machine)
+        bars |= _print_errors(run, recording, machine)
+    if figure:
+        found = plans[0].found
+        shown = {name: found[name] for name in ("plain", plans[0].best, "TLT")}
+        title = f"The last of {found['plain'].num_steps} predicted steps, {plans[0].candidate.replicas} replicas"
+        Path(figure).write_text(draw(title, shown, bars), encoding="utf-8")
 
 
-def _variants(config: RunConfig, machine: Machine) -> list[Variant]:
-    """Return the ways that are compared. "TLT" begins without a drafter if none is configured."""
-    section, end = config.speculation, machine.max_updates
-    strategies = section.parsed_strategies
-    machine.check(strategies)
-    adaptive = {"strategies": strategies, "selector": section.selector}
-    return [
-        _PLAIN,
-        *(Variant(name=f"always {s}", strategies=[s], updates=end) for s in strategies),
-        Variant(name="frozen", **adaptive, updates=end),
-        Variant(
-            name="TLT", **adaptive, trains_drafter=True, updates=end if section.drafter else 0.0
-        ),
-    ]
+def _by_phase(found: Prediction) -> dict[str, float]:
+    return {phase: seconds / found.num_steps for phase, seconds in found.phases.items()}
 
 
-def _print_variants(found: dict[str, Prediction], title: str) -> None:
-    plain_s = found["plain"].step_s
+def _print_phases(plan: Plan) -> None:
+    found = plan.found
+    plain_s, steps = found["plain"].step_s, found["plain"].num_steps
     shown = [phase for phase in PHASES if any(each.phases[phase] for each in found.values())]
     rows = [
         [phase, *(each.phases[phase] / each.num_steps for each in found.values())]
@@ -88,6 +86,7 @@ def _print_variants(found: dict[str, Prediction], title: str) -> None:
     rows.append(["step", *(each.step_s for each in found.values())])
     rows.append(["times as fast as plain", *(plain_s / each.step_s for each in found.values())])
     rows.append(["idle rank-seconds", *(each.idle_s / each.num_steps for each in found.values())])
+    title = f"seconds of a step, mean of {steps}, {plan.candidate.replicas} replicas"
     print_table(title, ["", *found], rows)
 
 
@@ -102,12 +101,55 @@ def _print_strategies(found: Prediction) -> None:
     print_table("strategies of TLT by running requests", ["requests", "passes"], rows, num_names=2)
 
 
-def _print_errors(run: str, finished: Recording, machine: Machine) -> None:
+def _print_choice(plans: Sequence[Plan], memory_bytes: float) -> None:
+    """Print all candidates and which of them to take: of those that fit, the one with most
+    responses per rank and second.
+    """
+    problems = [_problem(plan.candidate, memory_bytes) for plan in plans]
+    rows = []
+    for plan, problem in zip(plans, problems, strict=True):
+        steps = [plan.found[name].step_s for name in ("plain", "frozen", "TLT")]
+        gib = plan.candidate.ledger.peak_bytes / 2**30
+        fits = ("no" if problem else "yes") if memory_bytes else "-"
+        rows.append([plan.candidate.name, *steps, plan.best, plan.responses_per_rank_s, gib, fits])
+    names = ("configuration", "plain s", "frozen s", "TLT s", "fastest")
+    columns = (*names, "responses per rank and s", "GiB of a rank", "fits")
+    print_table("what to take", columns, rows)
+    fitting = [plan for plan, problem in zip(plans, problems, strict=True) if not problem]
+    if not fitting:
+        print(f"None fits. {plans[0].candidate.name}: {problems[0]}")
+        return
+    plan = max(fitting, key=lambda each: each.responses_per_rank_s)
+    found, gain = plan.found[plan.best], plan.found["plain"].step_s / plan.found[plan.best].step_s
+    counts = Counter[str]()
+    for (strategy, _), count in found.passes.items():
+        counts[strategy] += count
+    often = ", ".join(name for name, n in counts.most_common() if n >= _OFTEN * counts.total())
+    print(
+        f"Take {plan.candidate.name}: {plan.best}, {gain:.2f} times as fast as plain, strategies {often}."
+    )
+    if 1.0 < gain < 1.0 + _ERROR:
+        print("That gain is less than the error of a prediction (10 %).")
+    if plan.candidate.config.rollout.partial_rollout_tokens:
+        print("Partial rollouts are not lossless: they train on tokens of older policies.")
+
+
+def _problem(candidate: Candidate, memory_bytes: float) -> str:
+    """Return why a candidate does not fit; empty if it does, or if the memory is not known."""
+    try:
+        candidate.ledger.check(int(memory_bytes or 2 * candidate.ledger.peak_bytes))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _print_errors(run: str, finished: Recording, machine: Machine) -> Bars:
+    """Print a prediction beside its measured seconds, and return the bars of both."""
     config = load_config(Path(run) / "config.yaml")
     name = "TLT" if config.spot.enabled else "frozen"
-    variant = _PLAIN
+    variant = PLAIN
     if config.speculation.enabled:
-        (variant,) = (each for each in _variants(config, machine) if each.name == name)
+        (variant,) = (each for each in variants(config, machine) if each.name == name)
     found = simulate(
         machine,
         variant,
@@ -122,3 +164,8 @@ def _print_errors(run: str, finished: Recording, machine: Machine) -> None:
         ratio = predicted / measured if measured else None
         rows.append([phase, f"{predicted:.3f}", f"{measured:.3f}", ratio])
     print_table(f"{run}: {variant.name}", ["", "predicted", "measured", "ratio"], rows)
+    measured = {phase: finished.seconds(phase) for phase in ("gen", *PHASES)}
+    return {
+        f"{Path(run).name}, predicted": _by_phase(found),
+        f"{Path(run).name}, measured": measured,
+    }

@@ -48,7 +48,8 @@ Lane = list[Passes]  # of a replica in a generation round
 class Prediction:
     """Sums over the steps, and the last step in detail."""
 
-    num_steps: int = 0
+    num_steps: int
+    trains_drafter: bool
     # seconds; "gen" is the slowest replica's rollout
     phases: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     idle_s: float = 0.0  # rank-seconds
@@ -67,7 +68,9 @@ def simulate(
     machine: Machine, variant: Variant, steps: Sequence[Step], *, num_replicas: int, max_batch: int
 ) -> Prediction:
     """Predict these steps, whose responses have known lengths."""
-    found = Prediction(num_steps=len(steps), updates=variant.updates)
+    found = Prediction(
+        num_steps=len(steps), trains_drafter=variant.trains_drafter, updates=variant.updates
+    )
     selectors = [
         make_selector(variant.selector, variant.strategies, max_batch_size=max_batch)
         for _ in range(min(num_replicas, _NUM_CHOOSING))

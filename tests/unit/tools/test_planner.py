@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -135,6 +136,27 @@ def test_a_pass_over_longer_contexts_takes_longer(plan, tmp_path: Path) -> None:
     assert table["gen"][0] - without["gen"][0] == pytest.approx(cached * CACHED_S, abs=0.02)
 
 
+def test_compared_settings_have_a_row_and_the_best_that_fits_is_taken(plan, tmp_path: Path) -> None:
+    run = str(_record(tmp_path / "run"))
+    words = ("--simulate", run, "--compare", "rollout.num_samples=3", "--compare", "ranks=1")
+    code, text, _ = plan(*words)
+    assert code == 0, text
+    # One rank has all the work, and a second request in a pass costs little.
+    assert re.search(r"│ ranks=1 .*│ +- │", text)
+    assert "Take ranks=1: " in text
+    _, text, _ = plan(*words, "--memory", "0.001")
+    assert "None fits. as given: memory: the" in text
+
+
+def test_figure_shows_both_replicas_and_the_phases(plan, tmp_path: Path) -> None:
+    run, path = str(_record(tmp_path / "run")), tmp_path / "plan.svg"
+    code, text, _ = plan("--simulate", run, "--against", run, "--figure", str(path))
+    assert code == 0, text
+    drawn = ElementTree.parse(path).getroot()
+    texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"plain", "TLT", "update_actor", "run, predicted", "run, measured"} <= set(texts)
+
+
 def test_partial_rollouts_end_a_step_with_enough_complete_groups(plan, tmp_path: Path) -> None:
     run = str(_record(tmp_path / "run"))
     words = ("rollout.partial_rollout_tokens=4", "algorithm.tis_cap=2")
@@ -168,6 +190,8 @@ def test_longer_responses_take_longer(plan, tmp_path: Path) -> None:
         (["--lengths", "9,4"], "--lengths 9,4: must be MEDIAN,P99"),
         (["--lengths", "many"], "--lengths many: must be MEDIAN,P99"),
         (["speculation.strategies=[4_1_4]"], "4_1_4 did not run in the recorded runs"),
+        (["--compare", "ranks=none"], "--compare ranks=none: must be >= 1"),
+        (["parallel.context=2"], "unlike as given; record a run of each layout"),
         (["--against", "nowhere"], "nowhere: has no metrics.jsonl"),
     ],
 )
