@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torch prints a warning; ranks do the same
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     forwarder.start()
     program = _arguments_of_program(arguments)
     if program is not None and "--dry-run" in program:
-        return _dry_run(arguments)
+        return _dry_run(arguments, forwarder.files)
     try:
         # Settings that name the folders in place of ids of the Hub, fetched for this node.
         fetched = [] if program is None else read_command(program)[1].fetched
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _dry_run(arguments: list[str]) -> int:
+def _dry_run(arguments: list[str], files: ExitStack) -> int:
     """Check all nodes in place of starting ranks: see `dry_run`."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a missing node prints C++ frames
     from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
@@ -97,7 +97,14 @@ def _dry_run(arguments: list[str]) -> int:
     num_ranks = determine_local_world_size(options.nproc_per_node)
     os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
     timeout_s = float(_parse_rendezvous_config(options.rdzv_conf).get("timeout", _NODES_COME_S))
-    return dry_run(options.training_script_args, place, num_ranks, timeout_s, sys.stdout)
+    return dry_run(
+        options.training_script_args,
+        place,
+        num_ranks=num_ranks,
+        timeout_s=timeout_s,
+        out=sys.stdout,
+        files=files,
+    )
 
 
 def _arguments_of_program(arguments: list[str]) -> list[str] | None:
@@ -116,6 +123,7 @@ class _Forwarder:
 
     def __init__(self) -> None:
         self.has_killed = False
+        self.files = ExitStack()  # of a dry run; closed when a signal ends it
         self._num_interrupts = 0
 
     def start(self) -> None:
@@ -144,6 +152,7 @@ class _Forwarder:
                 name = signal.Signals(number).name
                 print(f"torchrun.py: {name} before any rank was started", file=sys.stderr)
                 sys.stderr.flush()
+                self.files.close()
                 os._exit(128 + number)
             self._num_interrupts += number == signal.SIGINT
             if self._num_interrupts > 1:

@@ -7,6 +7,7 @@ commands.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,21 @@ def test_a_node_that_differs_is_named_with_its_row_and_the_job_is_not_requeued(
     assert re.fullmatch(last, lines[-1]), job.output
     assert not cluster.run_dir.exists()
     assert not cluster.requeued.exists()
+
+
+def test_a_dry_run_that_is_stopped_leaves_no_file(
+    tmp_path: Path, start_job: Callable[..., Job]
+) -> None:
+    """Node 0 waits for node 1, which has not started yet."""
+    cluster = Cluster(tmp_path, start_job)
+    (tmp_path / "node1.sh").write_text("exec sleep 300\n")
+    before = files(tmp_path)
+    job = cluster.start("--dry-run")
+    job.wait_until(lambda: [*tmp_path.glob(".dry-run-*")], "node 0 has made its file")
+    job.process.terminate()
+    job.end(128 + signal.SIGUSR1)
+    job.line("torchrun.py: SIGUSR1 before any rank was started")
+    assert files(tmp_path) - before == {tmp_path / "run.out"}
 
 
 def dry_run(config: Path, *launcher: object, settings: tuple[str, ...] = ()) -> tuple[int, str]:

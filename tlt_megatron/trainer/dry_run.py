@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import TextIO
 
@@ -40,17 +40,27 @@ _MAX_CLOCK_S = 2.0  # difference of wall clocks: files and status lines show the
 
 
 def dry_run(
-    arguments: list[str], place: Place, num_ranks: int, timeout_s: float, out: TextIO
+    arguments: list[str],
+    place: Place,
+    *,
+    num_ranks: int,
+    timeout_s: float,
+    out: TextIO,
+    files: ExitStack,
 ) -> int:
     """Check this node for launch/pretrain_rl.py with `arguments` on `num_ranks` ranks a node.
 
     Node 0 writes the table to `out`. Return 0 on every node if all is well, else 2. Nodes wait
-    `timeout_s` for each other to come.
+    `timeout_s` for each other to come. `files` removes what this makes, also when it is closed from
+    another thread.
     """
     settings, config = read_settings(arguments)
     size = Check(name="nodes", found=f"{place.num_nodes} x {num_ranks} ranks")
     report = Report(socket.gethostname(), [size, settings])
-    with _shared_file(config if place.node == 0 else None) as shared:
+    with files:
+        shared = ""
+        if config is not None and place.node == 0 and place.num_nodes > 1:
+            shared = _share_file(config, files)
         try:
             rendezvous = JobRendezvous(*place, "dry run", int(timeout_s))
             deadline = time.monotonic() + timeout_s
@@ -86,20 +96,15 @@ def _write(reports: dict[int, Report], out: TextIO) -> int:
     return 0 if is_well else 2
 
 
-@contextmanager
-def _shared_file(config: RunConfig | None) -> Iterator[str]:
-    """Keep a file beside the run folder, by which other nodes see that they share it. "" without a
-    config, or if it cannot be written.
+def _share_file(config: RunConfig, files: ExitStack) -> str:
+    """Make a file beside the run folder, by which other nodes see that they share it. "" if it
+    cannot be written.
     """
-    with ExitStack() as stack:
-        name = ""
-        if config is not None:
-            with suppress(OSError, ValueError):  # the check of run.dir says it
-                folder = nearest_folder(run_path(config))
-                name = stack.enter_context(
-                    tempfile.NamedTemporaryFile(dir=folder, prefix=".dry-run-")
-                ).name
-        yield name
+    with suppress(OSError, ValueError):  # the check of run.dir says it
+        folder = nearest_folder(run_path(config))
+        made = tempfile.NamedTemporaryFile(dir=folder, prefix=".dry-run-")  # noqa: SIM115  # in `files`
+        return files.enter_context(made).name
+    return ""
 
 
 def take_within(limit_s: float, checks: Iterator[Check]) -> list[Check]:
