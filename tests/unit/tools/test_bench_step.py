@@ -10,15 +10,11 @@ import pytest
 
 from tools.bench import partial
 from tools.bench.step import (
-    COLD,
-    OFF,
     idle_figures,
     num_same_steps,
     phase_seconds,
     speedups,
     timed_steps,
-    turned,
-    variant_overrides,
     with_a_tail,
 )
 from tools.compare_runs import STEP_SECONDS, Run, StepRecord
@@ -80,21 +76,6 @@ def test_every_step_of_the_ordered_prompts_holds_exactly_one_long_one() -> None:
     assert [sum(step) for step in long] == [1, 1, 1, 1]
     assert len({step.index(True) for step in long}) > 1  # not always on the same rank
     assert ordered == with_a_tail(range(40), num_prompts=4, seed=0)
-
-
-def test_every_variant_is_first_once_in_as_many_rounds() -> None:
-    names = list(variant_overrides("somewhere"))
-    orders = [turned(names, index) for index in range(len(names))]
-    assert [order[0] for order in orders] == names
-    assert all(sorted(order) == sorted(names) for order in orders)
-
-
-def test_variants_differ_in_speculation_and_spot_training_alone() -> None:
-    variants = variant_overrides("somewhere")
-    settings = {override.split("=")[0] for values in variants.values() for override in values}
-    assert settings == {"speculation.enabled", "speculation.drafter", "spot.enabled"}
-    assert "speculation.enabled=false" in variants[OFF]
-    assert "speculation.drafter=" in variants[COLD]
 
 
 def test_time_to_a_target_ends_with_the_first_evaluation_that_reaches_it() -> None:

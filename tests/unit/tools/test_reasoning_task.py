@@ -60,12 +60,6 @@ def test_derivations_and_labels_equal_the_plain_definition(problems: list[Proble
         assert num_tokens(response) <= MAX_RESPONSE_TOKENS
 
 
-def test_worked_example_by_hand() -> None:
-    problem = Problem(multiplier=3, start=6)
-    assert problem.prompt == "3n+1;6="
-    assert render(problem, derive(problem)) == "6/3*1:01/5*2:61/8/4/2/1####2"
-
-
 def test_a_slip_of_any_kind_breaks_one_step_and_is_wrong_by_the_reward(
     problems: list[Problem],
 ) -> None:
@@ -98,13 +92,6 @@ def test_lengths_have_a_long_tail_within_a_batch(seed: int) -> None:
     assert statistics.median(ratios) >= 8
 
 
-def test_sampler_leaves_out_what_is_held_out() -> None:
-    train, held_out = split_problems(seed=0)
-    assert len(set(train)) == len(train)
-    assert len(set(held_out)) == len(held_out)
-    assert not set(train) & set(held_out)  # the corpus is checked below
-
-
 def test_tokenizer_gives_back_every_text_and_one_token_per_symbol(
     tmp_path: Path, problems: list[Problem]
 ) -> None:
@@ -125,15 +112,10 @@ def test_tokenizer_gives_back_every_text_and_one_token_per_symbol(
     )
 
 
-def test_sizes_can_be_cut_by_two_tensor_and_two_pipeline_ranks() -> None:
-    assert all(size % 2 == 0 for size in SIZES.values())
-    assert SIZES["num_attention_heads"] % SIZES["num_key_value_heads"] == 0
-    assert SIZES["hidden_size"] % SIZES["num_attention_heads"] == 0
-
-
 def test_corpus_labels_cover_responses_alone_and_slip_at_the_asked_rate() -> None:
     tokenizer = make_tokenizer()
-    _, held_out = split_problems(seed=0)
+    train, held_out = split_problems(seed=0)
+    assert not set(train) & set(held_out)
     batches = make_tiny_policy.corpus_batches(
         Settings(slip_share=0.25, batch_tokens=2048), held_out, tokenizer
     )

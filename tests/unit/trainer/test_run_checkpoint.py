@@ -47,21 +47,6 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.glob("iter_*"))
 
 
-def test_a_resume_finishes_the_rename_that_a_crash_prevented(tmp_path: Path) -> None:
-    """Otherwise a second crash, while the same step is saved again, would fall back to the older
-    checkpoint.
-    """
-    manager(tmp_path).save(1, {})
-    manager(tmp_path).save(2, {}).rename(tmp_path / "iter_0000002.tmp")
-    (tmp_path / POINTER).write_text("1")
-    resumed = manager(tmp_path)
-    folder = resumed.restore(find(tmp_path))
-    assert folder == tmp_path / "iter_0000002"
-    assert names(tmp_path) == ["iter_0000001", "iter_0000002"]
-    assert read_pointer(tmp_path) == 2
-    assert resumed.save(2, {}) == folder
-
-
 def test_a_restore_from_another_runs_folder_changes_nothing_there(tmp_path: Path) -> None:
     unfinished = manager(tmp_path / "theirs").save(2, {})
     unfinished = unfinished.rename(unfinished.with_suffix(".tmp"))
@@ -164,15 +149,3 @@ def test_a_broken_folder_and_the_rest_of_a_save_of_its_step_are_both_deleted(
     checkpoints.save(2, {})
     assert names(tmp_path) == ["iter_0000002"]
     assert caplog.messages == []
-
-
-def test_the_newest_by_the_order_of_writing_are_kept_and_found(tmp_path: Path) -> None:
-    earlier = manager(tmp_path, keep=2)
-    for step in (8, 9):
-        earlier.save(step, {})
-    branch = manager(tmp_path, keep=2)  # goes on from an older checkpoint
-    branch.save(1, {})
-    assert names(tmp_path) == ["iter_0000001", "iter_0000009"]
-    assert find(tmp_path).step == read_pointer(tmp_path) == 1
-    branch.save(2, {})
-    assert names(tmp_path) == ["iter_0000001", "iter_0000002"]
