@@ -19,13 +19,14 @@ from tlt_megatron.models.attention.invariant_attention import (
     InvariantAttention,
     check_attention,
     invariant_lanes,
+    require_equal,
 )
 from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.attention.tables import TablePages, table_prefill
-from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.models.config import ExpertsConfig, ModelConfig
 from tlt_megatron.models.layers import RmsNorm, apply_rope_unfused_
 from tlt_megatron.models.matrix import Matrix
-from tlt_megatron.models.mlp import check_routing
+from tlt_megatron.models.mlp import route
 from tlt_megatron.runtime.device import has_triton
 
 _BASE_ROWS = 16  # rows of the reference tile: all other tiles must agree with it
@@ -57,7 +58,7 @@ def invariant_arithmetic(
     if config.experts is not None:
         for size in {config.experts.ffn_size, config.experts.shared_ffn_size} - {0}:
             _check_gate(size, dtype)
-        check_routing(config.experts, dtype)
+        _check_routing(config.experts, dtype)
     return Arithmetic(
         matrix=InvariantMatrix,
         norm=InvariantNorm,
@@ -94,30 +95,26 @@ class RowTiles:
         order = torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(2))
         expected = torch.cat([probe(tile) for tile in x.split(_BASE_ROWS)])
         shuffled = torch.cat([probe(tile) for tile in x[order].split(_BASE_ROWS)])
-        if not torch.equal(shuffled, expected[order]):
-            raise RuntimeError(
-                f"rollout.batch_invariant=True: on this machine a {dtype} product with a matrix of"
-                f" {num_out}x{num_in} depends on a row's place among {_BASE_ROWS} rows"
-            )
+        what = f"a {dtype} product with a matrix of {num_out}x{num_in}"
+        place = f"{what} depends on a row's place among {_BASE_ROWS} rows"
+        require_equal([shuffled], [expected[order]], place)
         self.sizes = [
             size
             for size in _TILE_ROWS
             if torch.equal(probe(x[:size]), expected[:size])
             and torch.equal(probe(x[-size:]), expected[-size:])
         ]
-        self._covers: dict[int, list[int]] = {}
+        self.cover = cache(self._cover)
 
-    def cover(self, num_rows: int) -> list[int]:
+    def _cover(self, num_rows: int) -> list[int]:
         """Return the sizes of tiles that hold `num_rows` rows; the last may hold more."""
-        if num_rows not in self._covers:
-            found, left = [], num_rows
-            while left > 0:
-                larger = [size for size in self.sizes if left <= size <= _PADDING_WASTE * left]
-                smaller = [size for size in self.sizes if size <= left]
-                found.append(min(larger) if larger else max(smaller, default=self.sizes[0]))
-                left -= found[-1]
-            self._covers[num_rows] = found
-        return self._covers[num_rows]
+        found, left = [], num_rows
+        while left > 0:
+            larger = [size for size in self.sizes if left <= size <= _PADDING_WASTE * left]
+            smaller = [size for size in self.sizes if size <= left]
+            found.append(min(larger) if larger else max(smaller, default=self.sizes[0]))
+            left -= found[-1]
+        return found
 
 
 @cache
@@ -185,8 +182,7 @@ def _check_exp(dtype: torch.dtype) -> None:
     x = torch.linspace(-30.0, 30.0, 4099, dtype=wide_dtype(dtype))
     expected = x.exp()
     parts = torch.cat([part.exp() for size in (1, 7, 18) for part in x.clone().split(size)])
-    if not torch.equal(parts, expected.repeat(3)):
-        raise RuntimeError("rollout.batch_invariant=True: on this machine exp depends on the place")
+    require_equal([parts], [expected.repeat(3)], "exp depends on the place")
 
 
 def _check_gate(size: int, dtype: torch.dtype) -> None:
@@ -194,8 +190,19 @@ def _check_gate(size: int, dtype: torch.dtype) -> None:
     fused = torch.linspace(-30.0, 30.0, 131 * size).view(size, 131).t().repeat(1, 2).to(dtype)
     expected = torch.cat([gate_silu(*row.chunk(2, dim=1)) for row in fused.split(1)])
     for num_rows in (2, 7, 32, 131):
-        if not torch.equal(gate_silu(*fused[:num_rows].chunk(2, dim=1)), expected[:num_rows]):
-            raise RuntimeError(
-                f"rollout.batch_invariant=True: on this machine silu of {num_rows} rows of {size}"
-                f" {dtype} is not that of each row"
-            )
+        found = gate_silu(*fused[:num_rows].chunk(2, dim=1))
+        what = f"silu of {num_rows} rows of {size} {dtype} is not that of each row"
+        require_equal([found], [expected[:num_rows]], what)
+
+
+def _check_routing(config: ExpertsConfig, dtype: torch.dtype) -> None:
+    """Raise RuntimeError if the experts of a row or their weights depend on the other rows."""
+    size, wide = config.num_experts, wide_dtype(dtype)
+    scores_PE = torch.linspace(-30.0, 30.0, 131 * size, dtype=wide).view(size, 131).t().contiguous()
+    bias_E = torch.linspace(-0.1, 0.1, size, dtype=wide) if config.is_sigmoid else None
+    rows = [route(row_1E, bias_E, config) for row_1E in scores_PE.split(1)]
+    expected = [torch.cat(part) for part in zip(*rows, strict=True)]
+    for num_rows in (2, 7, 32, 131):
+        found = route(scores_PE[:num_rows], bias_E, config)
+        what = f"the routing of {num_rows} rows among {size} experts is not that of each row"
+        require_equal(found, [whole[:num_rows] for whole in expected], what)

@@ -89,19 +89,3 @@ def route(scores_PE: Tensor, bias_E: Tensor | None, config: ExpertsConfig) -> tu
         chosen_PK = scores_PE.topk(config.num_per_token, dim=1).indices
         weights_PK = scores_PE.softmax(dim=1).gather(1, chosen_PK)
     return weights_PK * config.scaling, chosen_PK
-
-
-def check_routing(config: ExpertsConfig, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if the experts of a row or their weights depend on the other rows."""
-    size, wide = config.num_experts, wide_dtype(dtype)
-    scores_PE = torch.linspace(-30.0, 30.0, 131 * size, dtype=wide).view(size, 131).t().contiguous()
-    bias_E = torch.linspace(-0.1, 0.1, size, dtype=wide) if config.is_sigmoid else None
-    rows = [route(row_1E, bias_E, config) for row_1E in scores_PE.split(1)]
-    expected = [torch.cat(part) for part in zip(*rows, strict=True)]
-    for num_rows in (2, 7, 32, 131):
-        found = route(scores_PE[:num_rows], bias_E, config)
-        if not all(torch.equal(a, b[:num_rows]) for a, b in zip(found, expected, strict=True)):
-            raise RuntimeError(
-                f"rollout.batch_invariant=True: on this machine the routing of {num_rows} rows among"
-                f" {size} experts is not that of each row"
-            )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tlt_megatron.models.arithmetic import Arithmetic, fastest_arithmetic
 from tlt_megatron.models.attention.fused_kernel import triton_wide
+from tlt_megatron.models.attention.invariant_attention import require_equal
 from tlt_megatron.models.attention.ordered_kernel import OrderedAttention
 from tlt_megatron.models.attention.tables import TablePages, table_lanes, table_prefill
 from tlt_megatron.models.matrix import Matrix
@@ -110,11 +111,8 @@ def row_arithmetic(dtype: torch.dtype, device: torch.device) -> Arithmetic:
     matrix = RowMatrix(weight)
     expected = matrix(x)
     for rows in (slice(0, 1), slice(17, 20), slice(31, 96)):
-        if not torch.equal(matrix(x[rows]), expected[rows]):
-            raise RuntimeError(
-                f"rollout.batch_invariant=True: on this GPU a {dtype} product of rows"
-                f" {rows.start} to {rows.stop - 1} is not that of 96 rows"
-            )
+        what = f"a {dtype} product of rows {rows.start} to {rows.stop - 1} is not that of 96 rows"
+        require_equal([matrix(x[rows])], [expected[rows]], what)
     return replace(
         fastest_arithmetic(device),
         matrix=RowMatrix,

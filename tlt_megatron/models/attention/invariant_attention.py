@@ -8,7 +8,7 @@ blocks are added pairwise, as a binary tree over their numbers; a hidden block a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -164,10 +164,15 @@ def check_attention(config: ModelConfig, dtype: torch.dtype) -> None:
         for rows in (slice(0, 3), slice(1, 2)):
             part = query[rows, :, :num_queries]
             found = attend_block(part.contiguous(), key[rows], value[rows], bias[rows])
-            same = zip(found, (x[rows, :, :num_queries] for x in expected), strict=True)
-            if not all(torch.equal(x, y) for x, y in same):
-                raise RuntimeError(
-                    f"rollout.batch_invariant=True: on this machine {dtype} attention of"
-                    f" {part.shape[2]} queries over {block} keys is not that of {_QUERY_ROWS}"
-                    " queries at a time"
-                )
+            require_equal(
+                found,
+                [x[rows, :, :num_queries] for x in expected],
+                f"{dtype} attention of {part.shape[2]} queries over {block} keys is not that of"
+                f" {_QUERY_ROWS} queries at a time",
+            )
+
+
+def require_equal(found: Iterable[Tensor], expected: Iterable[Tensor], otherwise: str) -> None:
+    """Raise RuntimeError if tensors differ; `otherwise` is what that means on this machine."""
+    if not all(map(torch.equal, found, expected)):
+        raise RuntimeError(f"rollout.batch_invariant=True: on this machine {otherwise}")
