@@ -29,9 +29,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from tlt_megatron.types import RolloutGroup, SamplingParams
+from tlt_megatron.types import RolloutGroup
 from tools.bench.measure import interleave, made, print_table, ratios, spread, wall_seconds
-from tools.load_engine import VERSION, LoadedPolicy
+from tools.load_engine import LoadedPolicy
 
 
 class StopAtLengths(StoppingCriteria):
@@ -69,11 +69,11 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         max_new_tokens=options.max_new_tokens,
         max_batch_size=options.max_batch_size,
     )
-    groups = _draw(options, policy)
+    groups, draw_again = _draw(options, policy)
     hf = AutoModelForCausalLM.from_pretrained(
         options.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
     ).eval()
-    runs = {"ours": partial(_run_engine, policy, groups, options)}
+    runs = {"ours": draw_again}
     runs |= {f"{size}": partial(_run_hf, hf, groups, size) for size in options.hf_batch_sizes}
     seconds = interleave(runs, options.rounds, wall_seconds)
     ours = seconds.pop("ours")
@@ -104,9 +104,11 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _draw(options: argparse.Namespace, policy: LoadedPolicy) -> list[RolloutGroup]:
+def _draw(
+    options: argparse.Namespace, policy: LoadedPolicy
+) -> tuple[list[RolloutGroup], Callable[[], None]]:
     """Draw prompts, and their responses: with the policy's own stop tokens, or all of the greatest
-    length.
+    length. Return them, and what draws them again.
     """
     num_prompts = max(options.num_requests // options.num_samples, 1)
     prompts = random.Random(options.seed).sample(policy.prompts(options.prompts), num_prompts)
@@ -115,25 +117,17 @@ def _draw(options: argparse.Namespace, policy: LoadedPolicy) -> list[RolloutGrou
     )
     if options.ignore_stops:
         params = replace(params, stop_token_ids=())
-    return policy.generate(prompts, params)
+    groups = policy.generate(prompts, params)
+
+    def draw_again() -> None:
+        assert _lengths(policy.generate(prompts, params)) == _lengths(groups)
+
+    return groups, draw_again
 
 
 def _lengths(groups: Sequence[RolloutGroup]) -> list[list[int]]:
     """Return the lengths of the responses, [prompt][sample]."""
     return [[rollout.token_ids.numel() for rollout in group.rollouts] for group in groups]
-
-
-def _run_engine(
-    policy: LoadedPolicy, drawn: Sequence[RolloutGroup], options: argparse.Namespace
-) -> None:
-    params = SamplingParams(
-        num_samples=options.num_samples, max_new_tokens=options.max_new_tokens, seed=options.seed
-    )
-    lengths = _lengths(drawn)
-    groups = policy.engine.generate(
-        [group.prompt for group in drawn], params, policy_version=VERSION, max_new_tokens=lengths
-    )
-    assert _lengths(groups) == lengths
 
 
 @torch.inference_mode()

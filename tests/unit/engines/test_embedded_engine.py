@@ -102,10 +102,9 @@ def test_preemption_loses_nothing_and_stays_in_budget(
 def test_pages_that_move_together_in_the_middle_change_nothing(make_engine: MakeEngine) -> None:
     """20 short responses leave holes of 40 pages, and the 4 that go on move to the front."""
     params = SamplingParams(num_samples=2, max_new_tokens=130, seed=3)
-    prompts, limits = make_prompts(*[9] * 14), [[70, 70]] * 10 + [[130, 130]] * 4
-    found = make_engine(max_batch_size=24).generate(
-        prompts, params, policy_version=1, max_new_tokens=limits
-    )
+    prompts = make_prompts(*[9] * 14)
+    limited = [replace(prompt, max_new_tokens=70) for prompt in prompts[:10]] + prompts[10:]
+    found = make_engine(max_batch_size=24).generate(limited, params, policy_version=1)
     alone = make_engine(max_batch_size=2).generate(prompts[10:], params, policy_version=1)
     assert tokens_of(found[10:]) == tokens_of(alone)
     assert [len(tokens) for tokens in tokens_of(found)] == [70] * 20 + [130] * 8

@@ -38,7 +38,7 @@ class Simulation:
             for i, length in enumerate(prompt_lengths)
         ]
         params = SamplingParams(num_samples=num_samples, max_new_tokens=longest)
-        self.requests = make_requests(prompts, params, None)
+        self.requests = make_requests(prompts, params)
         self.lengths = {
             request: draw.choice([1, longest // 2 + 1, longest]) for request in self.requests
         }
@@ -156,7 +156,7 @@ def test_a_long_prompt_is_prefilled_over_several_passes() -> None:
 
 def test_a_turn_at_its_limit_is_not_kept_for_another() -> None:
     prompt = Prompt(prompt_id="0", draw_index=0, token_ids=(1,) * 5)
-    requests = make_requests([prompt], SamplingParams(num_samples=2, max_new_tokens=6), None)
+    requests = make_requests([prompt], SamplingParams(num_samples=2, max_new_tokens=6))
     cache = KvCache(
         CONFIG, num_pages=20, page_size=PAGE, dtype=torch.float32, device=torch.device("cpu")
     )

@@ -10,6 +10,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,9 +117,12 @@ def test_every_batch_that_has_lanes_is_captured(
     """9 rows are in the bucket of 16, and memory has 12 lanes."""
     sizes = {"max_batch_size": 16, "num_samples": 3, "kv_cache_tokens": 64 * 2 * 12}
     engine = make_engine(tiny_path, device, strategy, max_prompt_tokens=70, **sizes)
-    limits = [[2, 4, 10], [2, 6, 8], [2, 2, 12]]
-    params = SamplingParams(num_samples=3, max_new_tokens=12, seed=5)
-    engine.generate(PROMPTS, params, policy_version=1, max_new_tokens=limits)
+    limits = (2, 4, 10, 2, 6, 8, 2, 2, 12)
+    prompts = [
+        replace(PROMPTS[row // 3], first_sample=row % 3, max_new_tokens=limit)
+        for row, limit in enumerate(limits)
+    ]
+    engine.generate(prompts, SamplingParams(max_new_tokens=12, seed=5), policy_version=1)
     stats = engine.stats()
     assert stats.num_graph_replays > 0
     assert not [reason for reason in stats.eager_passes if reason.startswith("target")]

@@ -266,10 +266,12 @@ def test_planned_memory_has_lanes_for_all_rows_and_room_for_a_later_prompt(
     engine.set_speculation(Speculation(None, FixedSelector(strategy), [strategy]))
     finished: list[Rollout] = []
     engine.generate(
-        [replace(prompt, token_ids=(1,) * 8) for prompt in draw_prompts(num_prompts)],
+        [
+            replace(prompt, token_ids=(1,) * 8, max_new_tokens=20)
+            for prompt in draw_prompts(num_prompts)
+        ],
         SamplingParams(num_samples=2, max_new_tokens=600, seed=3),
         policy_version=1,
-        max_new_tokens=[[20, 20]] * num_prompts,
         on_finish=finished.append,
         more_prompts=lambda: None if len(finished) == 2 * num_prompts else LaterPrompts([]),
     )

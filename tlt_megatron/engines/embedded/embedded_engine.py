@@ -235,21 +235,17 @@ class EmbeddedEngine:
         *,
         policy_version: int,
         on_finish: Callable[[Rollout], None] | None = None,
-        max_new_tokens: Sequence[Sequence[int]] | None = None,
         on_features: Callable[[Rollout, Tensor], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         more_prompts: MorePrompts | None = None,
     ) -> list[RolloutGroup]:
-        """See `RolloutEngine`. `max_new_tokens[prompt][sample]` sets lower limits for single
-        requests.
-
-        `on_features` receives the hidden state after the final norm, then the states after
-        `tap_layers`.
+        """See `RolloutEngine`. `on_features` receives the hidden state after the final norm, then
+        the states after `tap_layers`.
         """
         self._require_awake()
         model = self._weights.model_of(policy_version)
         started = time.perf_counter()
-        intake = Intake(prompts, params, max_new_tokens, more_prompts)
+        intake = Intake(prompts, params, more_prompts)
         longest_later = 0
         if intake.is_open:
             known = max((len(p.token_ids) + p.limit(params) for p in prompts), default=0)

@@ -38,12 +38,10 @@ class Intake:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        max_new_tokens: Sequence[Sequence[int]] | None,
         more_prompts: MorePrompts | None,
     ) -> None:
-        """`max_new_tokens` is for the first prompts: see `make_requests`."""
         self.prompts = list(prompts)
-        self.requests = make_requests(prompts, params, max_new_tokens)
+        self.requests = make_requests(prompts, params)
         self._params = params
         self._more_prompts = more_prompts
 
@@ -62,7 +60,7 @@ class Intake:
         for key in later.ended:
             scheduler.drop_turn(key)
         first_order = len(self.requests)
-        requests = make_requests(later.prompts, self._params, None, first_order=first_order)
+        requests = make_requests(later.prompts, self._params, first_order=first_order)
         self.prompts += later.prompts
         self.requests += requests
         scheduler.add(requests)

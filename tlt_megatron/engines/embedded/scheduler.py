@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -87,24 +87,16 @@ class PrefillChunk(NamedTuple):
 
 
 def make_requests(
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    max_new_tokens: Sequence[Sequence[int]] | None,
-    *,
-    first_order: int = 0,
+    prompts: Sequence[Prompt], params: SamplingParams, *, first_order: int = 0
 ) -> list[Request]:
-    """Return all requests of a `generate` call, siblings together, in the order of the prompts.
-
-    `max_new_tokens[prompt][sample]` limits single requests (benchmarks replay lengths). With None
-    all have their prompt's limit. ValueError for a limit outside [1, params.max_new_tokens].
+    """Return the requests of prompts, siblings together. ValueError for a limit outside [1,
+    params.max_new_tokens].
     """
     requests: list[Request] = []
-    for number, prompt in enumerate(prompts):
+    for prompt in prompts:
         samples = prompt.sample_indices(params)
-        limits = [None] * len(samples) if max_new_tokens is None else max_new_tokens[number]
         state = PromptState(prompt=prompt, num_unfinished=len(samples))
-        for sample_index, limit in zip(samples, limits, strict=True):
-            one = prompt if limit is None else replace(prompt, max_new_tokens=limit)
+        for sample_index in samples:
             requests.append(
                 Request(
                     order=first_order + len(requests),
@@ -113,7 +105,7 @@ def make_requests(
                     seed=request_seed(
                         params.seed, prompt.draw_index, sample_index, prompt.first_position
                     ),
-                    max_new_tokens=one.limit(params),
+                    max_new_tokens=prompt.limit(params),
                     kv=SequenceKv(num_prompt=state.num_tokens, prompt=state.pages),
                 )
             )
