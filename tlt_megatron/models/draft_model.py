@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt_megatron.config.draft_folder import default_aux_layer_ids
+from tlt_megatron.config.draft_folder import ARCHITECTURES, SIZES, default_aux_layer_ids
 from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.models.layers import RotaryTable
 
-ARCHITECTURES = ("eagle", "eagle3")
 NUM_AUX_LAYERS = 3  # low, middle, high
 # Two targets count as the same if at most this many of the 256 bits of their embedding hashes
 # differ. Unrelated targets differ in 128 +- 8 bits; RL changes a few bits.
@@ -95,17 +94,10 @@ def make_draft_config(
         )
     return DraftConfig(
         architecture=architecture,
-        hidden_size=target.hidden_size,
-        ffn_size=target.ffn_size,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        rms_norm_eps=target.rms_norm_eps,
         rope=replace(target.rope, partial_rotary_factor=1.0),
-        max_position_embeddings=target.max_position_embeddings,
-        vocab_size=target.vocab_size,
         aux_layer_ids=aux_layer_ids,
         target=fingerprint_target(embedding_VD),
+        **{name: getattr(target, name) for name in SIZES},
     )
 
 
