@@ -83,16 +83,9 @@ class SpotReport:
 def merge_metrics(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
     """Combine `SpotReport.metrics` of all ranks. An update of several members counts once."""
     merged = dict(max(ranks, key=lambda rank: rank["spot/updates"]))
-    for name in ("bubble/used_s", "spot/out_of_memory"):
-        merged[name] = sum(rank[name] for rank in ranks)
-    for name in (
-        "bubble/stall_s",
-        "spot/epochs",
-        "spot/broken",
-        "spot/preempt_ms",
-        "spot/groups_formed",
-    ):
-        merged[name] = max(rank[name] for rank in ranks)
+    for name in merged.keys() - {"drafter/loss", "drafter/accept_length"}:
+        combine = sum if name in ("bubble/used_s", "spot/out_of_memory") else max
+        merged[name] = combine(rank[name] for rank in ranks)
     return merged
 
 
