@@ -90,32 +90,31 @@ class Transformer:
         return fused
 
     def _allocate_layer(self, number: int) -> LayerWeights:
+        prefix = f"model.layers.{number}."
+
         def allocate(*names: str) -> Tensor:
-            return self._allocate(*(f"model.layers.{number}.{name}" for name in names))
+            return self._allocate(*(prefix + name for name in names))
+
+        def find(*names: str) -> Tensor | None:
+            """Allocate what a layer may lack."""
+            return allocate(*names) if prefix + names[0] in self._shapes else None
 
         experts = self.config.experts if self.config.has_experts_in(number) else None
         names, shared = ["mlp"], "mlp.shared_experts"
         if experts is not None:
             names = [f"mlp.experts.{i}" for i in range(experts.num_experts)]
         gate_up = [f"{name}.{part}_proj.weight" for name in names for part in ("gate", "up")]
-        has_bias_of_router = experts is not None and experts.is_sigmoid
-        has_shared = experts is not None and experts.shared_ffn_size > 0
-        has_bias, has_qk_norm = self.config.has_qkv_bias, self.config.has_qk_norm
         return LayerWeights(
             input_norm=allocate("input_layernorm.weight"),
             qkv=allocate(*(f"self_attn.{part}_proj.weight" for part in "qkv")),
-            qkv_bias=allocate(*(f"self_attn.{p}_proj.bias" for p in "qkv")) if has_bias else None,
-            qk_norm=allocate(*(f"self_attn.{p}_norm.weight" for p in "qk"))
-            if has_qk_norm
-            else None,
+            qkv_bias=find(*(f"self_attn.{part}_proj.bias" for part in "qkv")),
+            qk_norm=find(*(f"self_attn.{part}_norm.weight" for part in "qk")),
             output=allocate("self_attn.o_proj.weight"),
             post_norm=allocate("post_attention_layernorm.weight"),
-            router=allocate("mlp.gate.weight") if experts else None,
-            router_bias=allocate(f"mlp.gate.{ROUTER_BIAS}") if has_bias_of_router else None,
-            shared_gate_up=allocate(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
-            if has_shared
-            else None,
-            shared_down=allocate(f"{shared}.down_proj.weight") if has_shared else None,
+            router=find("mlp.gate.weight"),
+            router_bias=find(f"mlp.gate.{ROUTER_BIAS}"),
+            shared_gate_up=find(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
+            shared_down=find(f"{shared}.down_proj.weight"),
             gate_up=allocate(*gate_up),
             down=allocate(*(f"{name}.down_proj.weight" for name in names)),
         )
@@ -178,20 +177,17 @@ class Transformer:
             shared=shared,
         )
 
-    def forward(self, token_ids_P: Tensor, position_ids_P: Tensor, attention: Attention) -> Tensor:
-        """Return [P, D] after the final norm. `rotary.reserve` must cover the positions."""
-        return self.forward_tapped(token_ids_P, position_ids_P, attention, ())[0]
-
-    def forward_tapped(
+    def forward(
         self,
         token_ids_P: Tensor,
         position_ids_P: Tensor,
         attention: Attention,
-        tap_layers: Collection[int],
+        tap_layers: Collection[int] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Return `forward`'s output, and it beside the residual stream after each of `tap_layers`.
+        """Return [P, D] after the final norm, and it beside the residual stream after each of
+        `tap_layers`, [P, D * (1 + number of taps)].
 
-        The second result is [P, D * (1 + number of taps)].
+        `rotary.reserve` must cover the positions.
         """
         if not self._matrices:
             self.pack()
@@ -226,7 +222,7 @@ class Transformer:
         return torch.cat([mlp.chosen_PK for mlp in mlps], dim=1).short()
 
     def logits(self, hidden_PD: Tensor) -> Tensor:
-        """Return [P, V] logits from the output of `forward`."""
+        """Return [P, V] logits from the states after the final norm."""
         if not self._matrices:
             self.pack()
         return self._head(hidden_PD)

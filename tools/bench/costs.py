@@ -82,7 +82,8 @@ def _measure(
     first_B = torch.zeros(batch_size, dtype=torch.int64)
 
     def decode() -> Tensor:
-        return model.logits(model.forward(torch.arange(batch_size), first_B, _NoContext()))
+        hidden_BD, _ = model.forward(torch.arange(batch_size), first_B, _NoContext())
+        return model.logits(hidden_BD)
 
     variants: dict[str, Callable[[], object]] = {}
     for name, form in forms.items():

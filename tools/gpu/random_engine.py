@@ -68,7 +68,7 @@ class _NoLayers:
         self.arithmetic = model.arithmetic
         self._embedding = model.embedding
 
-    def forward_tapped(self, token_ids_P: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    def forward(self, token_ids_P: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         """See `Transformer`."""
         x_PD = self._embedding.index_select(0, token_ids_P)
         scale_P1 = x_PD.float().square().mean(dim=1, keepdim=True).rsqrt()

@@ -49,7 +49,8 @@ def logits_of(model: Transformer, token_ids_T: Tensor) -> Tensor:
     slots = torch.arange(length)
     segment = PrefillSegment(new_slots_C=slots, context_slots_S=slots)
     model.rotary.reserve(length)
-    return model.logits(model.forward(token_ids_T, slots, PrefillAttention(cache, [segment])))
+    hidden_TD, _ = model.forward(token_ids_T, slots, PrefillAttention(cache, [segment]))
+    return model.logits(hidden_TD)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class KvLayout:
         else:
             self._paged.begin_step(slots_B, positions_B)
         models.graphs.count_eager(Role.TARGET, reason)
-        hidden_BD, features_BF = models.policy.forward_tapped(
+        hidden_BD, features_BF = models.policy.forward(
             token_ids_B, positions_B, attention, cache.tap_layers
         )
         cache.keep_features(slots_B, features_BF, token_ids_B)
@@ -174,17 +174,12 @@ class KvLayout:
         for state in {request.state for request in requests}:
             if state.num_running == state.num_unfinished:
                 cache.free(state.pages)
+        lane_pages = cache.pages_for(self._lane)
         for row, request in enumerate(requests, first_row):
-            self._fill_lane(row, request)
+            request.kv.prompt = None
+            cache.take_lane(request.kv.pages, range(row * lane_pages, (row + 1) * lane_pages))
         cache.relocate(source_S, target_S)
         cache.mark_written(target_S)
-
-    def _fill_lane(self, row: int, request: Request) -> None:
-        """Take all pages of lane `row`, which no other request uses."""
-        request.kv.prompt = None
-        lane_pages = self._cache.pages_for(self._lane)
-        lane = range(row * lane_pages, (row + 1) * lane_pages)
-        self._cache.take_lane(request.kv.pages, lane)
 
     def _reserve_lanes(self, scheduler: Scheduler) -> bool:
         """Reserve lanes as long as planned, which keeps captured graphs, or else as needed."""

@@ -307,7 +307,7 @@ class LaneSteps:
         num_rows, num_queries = depths_BR.shape
         slots_P = self._slots(rows, torch.arange(num_queries, device=cache.device))
         bias_BRS = drafted_bias(view, rows.position, ancestors_BRR, view.read_length(longest))
-        hidden_PD, features_PF = model.forward_tapped(
+        hidden_PD, features_PF = model.forward(
             tree.row_token_ids_BR(rows.token).view(-1),
             (rows.position.unsqueeze(1) + depths_BR).view(-1),
             model.arithmetic.lanes(view, slots_P, bias_BRS),

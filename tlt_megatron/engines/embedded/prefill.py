@@ -40,7 +40,7 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
         new = context[first + start :]
         segments.append(PrefillSegment(new_slots_C=new, context_slots_S=context))
     token_ids_P = torch.cat(token_ids).to(cache.device)
-    hidden_PD, features_PF = model.forward_tapped(
+    hidden_PD, features_PF = model.forward(
         token_ids_P,
         torch.cat(position_ids).to(cache.device),
         model.arithmetic.prefill(cache, segments),
