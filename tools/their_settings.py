@@ -137,6 +137,15 @@ def _minibatches(*factors: str) -> Convert:
     }
 
 
+def _tokens_of_sharers(*sizes: str) -> Convert:
+    """Their limit is of one GPU; ours of all that share the tokens of a sequence, by these settings
+    of theirs.
+    """
+    return lambda tokens, given: {
+        "mcore.micro_batch_tokens": tokens * math.prod(given.get(size) or 1 for size in sizes)
+    }
+
+
 def _kl(placement: str, coefficient: str) -> Convert:
     """Return KL at `placement`, if it is on. verl's coefficient is 0.001 by default."""
 
@@ -163,6 +172,10 @@ _SEVERAL: dict[str, Convert] = {
     "advantage": _advantage,
     "verl_minibatches": _minibatches("data.train_batch_size"),
     "slime_minibatches": _minibatches("rollout_batch_size", "n_samples_per_prompt"),
+    "verl_tokens": _tokens_of_sharers(
+        f"{_ACTOR}megatron.context_parallel_size", f"{_ACTOR}ulysses_sequence_parallel_size"
+    ),
+    "slime_tokens": _tokens_of_sharers("context_parallel_size"),
     "kl_in_reward": _kl("reward", "algorithm.kl_ctrl.kl_coef"),
     "kl_in_loss": _kl("loss", f"{_ACTOR}kl_loss_coef"),
     "clip_ratio": _clip_ratio,

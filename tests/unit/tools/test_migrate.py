@@ -127,6 +127,19 @@ CORRECTION = "algorithm.rollout_correction."
             "algorithm.loss=cispo algorithm.aggregation=sequence_mean data.input_key=input logging.project=math"
             " logging.trackers=['wandb'] mcore.transformer={'attention_softmax_in_fp32':True} run.seed=7",
         ),
+        # their limits are of a GPU, ours of all that share the tokens of a sequence
+        (
+            f"{ACTOR}ppo_max_token_len_per_gpu=1000 {ACTOR}megatron.context_parallel_size=2",
+            "mcore.micro_batch_tokens=2000 parallel.context=2",
+        ),
+        (
+            f"{ACTOR}ppo_max_token_len_per_gpu=1000 {ACTOR}ulysses_sequence_parallel_size=4",
+            "mcore.micro_batch_tokens=4000 parallel.context=4",
+        ),
+        (
+            "--max-tokens-per-gpu 1000 --context-parallel-size 8 --n-samples-per-prompt 8",
+            "mcore.micro_batch_tokens=8000 parallel.context=8",
+        ),
         (  # gae is verl's default
             "trainer.nnodes=1 critic.model.path=rm critic.optim.lr=2e-5 algorithm.lam=0.9 trainer.critic_warmup=3",
             "algorithm.advantage=gae algorithm.lam=0.9 critic.path=rm critic.lr=2e-05 critic.warmup_steps=3",
