@@ -120,9 +120,31 @@ class Sharding:
         if self.mcore.recompute == "full":
             kept, again = int(element_bytes * sizes.hidden / tensor), 2 * layer
         logits = 2 * element_bytes * sizes.vocab // tensor
-        stages = [len(layers) for layers in self._stages(sizes)]
-        passes = [(n * kept * (len(stages) - i) + again, 0) for i, n in enumerate(stages)]
-        return max((stages[-1] * kept, logits), *passes, key=sum)
+        held = self._layers_held(sizes)
+        passes = [(n * kept + again, 0) for n in held]
+        return max((held[-1] * kept, logits), *passes, key=sum)
+
+    def mask_bytes(self, sizes: ModelSizes, num_tokens: int, longest: int) -> int:
+        """Return the bytes of attention's masks on the fullest stage, for sequences of at most
+        `longest` tokens.
+
+        Only a context-parallel rank on a CPU has them: its two chunks of a sequence attend to (rank
+        + 1) and (2 cp - rank) of the 2 cp chunks (attention.py).
+        """
+        context = self.parallel.context
+        if context == 1 or self.is_cuda:
+            return 0
+        share = (2 * context + 1) / (2 * context) ** 2
+        layer = num_tokens * longest * share * self.item_bytes
+        is_recomputed = self.mcore.recompute != "none"
+        return int(layer * (1 if is_recomputed else max(self._layers_held(sizes))))
+
+    def _layers_held(self, sizes: ModelSizes) -> list[int]:
+        """Return of how many layers each stage holds the activations, summed over the micro-batches
+        that are done forward and not yet backward.
+        """
+        stages = self._stages(sizes)
+        return [len(layers) * (len(stages) - stage) for stage, layers in enumerate(stages)]
 
     def _stages(self, sizes: ModelSizes) -> list[range]:
         counts = layers_of_stages(sizes.num_layers, self.parallel.pipeline, self.mcore.transformer)
@@ -167,8 +189,10 @@ def policy_claims(
 
     micro_tokens = max(longest, min(mcore.micro_batch_tokens, batch_tokens))
     activations, logits = sharding.pass_bytes(sizes, micro_tokens)
+    masks = sharding.mask_bytes(sizes, micro_tokens, longest)
     if critic is not None:
         activations = max(activations, sharding.pass_bytes(critic, micro_tokens)[0])
+        masks = max(masks, sharding.mask_bytes(critic, micro_tokens, longest))
     # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before
     # rollouts.
     kept_in = update if is_cuda else ALL_PHASES
@@ -198,6 +222,7 @@ def policy_claims(
         MemoryClaim("optimizer", optimizer, update if moves else ALL_PHASES, lower=layout),
         MemoryClaim("activations", activations, kept_in, lower=recompute),
         MemoryClaim("freed blocks of the heap", freed, kept_in, lower=recompute, is_estimate=True),
+        MemoryClaim("attention masks", masks, update, lower=recompute),
         MemoryClaim("logits and their gradient", logits, update, lower=micro_batch),
         MemoryClaim("exported layer", exported, {Phase.WEIGHT_SYNC}),
         MemoryClaim(
