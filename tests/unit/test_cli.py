@@ -115,7 +115,7 @@ def test_train_starts_the_launcher(given: str, launcher: str, program: str) -> N
         ),
         (
             ("train", EXAMPLE, "speculation.strategies=['4_2_99']"),
-            "pretrain_rl: speculation.strategies: num_draft_tokens=99 exceeds the tree of",
+            "pretrain_rl: speculation.strategies: num_draft_tokens=99: must be <= ",
         ),
     ],
 )

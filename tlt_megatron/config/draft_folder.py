@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_megatron.config.model_shape import read_json, rope_config
+from tlt_megatron.config.ranges import require
 
 ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
 SIZES = {  # ours -> Hugging Face's
@@ -29,14 +30,11 @@ def read_draft_settings(path: str | Path, *, needs_whole_head: bool = True) -> d
     `needs_whole_head`: False where SGLang runs the drafter and nothing trains it.
     """
     file = Path(path) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"speculation.drafter={str(path)!r}: must be a folder with config.json")
+    require(file.is_file(), "speculation.drafter", str(path), "a folder with config.json")
     hf = read_json(file)
     found = (hf.get("architectures") or ["none"])[0]
-    if found not in ARCHITECTURES.values():
-        raise ValueError(
-            f"{file}: architectures={found!r}: must be one of {', '.join(ARCHITECTURES.values())}"
-        )
+    rule = f"one of {', '.join(ARCHITECTURES.values())}"
+    require(found in ARCHITECTURES.values(), f"{file}: architectures", found, rule)
     needed = [theirs for theirs in SIZES.values() if theirs != "head_dim"]
     missing = [name for name in needed if hf.get(name) is None]
     if missing:

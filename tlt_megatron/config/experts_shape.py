@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tlt_megatron.config.json_numbers import read_number, read_size
+from tlt_megatron.config.ranges import require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,23 +33,17 @@ def read_experts(hf: Mapping[str, Any]) -> ExpertsConfig:
     """Return the experts of a model of a family that has them. ValueError names a bad key."""
     read = _read_glm if hf["model_type"] == "glm4_moe" else _read_qwen
     experts = read(hf, read_size(hf, "num_hidden_layers"))
-    if experts.num_per_token > experts.num_experts:
-        raise ValueError(
-            f"num_experts_per_tok={experts.num_per_token} must be <= num_experts={experts.num_experts}"
-        )
-    if experts.normalizes and experts.num_per_token == 1:
-        raise ValueError(
-            "norm_topk_prob=true with num_experts_per_tok=1: must be false, the router would have no gradient"
-        )
+    count, most = experts.num_per_token, experts.num_experts
+    require(count <= most, "num_experts_per_tok", count, f"<= num_experts={most}")
+    rule = "false where num_experts_per_tok=1: the router would have no gradient"
+    require(not experts.normalizes or count > 1, "norm_topk_prob", True, rule)
     return experts
 
 
 def _read_qwen(hf: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
     dense = hf.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(layer not in range(num_layers) for layer in dense):
-        raise ValueError(
-            f"mlp_only_layers={dense!r}: must be a list of layers in 0..{num_layers - 1}"
-        )
+    are_layers = isinstance(dense, list) and all(layer in range(num_layers) for layer in dense)
+    require(are_layers, "mlp_only_layers", dense, f"a list of layers in 0..{num_layers - 1}")
     step = read_size(hf, "decoder_sparse_step", 1)
     layers = tuple(n for n in range(num_layers) if n not in dense and (n + 1) % step == 0)
     if not layers:
@@ -69,8 +64,8 @@ def _read_glm(hf: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
         if hf.get(option, allowed) != allowed:
             raise ValueError(f"{option}={hf[option]!r} is not supported; only {allowed!r}")
     first = hf.get("first_k_dense_replace", 1)
-    if type(first) is not int or first not in range(num_layers):
-        raise ValueError(f"first_k_dense_replace={first!r}: must be in 0..{num_layers - 1}")
+    is_layer = type(first) is int and first in range(num_layers)
+    require(is_layer, "first_k_dense_replace", first, f"in 0..{num_layers - 1}")
     ffn_size = read_size(hf, "moe_intermediate_size", 1408)
     return ExpertsConfig(
         num_experts=_num_experts(hf, "n_routed_experts"),

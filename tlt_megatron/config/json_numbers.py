@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tlt_megatron.config.ranges import require
+
 
 def read_size(
     hf: Mapping[str, Any], name: str, absent: int | None = None, null: int | None = None
@@ -14,15 +16,13 @@ def read_size(
     value = null if value is None else value
     if value is None:
         raise ValueError(f"lacks {name}")
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r}: must be an integer >= 1")
+    require(type(value) is int and value >= 1, name, value, "an integer >= 1")
     return value
 
 
 def read_number(hf: Mapping[str, Any], name: str, absent: float) -> float:
     value = hf.get(name, absent)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{name}={value!r}: must be a number > 0")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value!r}: must be finite")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(is_number and value > 0, name, value, "a number > 0")
+    require(math.isfinite(value), name, value, "finite")
     return float(value)

@@ -15,6 +15,7 @@ from typing import Any
 
 from tlt_megatron.config.experts_shape import ExpertsConfig, read_experts
 from tlt_megatron.config.json_numbers import read_number, read_size
+from tlt_megatron.config.ranges import require
 
 ROPE_KINDS = {  # and what config.json must say of each
     "default": (),
@@ -124,10 +125,8 @@ def load_model_config(path: str | Path, key: str = "model.path") -> ModelConfig:
     `key` is the setting that holds the path.
     """
     file = Path(path) / "config.json"
-    if not str(path) or not file.is_file():
-        raise ValueError(
-            f"{key}={str(path)!r}: must be a folder with config.json and safetensors (GGUF cannot be trained)"
-        )
+    rule = "a folder with config.json and safetensors (GGUF cannot be trained)"
+    require(bool(str(path)) and file.is_file(), key, str(path), rule)
     hf = read_json(file)
     try:
         return _model_config(hf)
@@ -136,10 +135,8 @@ def load_model_config(path: str | Path, key: str = "model.path") -> ModelConfig:
 
 
 def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
-    kind = hf.get("model_type")
-    if kind not in FAMILIES:
-        allowed = ", ".join(FAMILIES)
-        raise ValueError(f"model_type={kind!r} is not supported; must be one of {allowed}")
+    kind = hf.get("model_type", "")
+    require(kind in FAMILIES, "model_type", kind, f"one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     _check_options(hf)
     heads = read_size(hf, "num_attention_heads")
@@ -147,12 +144,10 @@ def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
     hidden = read_size(hf, "hidden_size")
     head_dim = read_size(hf, "head_dim", family.head_dim or hidden // heads, hidden // heads)
     rope = rope_config(hf, family.partial_rotary_factor)
-    if head_dim % 2 or int(head_dim * rope.partial_rotary_factor) % 2:
-        raise ValueError(f"head_dim={head_dim}: must be even, rotary embeddings turn pairs")
-    if heads % kv_heads:
-        raise ValueError(
-            f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
-        )
+    is_even = head_dim % 2 == 0 and int(head_dim * rope.partial_rotary_factor) % 2 == 0
+    require(is_even, "head_dim", head_dim, "even, rotary embeddings turn pairs")
+    rule = f"a multiple of num_key_value_heads={kv_heads}"
+    require(heads % kv_heads == 0, "num_attention_heads", heads, rule)
     positions = read_size(hf, "max_position_embeddings")
     if rope.kind == "yarn":  # Qwen's folders keep the number of the context before the scaling
         positions = max(positions, int(rope.factor * rope.original_max_position_embeddings))
@@ -190,18 +185,15 @@ def _check_options(hf: Mapping[str, Any]) -> None:
         *([("sliding_window", None)] if kind == "mistral" else []),
     ):
         value = hf.get(option, allowed)
-        if value != allowed:
-            raise ValueError(f"{option}={value!r} is not supported; only {allowed!r}")
-    if FAMILIES[kind].has_qkv_bias is False and hf.get("attention_bias", False):
-        raise ValueError(
-            f"attention_bias=True is not supported for {kind} (it also puts a bias on o_proj)"
-        )
-    layer_types = hf.get("layer_types") or []
-    if not isinstance(layer_types, list):
-        raise ValueError(f"layer_types={layer_types!r}: must be a list")
-    for other in layer_types:
-        if other != "full_attention":
-            raise ValueError(f"layer_types with {other} is not supported; only full_attention")
+        require(value == allowed, option, value, repr(allowed))
+    has_bias = hf.get("attention_bias", False)
+    rule = f"false for {kind} (it also puts a bias on o_proj)"
+    can_have = FAMILIES[kind].has_qkv_bias is not False
+    require(can_have or not has_bias, "attention_bias", has_bias, rule)
+    types = hf.get("layer_types") or []
+    require(isinstance(types, list), "layer_types", types, "a list")
+    for layer, each in enumerate(types):
+        require(each == "full_attention", f"layer_types[{layer}]", each, "'full_attention'")
 
 
 def rope_config(hf: Mapping[str, Any], partial_rotary_factor: float = 1.0) -> RopeConfig:
@@ -210,20 +202,14 @@ def rope_config(hf: Mapping[str, Any], partial_rotary_factor: float = 1.0) -> Ro
     `partial_rotary_factor` is that of the family. It counts where config.json does not say it.
     """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters={rope!r}: must be an object")
+    require(isinstance(rope, dict), "rope_parameters", rope, "an object")
     rope = {"rope_theta": hf.get("rope_theta", _DEFAULT_THETA)} | rope
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_KINDS:
-        raise ValueError(
-            f"rope_type={kind!r} is not supported; must be one of {', '.join(ROPE_KINDS)}"
-        )
+    require(kind in ROPE_KINDS, "rope_type", kind, f"one of {', '.join(ROPE_KINDS)}")
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     partial = partial_rotary_factor if partial is None else partial
-    if partial not in (1, partial_rotary_factor):
-        raise ValueError(
-            f"partial_rotary_factor={partial!r} is not supported; only {partial_rotary_factor}"
-        )
+    is_known = partial in (1, partial_rotary_factor)
+    require(is_known, "partial_rotary_factor", partial, str(partial_rotary_factor))
     missing = [name for name in ROPE_KINDS[kind] if rope.get(name) is None]
     if missing:
         raise ValueError(f"rope_type={kind!r} lacks {', '.join(missing)}")
@@ -252,8 +238,7 @@ def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
         attention = strength(read_number(given, "mscale", 1.0))
         attention /= strength(read_number(given, "mscale_all_dim", 1.0))
     truncate = given.get("truncate", True)
-    if not isinstance(truncate, bool):
-        raise ValueError(f"truncate={truncate!r}: must be true or false")
+    require(isinstance(truncate, bool), "truncate", truncate, "true or false")
     return {
         "beta_fast": read_number(given, "beta_fast", 32.0),
         "beta_slow": read_number(given, "beta_slow", 1.0),
@@ -320,11 +305,9 @@ def read_eos_token_ids(folder: Path, vocab_size: int | None = None) -> list[int]
         if eos is None:
             continue
         token_ids = eos if isinstance(eos, list) else [eos]
-        if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
-            raise ValueError(
-                f"{file}: eos_token_id={eos!r} must be an integer or a list of integers >= 0"
-            )
-        if vocab_size is not None and any(token_id >= vocab_size for token_id in token_ids):
-            raise ValueError(f"{file}: eos_token_id={eos!r} must be < vocab_size={vocab_size}")
+        name, rule = f"{file}: eos_token_id", "an integer or a list of integers >= 0"
+        require(all(type(t) is int and t >= 0 for t in token_ids), name, eos, rule)
+        fits = vocab_size is None or all(token_id < vocab_size for token_id in token_ids)
+        require(fits, name, eos, f"< vocab_size={vocab_size}")
         found += token_ids
     return found

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from tlt_megatron.config.ranges import require
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationStrategy:
@@ -28,27 +30,17 @@ class SpeculationStrategy:
 
     def __post_init__(self) -> None:
         values = (self.num_steps, self.topk, self.num_draft_tokens)
-        if self.num_retrieved < 0 or (self.num_retrieved and any(values)):
-            raise ValueError(
-                f"num_retrieved={self.num_retrieved}: must be >= 0, and 0 beside learned nodes"
-            )
+        is_alone = self.num_retrieved >= 0 and not (self.num_retrieved and any(values))
+        require(is_alone, "num_retrieved", self.num_retrieved, ">= 0, and 0 beside learned nodes")
         if not any(values):
             return
-        if min(values) < 1:
-            raise ValueError(
-                f"num_steps={self.num_steps}, topk={self.topk}, num_draft_tokens={self.num_draft_tokens}: "
-                "all must be >= 1 (all 0: speculation off)"
-            )
-        if self.num_draft_tokens > self.num_candidates:
-            raise ValueError(
-                f"num_draft_tokens={self.num_draft_tokens} exceeds the tree of num_steps={self.num_steps}, "
-                f"topk={self.topk} (at most {self.num_candidates})"
-            )
-        if self.num_draft_tokens < self.num_steps:
-            raise ValueError(
-                f"num_draft_tokens={self.num_draft_tokens} is below num_steps={self.num_steps}: "
-                "the last steps could never be accepted"
-            )
+        rule = "all >= 1 (all 0: speculation off)"
+        require(min(values) >= 1, "num_steps, topk, num_draft_tokens", values, rule)
+        size, most = self.num_draft_tokens, self.num_candidates
+        rule = f"<= {most}, the tree of num_steps={self.num_steps}, topk={self.topk}"
+        require(size <= most, "num_draft_tokens", size, rule)
+        rule = f">= num_steps={self.num_steps}: the last steps could never be accepted"
+        require(size >= self.num_steps, "num_draft_tokens", size, rule)
 
     @property
     def num_candidates(self) -> int:

@@ -39,11 +39,11 @@ def test_candidates_are_counted_by_hand() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ((4, 2, 65, 0), r"=65 exceeds the tree of num_steps=4, topk=2 \(at most 14\)"),
-        ((4, 1, 5, 0), r"num_draft_tokens=5 exceeds .* \(at most 4\)"),
-        ((8, 4, 6, 0), r"num_draft_tokens=6 is below num_steps=8"),
-        ((0, 2, 2, 0), r"num_steps=0, topk=2, num_draft_tokens=2: all must be >= 1"),
-        ((3, -1, 3, 0), "topk=-1"),
+        ((4, 2, 65, 0), r"=65: must be <= 14, the tree of num_steps=4, topk=2"),
+        ((4, 1, 5, 0), r"num_draft_tokens=5: must be <= 4, the tree"),
+        ((8, 4, 6, 0), r"num_draft_tokens=6: must be >= num_steps=8"),
+        ((0, 2, 2, 0), r"num_steps, topk, num_draft_tokens=\(0, 2, 2\): must be all >= 1"),
+        ((3, -1, 3, 0), r"topk, num_draft_tokens=\(3, -1, 3\): must be all >= 1"),
         ((1, 1, 1, -1), "num_retrieved=-1"),
         ((1, 1, 1, 4), "num_retrieved=4"),
     ],
