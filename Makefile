@@ -47,22 +47,21 @@ quickstart: quickstart-policy  ## train a tiny reasoning policy by GRPO on 2 CPU
 	  --config examples/quickstart.yaml run.dir=$(RUN_DIR)
 
 COMMIT = $(shell git describe --always --dirty)
-FIGURES_RUN ?= runs/figures-$(shell date +%Y%m%d-%H%M%S)
+FIGURES_RUNS ?= runs/figures-$(shell date +%Y%m%d-%H%M%S)
 BROWSER ?= $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
 
-figures:  ## the quickstart with and without TLT, two benchmarks, and from them all pictures and numbers of README and docs; needs Chromium
+figures: setup  ## the runs of planner, two benchmarks, and from them all pictures and numbers of README and docs; needs Chromium
 	@test -n "$(BROWSER)" || { echo "figures: needs Chromium on PATH (apt-get install chromium), or make figures BROWSER=/path/to/it" >&2; exit 1; }
-	@test -d "$(FIGURES_RUN)" || $(MAKE) --no-print-directory quickstart RUN_DIR=$(FIGURES_RUN)
-	@test -d "$(FIGURES_RUN)-plain" || $(PY) launch/torchrun.py --standalone --nproc-per-node 2 launch/pretrain_rl.py \
-	  --config examples/quickstart.yaml run.dir=$(FIGURES_RUN)-plain speculation.enabled=false spot.enabled=false
+	@$(MAKE) --no-print-directory planner PLANNER_RUNS=$(FIGURES_RUNS)
+	@sed -i '1s/{/{"commit": "$(COMMIT)",/' docs/figures/planner.json
 	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
-	@test -f $(FIGURES_RUN)-speculation.json || $(PY) -m tools.bench speculation --dtype bfloat16 --out $(FIGURES_RUN)-speculation.json
-	@test -f $(FIGURES_RUN)-step.json || $(PY) -m tools.bench step --out $(FIGURES_RUN)-step.json
+	@test -f $(FIGURES_RUNS)/speculation.json || $(PY) -m tools.bench speculation --dtype bfloat16 --out $(FIGURES_RUNS)/speculation.json
+	@test -f $(FIGURES_RUNS)/step.json || $(PY) -m tools.bench step --out $(FIGURES_RUNS)/step.json
 	@$(PY) -c "import PIL, matplotlib" 2>/dev/null || $(PY) -m pip install -q -e ".[docs]"
-	@$(PY) docs/picture.py $(FIGURES_RUN) --browser $(BROWSER)
-	@$(PY) docs/tail_picture.py $(FIGURES_RUN) $(FIGURES_RUN)-plain --commit $(COMMIT)
-	@$(PY) docs/result_plots.py $(FIGURES_RUN) --speculation $(FIGURES_RUN)-speculation.json \
-	  --step $(FIGURES_RUN)-step.json --commit $(COMMIT)
+	@$(PY) docs/picture.py $(FIGURES_RUNS)/first --browser $(BROWSER)
+	@$(PY) docs/tail_picture.py $(FIGURES_RUNS)/first $(FIGURES_RUNS)/plain --commit $(COMMIT)
+	@$(PY) docs/result_plots.py $(FIGURES_RUNS)/first --speculation $(FIGURES_RUNS)/speculation.json \
+	  --step $(FIGURES_RUNS)/step.json --commit $(COMMIT)
 	@$(PY) docs/watch_recording.py --browser $(BROWSER)
 
 PLANNER_RUNS ?= runs/planner
@@ -70,8 +69,8 @@ PLANNER_RUNS ?= runs/planner
 planner: quickstart-policy  ## five quickstarts, 12 minutes, and the seconds that tlt plan predicts for three of them from the other two
 	@run() { test -f $(PLANNER_RUNS)/$$1/summary.json || $(PY) launch/torchrun.py --standalone --nproc-per-node 2 \
 	  launch/pretrain_rl.py --config examples/quickstart.yaml run.dir=$(PLANNER_RUNS)/$$1 "$${@:2}"; }; \
-	run first; run second run.seed=1; run plain speculation.enabled=false spot.enabled=false; \
-	run batch run.seed=2 rollout.num_prompts=16; run short run.seed=3 rollout.max_new_tokens=200
+	run first && run second run.seed=1 && run plain speculation.enabled=false spot.enabled=false && \
+	run batch run.seed=2 rollout.num_prompts=16 && run short run.seed=3 rollout.max_new_tokens=200
 	@$(VENV)/bin/tlt plan examples/quickstart.yaml --ranks 2 run.device=cpu \
 	  $(addprefix --simulate $(PLANNER_RUNS)/,first second) $(addprefix --against $(PLANNER_RUNS)/,plain batch short) \
 	  --figure docs/figures/planner.svg

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="with these settings too, of which ranks=N is one; may be repeated",
     )
     add("--memory", type=float, default=0.0, metavar="GIB", help="that a rank has")
-    add("--figure", default="", metavar="FILE.svg", help="timeline of a step, seconds by phase")
+    add("--figure", default="", metavar="FILE.svg", help="a step over time, seconds by phase")
     add(
         "words",
         nargs="+",
@@ -57,6 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not files:
         parser.error("CONFIG.yaml is missing")
     overrides = [word for word in given.words if "=" in word]
+    if given.figure and not given.figure.endswith(".svg"):
+        parser.error(f"--figure {given.figure}: must end in .svg")
     candidates = [
         _candidate(files, [*overrides, *shlex.split(text)], given.ranks, text or "as given")
         for text in ("", *given.compare)

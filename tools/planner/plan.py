@@ -4,6 +4,7 @@ with TLT, and which of them to take.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ def print_plan(
     distribution; the default is that of the recorded runs. Of each finished run of `against`, its
     own configuration is predicted for its own lengths, and its seconds are printed beside the
     predicted ones. A candidate fits if a rank has `memory_bytes`; 0.0: not known. `figure` is the
-    SVG to write.
+    SVG to write, with the seconds by phase in a JSON beside it.
     """
     recordings = [read_recording(Path(run)) for run in runs]
     finished = {run: read_recording(Path(run)) for run in against}
@@ -69,6 +70,7 @@ def print_plan(
         shown = {name: found[name] for name in ("plain", plans[0].best, "TLT")}
         title = f"The last of {found['plain'].num_steps} predicted steps, {plans[0].candidate.replicas} replicas"
         Path(figure).write_text(draw(title, shown, bars), encoding="utf-8")
+        Path(figure).with_suffix(".json").write_text(json.dumps(bars, indent=1) + "\n", "utf-8")
 
 
 def _by_phase(found: Prediction) -> dict[str, float]:

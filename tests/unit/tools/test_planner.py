@@ -155,6 +155,15 @@ def test_figure_shows_both_replicas_and_the_phases(plan, tmp_path: Path) -> None
     drawn = ElementTree.parse(path).getroot()
     texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert {"plain", "TLT", "update_actor", "run, predicted", "run, measured"} <= set(texts)
+    seconds = json.loads(path.with_suffix(".json").read_text("utf-8"))
+    assert seconds["run, measured"]["gen"] > 0.0
+    assert seconds.keys() <= set(texts)
+
+
+def test_figure_of_another_form_is_refused(plan, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        plan("--simulate", "absent", "--figure", "plan.png")
+    assert "--figure plan.png: must end in .svg" in capsys.readouterr().err
 
 
 def test_partial_rollouts_end_a_step_with_enough_complete_groups(plan, tmp_path: Path) -> None:
