@@ -4,9 +4,6 @@ launch costs.
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,21 +11,11 @@ from contextlib import suppress
 
 from tools.gpu.machine import Figures, Machine, seconds_of
 
-# What some stage imports. Only torch is needed by all.
-_PACKAGES = """torch triton numpy transformers tokenizers megatron-core pytest pytest-timeout pyyaml safetensors psutil
-    pyarrow rich tensorboard math-verify packaging transformer-engine sglang"""
 _QUERY = "name,memory.total,driver_version,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
 
 
 def machine(machine: Machine) -> Iterator[Figures]:
-    """Yield versions, what is missing, and the GPU's properties."""
-    versions, missing = {}, []
-    for name in _PACKAGES.split():
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
-    yield {"missing": " ".join(missing) or "nothing", "python": platform.python_version()}
+    """Yield the GPU's properties, and what `tlt doctor` finds."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
         found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -45,7 +32,10 @@ def machine(machine: Machine) -> Iterator[Figures]:
             "capability": f"{gpu.major}.{gpu.minor}",
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # pyright: ignore[reportAttributeAccessIssue]
         }
-    yield {"cores": os.cpu_count() or 0, "versions": versions}
+    from tlt_megatron.doctor import examine
+
+    for finding in examine():
+        yield {finding.name: f"{finding.found} {finding.advice}".strip()}
 
 
 def rates(machine: Machine) -> Iterator[Figures]:
