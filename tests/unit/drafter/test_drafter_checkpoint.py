@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model
-from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import (
     load_draft_config,
     load_drafter,
@@ -45,30 +43,6 @@ def test_a_loaded_drafter_is_the_saved_one(architecture: str, tmp_path: Path) ->
     assert load_trainer_state(tmp_path / "d") is None
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_files_are_what_sglang_reads(architecture: str, tmp_path: Path) -> None:
-    model = make_draft_model(architecture)
-    save_drafter(
-        tmp_path,
-        model,
-        DrafterTrainer(model, section_for(architecture)).state_dict(),
-        dtype=torch.bfloat16,
-    )
-    assert [file.name for file in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
-    tensors = load_file(tmp_path / "model.safetensors")
-    assert set(tensors) == set(model.state_dict())
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    config = json.loads((tmp_path / "config.json").read_text())
-    name = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}[architecture]
-    assert config["architectures"] == [name]
-    assert config["tie_word_embeddings"] is False
-    assert config["num_hidden_layers"] == 1
-    assert config["dtype"] == "bfloat16"
-    if architecture == "eagle3":
-        assert config["draft_vocab_size"] is None
-        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     "rope",
     [
@@ -88,10 +62,6 @@ def test_transformers_reads_the_same_sizes_and_rope(rope: RopeConfig, tmp_path: 
         assert getattr(seen, name) == getattr(model.config, name)
     assert seen.rms_norm_eps == model.config.rms_norm_eps
     assert load_draft_config(tmp_path) == model.config
-
-
-def section_for(architecture: str) -> DrafterSection:
-    return DrafterSection(algorithm=architecture)
 
 
 def test_drafter_of_another_target_is_refused_and_a_later_self_is_not(tmp_path: Path) -> None:

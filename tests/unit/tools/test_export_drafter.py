@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ from tools.export_drafter import (
 )
 
 ARCHITECTURES = ("eagle", "eagle3")
+ROPE = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_max_position_embeddings=32)
 
 
 def save(path: Path, model: DraftModel) -> Path:
@@ -44,19 +46,31 @@ def target_of(model: DraftModel) -> Target:
     return Target(embedding_VD=model.embedding_VD.float(), lm_head_VD=model.lm_head_VD.float())
 
 
+def check_rope(folder: Path) -> None:
+    """Transformers 5 reads `rope_parameters`, and transformers 4 the other two keys."""
+    config = read_layout(folder).config
+    assert config["rope_theta"] == ROPE.theta
+    assert config["rope_scaling"] == config["rope_parameters"]
+    seen = load_model_config(folder)
+    assert (seen.rope, seen.hidden_size, seen.head_dim) == (ROPE, HIDDEN_SIZE, 6)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_sglang_gets_what_its_loader_names(architecture: str, tmp_path: Path) -> None:
     model = make_draft_model(architecture)
+    model.config = dataclasses.replace(model.config, rope=ROPE)
     source, out = save(tmp_path / "d", model), tmp_path / "out"
     export_drafter(source, out, "sglang", target_of(model), dtype=torch.bfloat16)
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
     config, tensors = read_layout(out).config, read_layout(out).tensors
-    assert config["rope_theta"] == 100.0
+    check_rope(out)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert config["dtype"] == "bfloat16"
+    assert config["tie_word_embeddings"] is False
     if architecture == "eagle3":
         assert config["architectures"] == ["LlamaForCausalLMEagle3"]
         assert config["draft_vocab_size"] is None
+        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
         assert tensors["fc.weight"].shape == (HIDDEN_SIZE, 3 * HIDDEN_SIZE)
         assert tensors["midlayer.self_attn.q_proj.weight"].shape == (24, 2 * HIDDEN_SIZE)
     else:
@@ -70,8 +84,10 @@ def test_sglang_gets_what_its_loader_names(architecture: str, tmp_path: Path) ->
 
 def test_vllm_counts_layers_from_before(tmp_path: Path) -> None:
     model = make_draft_model("eagle3")
+    model.config = dataclasses.replace(model.config, rope=ROPE)
     out = tmp_path / "out"
     export_drafter(save(tmp_path / "d", model), out, "vllm")
+    check_rope(out)
     config = json.loads((out / "config.json").read_text())
     assert model.config.aux_layer_ids == (0, 1, 2)
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
@@ -103,33 +119,6 @@ def fc_outputs(model: DraftModel, embedding_VD: Tensor, bias_D: Tensor) -> Tenso
     """What fc gives on every token with a hidden state of ones."""
     pairs = torch.cat((embedding_VD, torch.ones_like(embedding_VD)), dim=1)
     return pairs @ model.fc.weight.detach().T + bias_D.detach()
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("format", ["sglang", "vllm"])
-def test_transformers_reads_sizes_and_rope_of_every_layout(
-    format: str, architecture: str, tmp_path: Path
-) -> None:
-    rope = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_max_position_embeddings=32)
-    model = make_draft_model(architecture)
-    source, out = save(tmp_path / "d", model), tmp_path / "out"
-    config = json.loads((source / "config.json").read_text())
-    config["rope_parameters"] = {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-    (source / "config.json").write_text(json.dumps(config))
-    export_drafter(source, out, format, target_of(model))
-    written = json.loads((out / "config.json").read_text())
-    assert written["rope_theta"] == 5e5  # the keys of transformers 4, too
-    assert written["rope_scaling"] == written["rope_parameters"] == config["rope_parameters"]
-    seen = load_model_config(out)
-    assert seen.rope == rope
-    assert (seen.hidden_size, seen.head_dim, seen.num_layers) == (HIDDEN_SIZE, 6, 1)
 
 
 def test_a_bias_that_no_embedding_can_carry_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.routes import open_mixture
 from tests.tiny_models import make_tiny_hf
-from tests.unit.engines.conftest import engine_over
+from tests.unit.engines.conftest import engine_over, make_prompts
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.base import LaterPrompts
@@ -91,14 +91,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def draw_prompts(count: int) -> list[Prompt]:
     draw = random.Random(4)
-    return [
-        Prompt(
-            prompt_id=str(i),
-            draw_index=i,
-            token_ids=tuple(draw.randrange(48) for _ in range(draw.randint(1, 70))),
-        )
-        for i in range(count)
-    ]
+    return make_prompts(*(draw.randint(1, 70) for _ in range(count)))
 
 
 def converse(
@@ -242,7 +235,7 @@ def test_a_later_prompt_that_was_not_announced_is_refused(tiny_path: Path) -> No
     [prompt] = draw_prompts(1)
     limit = len(prompt.token_ids) + PARAMS.max_new_tokens + SETTINGS["max_observation_tokens"]
     longer = replace(prompt, token_ids=(1,) * (limit - PARAMS.max_new_tokens + 1))
-    message = f"prompt '0' and its response need {limit + 1} positions: .* at most {limit}"
+    message = f"prompt 'p0' and its response need {limit + 1} positions: .* at most {limit}"
     with pytest.raises(ValueError, match=message):
         engine.generate(
             [prompt], PARAMS, policy_version=1, more_prompts=lambda: LaterPrompts([longer])
