@@ -54,7 +54,7 @@ class CriticTrainer:
             for name, value in self.model.forward_backward(batches, loss_fn).items():
                 totals[name] += value
             stats.append(self.model.optimizer_step())
-        sums = sum_metrics(totals, [self.groups.dp])
+        sums = sum_metrics(totals, self.groups.dp)
         loss_count, num_tokens = sums.pop("loss_count"), sums.pop("num_tokens")
         loss = sums["vf_loss"] / max(loss_count, 1)  # 0: all are masked
         self._health.check_updates(step, stats, loss, self.groups.world)

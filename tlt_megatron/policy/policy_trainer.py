@@ -328,7 +328,7 @@ class PolicyTrainer:
         return gather_values(scored, mine, self.groups.dp)
 
     def _means(self, totals: dict[str, float]) -> dict[str, float]:
-        sums = sum_metrics(dict(totals), [self.groups.dp])
+        sums = sum_metrics(totals, self.groups.dp)
         loss_count, num_tokens = sums.pop("loss_count"), sums.pop("num_tokens")
         return {
             name if "/" in name else f"actor/{name}": value

@@ -57,27 +57,17 @@ def agree_any(flag: bool, group: Group) -> bool:
     return any(gather_objects(flag, group))
 
 
-def sum_metrics(metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, float]:
-    """Sum by key over the members of each group in turn.
-
-    A key that a member lacks counts as zero.
-    """
-    for group in groups:
-        parts = gather_objects(metrics, group)
-        names = sorted(set().union(*parts))
-        metrics = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
-    return metrics
+def sum_metrics(metrics: Mapping[str, float], group: Group) -> dict[str, float]:
+    """Sum by key over the members. A key that a member lacks counts as zero."""
+    parts = gather_objects(dict(metrics), group)
+    names = sorted(set().union(*parts))
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
 
 def max_by_name(values: Mapping[Name, float], group: Group) -> dict[Name, float]:
     """Return the maximum of each value over the members, which have the same names."""
-    names = sorted(values)
-    tensor = torch.tensor([values[name] for name in names], dtype=torch.float64)
-    if group.size > 1 and names:
-        tensor = tensor.to(_device_of(group))
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.of_torch)
-    largest = dict(zip(names, tensor.tolist(), strict=True))
-    return {name: largest[name] for name in values}  # as this member has them
+    parts = gather_objects(dict(values), group)
+    return {name: max(part[name] for part in parts) for name in values}  # as this member has them
 
 
 def barrier(group: Group) -> None:
