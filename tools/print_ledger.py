@@ -34,6 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--ranks", type=int, required=True, help="GPUs (or CPU ranks) of the run")
     add("--simulate", action="append", default=[], metavar="RUN", help="folder; may be repeated")
     add("--lengths", default="", metavar="MEDIAN,P99", help="assumed, in tokens")
+    add("--machine", choices=["h100", "h200"], help="computed, where no run is recorded")
+    add("--accept-rate", type=float, metavar="SHARE", help="of drafted tokens, with --machine")
     add("--against", action="append", default=[], metavar="RUN", help="finished; may be repeated")
     add(
         "--compare",
@@ -53,6 +55,13 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_intermixed_args(arguments)
     if given.ranks < 1:
         parser.error(f"--ranks {given.ranks}: must be >= 1")
+    if given.machine and (given.simulate or given.accept_rate is None or not given.lengths):
+        raise ValueError("--machine needs --lengths and --accept-rate, and no --simulate")
+    needy = given.lengths or given.against or given.compare or given.figure
+    if needy and not (given.simulate or given.machine):
+        raise ValueError(
+            "--lengths, --against, --compare and --figure need --simulate or --machine"
+        )
     files = [word for word in given.words if "=" not in word]
     if not files:
         parser.error("CONFIG.yaml is missing")
@@ -66,17 +75,17 @@ def main(arguments: list[str] | None = None) -> None:
     config = candidates[0].config
     print("\n".join(candidates[0].ledger.lines()))
     print(describe_checkpoint(config, given.ranks))
-    if given.simulate:
+    if given.simulate or given.machine:
         print_plan(
             candidates,
             given.simulate,
             lengths=given.lengths,
+            gpu=(given.machine or "").upper(),
+            accept_rate=given.accept_rate or 0.0,
             against=given.against,
             memory_bytes=given.memory * 2**30,
             figure=given.figure,
         )
-    elif given.lengths or given.against or given.compare or given.figure:
-        parser.error("--lengths, --against, --compare and --figure need --simulate RUN")
 
 
 def _candidate(files: list[str], words: list[str], ranks: int, name: str) -> Candidate:

@@ -25,7 +25,7 @@ from tools.gpu.shapes import QWEN_2_5_7B
 QWEN_2_5_32B = replace(
     QWEN_2_5_7B, hidden_size=5120, num_heads=40, num_kv_heads=8, num_layers=64, ffn_size=27648
 )
-_ITEM_BYTES = 2  # bfloat16
+ITEM_BYTES = 2  # bfloat16
 # models/attention/kernels.py without a fused kernel: keys and values are read, copied and read;
 # passes over float32 scores.
 _TORCH_KV_READS, _TORCH_SCORE_BYTES = 3, 72
@@ -73,7 +73,7 @@ class Decoding:
         sizes = ModelSizes(self.model)
         kv = self.batch * self.context * sizes.kv * (sizes.num_layers + 1)
         held = sizes.total + drafter_parameters(sizes) + kv
-        return held * _ITEM_BYTES <= gpu.num_bytes * self.num_gpus
+        return held * ITEM_BYTES <= gpu.num_bytes * self.num_gpus
 
     def pass_s(self, gpu: Gpu, rows: int, *, is_draft: bool = False) -> float:
         """Return the seconds of a pass with `rows` tokens per sequence, of the target or the
@@ -84,9 +84,9 @@ class Decoding:
         layers = drafter_parameters(sizes) if is_draft else num_layers * sizes.layer
         weights = layers + sizes.table + sizes.hidden  # the LM head; of the embedding only rows
         cached = self.batch * self.context * num_layers
-        num_bytes = _ITEM_BYTES * (weights + cached * sizes.kv)
+        num_bytes = ITEM_BYTES * (weights + cached * sizes.kv)
         if not self.has_kernel:
-            num_bytes += _ITEM_BYTES * cached * sizes.kv * (_TORCH_KV_READS - 1)
+            num_bytes += ITEM_BYTES * cached * sizes.kv * (_TORCH_KV_READS - 1)
             num_bytes += cached * rows * self.model.num_heads * _TORCH_SCORE_BYTES
         num_operations = 2 * self.batch * rows * weights + 4 * cached * rows * sizes.query
         return max(num_bytes / gpu.bandwidth, num_operations / gpu.peak) / self.num_gpus

@@ -55,17 +55,20 @@ class Plan:
 
 
 def variants(config: RunConfig, machine: Machine) -> list[Variant]:
-    """Return the ways that are compared. "TLT" begins without a drafter if none is configured."""
+    """Return the ways that are compared. "TLT" begins without a drafter if none is configured, and
+    is left out if nothing is known about drafter training.
+    """
     section, end = config.speculation, machine.max_updates
     strategies = section.parsed_strategies
     machine.check(strategies)
     frozen = Variant(name="frozen", strategies=strategies, selector=section.selector, updates=end)
     begin = end if section.drafter else 0.0
+    tlt = replace(frozen, name="TLT", trains_drafter=True, updates=begin)
     return [
         PLAIN,
         *(Variant(name=f"always {s}", strategies=[s], updates=end) for s in strategies),
         frozen,
-        replace(frozen, name="TLT", trains_drafter=True, updates=begin),
+        *([tlt] if machine.updates_per_idle_s else []),
     ]
 
 

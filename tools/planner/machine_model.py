@@ -26,6 +26,7 @@ class Accepted:
 class Machine(Protocol):
     """Recorded (recorded_machine.py) or computed (computed_machine.py)."""
 
+    source: str  # where its numbers are from
     max_updates: float  # optimizer steps of the drafter at the end of the recordings
     updates_per_idle_s: float  # optimizer steps that an idle rank-second brings; 0.0: no training
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from tlt_megatron.config.load import load_config
 from tools.bench.measure import print_table
+from tools.bench.roofline import GPUS
 from tools.planner.candidates import PLAIN, Candidate, Plan, predict, variants
+from tools.planner.computed_machine import ComputedMachine
 from tools.planner.lengths import lognormal, resampled
 from tools.planner.machine_model import PHASES, Machine
 from tools.planner.plan_figure import draw
@@ -31,6 +33,8 @@ def print_plan(
     runs: Sequence[str],
     *,
     lengths: str = "",
+    gpu: str = "",
+    accept_rate: float = 0.0,
     against: Sequence[str] = (),
     memory_bytes: float = 0.0,
     figure: str = "",
@@ -38,14 +42,44 @@ def print_plan(
     """Print the predictions from recorded `runs`. ValueError names what a run or an option lacks.
 
     The first candidate is shown by phase. `lengths`, "median,p99", assumes a lognormal
-    distribution; the default is that of the recorded runs. Of each finished run of `against`, its
-    own configuration is predicted for its own lengths, and its seconds are printed beside the
-    predicted ones. A candidate fits if a rank has `memory_bytes`; 0.0: not known. `figure` is the
-    SVG to write, with the seconds by phase in a JSON beside it.
+    distribution; the default is that of the recorded runs. Without runs, `gpu` and `accept_rate`
+    make a `ComputedMachine`. Of each finished run of `against`, its own configuration is predicted
+    for its own lengths, and its seconds are printed beside the predicted ones. A candidate fits if
+    a rank has `memory_bytes`; 0.0: not known. `figure` is the SVG to write, with the
+    seconds by phase in a JSON beside it.
     """
-    recordings = [read_recording(Path(run)) for run in runs]
     finished = {run: read_recording(Path(run)) for run in against}
-    machine = RecordedMachine(recordings)
+    recordings = [read_recording(Path(run)) for run in runs]
+    recorded = [batch for recording in recordings for batch in recording.batches]
+    machines: list[Machine]
+    if runs:
+        _check_layouts(candidates, runs)
+        machines = [RecordedMachine(recordings)] * len(candidates)
+    else:
+        machines = [
+            ComputedMachine(GPUS[gpu], each.config, each.ranks, accept_rate) for each in candidates
+        ]
+        memory_bytes = memory_bytes or GPUS[gpu].num_bytes
+    plans = []
+    for each, machine in zip(candidates, machines, strict=True):
+        rollout = each.config.rollout
+        batches = lognormal(rollout, lengths) if lengths else resampled(rollout, recorded)
+        plans.append(predict(each, machine, batches))
+    _print_phases(plans[0], machines[0].source)
+    _print_strategies(*list(plans[0].found.items())[-1])
+    _print_choice(plans, memory_bytes)
+    bars: Bars = {name: _by_phase(each) for name, each in plans[0].found.items()}
+    for run, recording in finished.items():
+        bars |= _print_errors(run, recording, machines[0])
+    if figure:
+        found, fixed = plans[0].found, [n for n in plans[0].found if n.startswith("always")]
+        shown = {name: each for name, each in found.items() if name not in fixed}
+        title = f"The last of {found['plain'].num_steps} predicted steps, {machines[0].source}, {plans[0].candidate.replicas} replicas"
+        Path(figure).write_text(draw(title, shown, bars), encoding="utf-8")
+        Path(figure).with_suffix(".json").write_text(json.dumps(bars, indent=1) + "\n", "utf-8")
+
+
+def _check_layouts(candidates: Sequence[Candidate], runs: Sequence[str]) -> None:
     for run in runs:
         layout = load_config(Path(run) / "config.yaml").parallel
         for each in candidates:
@@ -53,31 +87,13 @@ def print_plan(
                 raise ValueError(
                     f"--simulate {run}: has {layout}, unlike {each.name}; record a run of each layout"
                 )
-    plans = []
-    for each in candidates:
-        rollout = each.config.rollout
-        recorded = [batch for recording in recordings for batch in recording.batches]
-        batches = lognormal(rollout, lengths) if lengths else resampled(rollout, recorded)
-        plans.append(predict(each, machine, batches))
-    _print_phases(plans[0])
-    _print_strategies(plans[0].found["TLT"])
-    _print_choice(plans, memory_bytes)
-    bars: Bars = {name: _by_phase(each) for name, each in plans[0].found.items()}
-    for run, recording in finished.items():
-        bars |= _print_errors(run, recording, machine)
-    if figure:
-        found = plans[0].found
-        shown = {name: found[name] for name in ("plain", plans[0].best, "TLT")}
-        title = f"The last of {found['plain'].num_steps} predicted steps, {plans[0].candidate.replicas} replicas"
-        Path(figure).write_text(draw(title, shown, bars), encoding="utf-8")
-        Path(figure).with_suffix(".json").write_text(json.dumps(bars, indent=1) + "\n", "utf-8")
 
 
 def _by_phase(found: Prediction) -> dict[str, float]:
     return {phase: seconds / found.num_steps for phase, seconds in found.phases.items()}
 
 
-def _print_phases(plan: Plan) -> None:
+def _print_phases(plan: Plan, source: str) -> None:
     found = plan.found
     plain_s, steps = found["plain"].step_s, found["plain"].num_steps
     shown = [phase for phase in PHASES if any(each.phases[phase] for each in found.values())]
@@ -88,11 +104,11 @@ def _print_phases(plan: Plan) -> None:
     rows.append(["step", *(each.step_s for each in found.values())])
     rows.append(["times as fast as plain", *(plain_s / each.step_s for each in found.values())])
     rows.append(["idle rank-seconds", *(each.idle_s / each.num_steps for each in found.values())])
-    title = f"seconds of a step, mean of {steps}, {plan.candidate.replicas} replicas"
+    title = f"seconds of a step, {source}, mean of {steps}, {plan.candidate.replicas} replicas"
     print_table(title, ["", *found], rows)
 
 
-def _print_strategies(found: Prediction) -> None:
+def _print_strategies(name: str, found: Prediction) -> None:
     by_octave: dict[int, Counter[str]] = {}
     for (strategy, batch_size), count in found.passes.items():
         by_octave.setdefault(int(math.log2(batch_size)), Counter())[strategy] += count
@@ -100,7 +116,8 @@ def _print_strategies(found: Prediction) -> None:
     for octave, counts in sorted(by_octave.items()):
         shares = (f"{name} {n / counts.total():.0%}" for name, n in counts.most_common(3))
         rows.append([f"{2**octave}-{2 ** (octave + 1) - 1}", ", ".join(shares)])
-    print_table("strategies of TLT by running requests", ["requests", "passes"], rows, num_names=2)
+    title = f"strategies of {name} by running requests"
+    print_table(title, ["requests", "passes"], rows, num_names=2)
 
 
 def _print_choice(plans: Sequence[Plan], memory_bytes: float) -> None:
@@ -110,7 +127,8 @@ def _print_choice(plans: Sequence[Plan], memory_bytes: float) -> None:
     problems = [_problem(plan.candidate, memory_bytes) for plan in plans]
     rows = []
     for plan, problem in zip(plans, problems, strict=True):
-        steps = [plan.found[name].step_s for name in ("plain", "frozen", "TLT")]
+        tlt_s = plan.found["TLT"].step_s if "TLT" in plan.found else None
+        steps = [plan.found["plain"].step_s, plan.found["frozen"].step_s, tlt_s]
         gib = plan.candidate.ledger.peak_bytes / 2**30
         fits = ("no" if problem else "yes") if memory_bytes else "-"
         rows.append([plan.candidate.name, *steps, plan.best, plan.responses_per_rank_s, gib, fits])

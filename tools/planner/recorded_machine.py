@@ -21,6 +21,8 @@ _CONSTANT = ("publish_drafter", "update_weights", "rest")  # whatever the batch
 class RecordedMachine:
     """The mean of one or more recordings of one policy on one machine."""
 
+    source = "as recorded"
+
     def __init__(self, recordings: Sequence[Recording]) -> None:
         rows: dict[str, list[tuple[float, PassTotals]]] = {}
         for recording in recordings:

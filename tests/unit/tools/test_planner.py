@@ -166,6 +166,19 @@ def test_figure_of_another_form_is_refused(plan, capsys: pytest.CaptureFixture[s
     assert "--figure plan.png: must end in .svg" in capsys.readouterr().err
 
 
+def test_without_a_recorded_run_a_roofline_is_computed_and_called_so(plan) -> None:
+    words = ("--machine", "h100", "--lengths", "4,8", "--accept-rate")
+    code, text, table = plan(*words, "0.9")
+    assert code == 0, text
+    assert "computed, not measured" in text
+    plain, fixed, _ = table["times as fast as plain"]  # and frozen; TLT is not known
+    assert plain == 1.0 < fixed
+    _, _, table = plan(*words, "0")
+    assert table["times as fast as plain"][1] < 1.0
+    code, text, _ = plan(*words, "1.5")
+    assert (code, "--accept-rate 1.5: must be in [0, 1)" in text) == (2, True)
+
+
 def test_partial_rollouts_end_a_step_with_enough_complete_groups(plan, tmp_path: Path) -> None:
     run = str(_record(tmp_path / "run"))
     words = ("rollout.partial_rollout_tokens=4", "algorithm.tis_cap=2")
@@ -201,6 +214,7 @@ def test_longer_responses_take_longer(plan, tmp_path: Path) -> None:
         (["speculation.strategies=[4_1_4]"], "4_1_4 did not run in the recorded runs"),
         (["--compare", "ranks=none"], "--compare ranks=none: must be >= 1"),
         (["parallel.context=2"], "unlike as given; record a run of each layout"),
+        (["--machine", "h100"], "--machine needs --lengths and --accept-rate, and no --simulate"),
         (["--against", "nowhere"], "nowhere: has no metrics.jsonl"),
     ],
 )

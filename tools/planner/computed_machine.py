@@ -1,0 +1,80 @@
+"""A roofline in place of recorded runs: seconds from the data sheet of a GPU and the sizes of a
+model. Real steps take longer: see tools/bench/roofline.py for what it leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.sizes import ModelSizes
+from tools.bench.roofline import ITEM_BYTES, Decoding, Gpu
+from tools.planner.machine_model import Accepted
+
+_CONTEXT_STEP = 256  # tokens to which contexts are rounded, so that passes are computed once
+
+
+class ComputedMachine:
+    """GPUs whose drafter has one acceptance, which is assumed."""
+
+    source = "computed, not measured"
+    max_updates = updates_per_idle_s = 0.0  # how a drafter learns cannot be computed
+
+    def __init__(self, gpu: Gpu, config: RunConfig, ranks: int, accept_rate: float) -> None:
+        """`accept_rate` is the chance that a pass accepts a depth if it accepts the one above.
+
+        ValueError for a mixture of experts or a critic, whose passes are not computed.
+        """
+        self.gpu, self.config, self.ranks = gpu, config, ranks
+        self.accept_rate = accept_rate
+        self.model = load_model_config(config.model.path)
+        if self.model.experts is not None or config.has_critic:
+            raise ValueError("--machine: computes neither mixtures of experts nor a critic")
+        if not 0.0 <= accept_rate < 1.0:
+            raise ValueError(f"--accept-rate {accept_rate}: must be in [0, 1)")
+        self._pass_s = cache(self._compute)
+
+    def check(self, strategies: Sequence[SpeculationStrategy]) -> None:
+        """All strategies can be computed."""
+
+    def accepted(self, strategy: SpeculationStrategy, updates: float) -> Accepted:  # noqa: ARG002
+        by_depth = [self.accept_rate**depth for depth in range(1, strategy.depth + 1)]
+        return Accepted(tokens=1.0 + sum(by_depth), by_depth=by_depth)
+
+    def pass_seconds(self, strategy: SpeculationStrategy, batch_size: int, cached: float) -> float:
+        steps = round((self.config.data.max_prompt_tokens + cached / batch_size) / _CONTEXT_STEP)
+        return self._pass_s(strategy, batch_size, steps * _CONTEXT_STEP)
+
+    def _compute(self, strategy: SpeculationStrategy, batch_size: int, context: int) -> float:
+        decoding = Decoding(
+            model=self.model,
+            num_gpus=self.config.ranks_per_engine,
+            batch=batch_size,
+            context=context,
+        )
+        draft_s = decoding.pass_s(self.gpu, max(strategy.topk, 1), is_draft=True)
+        return strategy.num_steps * draft_s + decoding.pass_s(self.gpu, strategy.num_rows)
+
+    def phase_seconds(self, phase: str, tokens: float) -> float:
+        """Return the operations of the weights over the peak of all ranks, without attention; of a
+        weight synchronization the bytes over the bandwidth.
+        """
+        rollout, algorithm = self.config.rollout, self.config.algorithm
+        replicas = self.ranks // self.config.ranks_per_engine
+        prompts = rollout.num_prompts * self.config.data.max_prompt_tokens
+        trained = tokens * replicas + prompts * rollout.num_samples
+        params = ModelSizes(self.model).total
+        token_s = 2 * params / (self.gpu.peak * self.ranks)  # of a forward pass
+        if phase == "gen_rest":
+            return prompts * token_s
+        if phase == "old_log_prob" and algorithm.has_logprob_pass:
+            return trained * token_s
+        if phase == "update_actor":
+            passes = 4 if self.config.mcore.recompute == "full" else 3
+            return passes * algorithm.num_epochs * trained * token_s
+        if phase == "update_weights":
+            return ITEM_BYTES * params / self.gpu.bandwidth / self.config.ranks_per_engine
+        return 0.0
