@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.synthetic_decoding import SyntheticDecoding, counts_by_depth, run_selector
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.beg_mab import BegMabSelector, automatic_thresholds
 
@@ -65,20 +62,6 @@ def test_epsilon_is_the_share_of_uniform_draws() -> None:
     chosen = [decision.strategy for decision in decisions]
     assert reasons.count("explore") == pytest.approx(800, abs=126)
     assert chosen.count(SHORT) == pytest.approx(400, abs=95)
-
-
-def test_state_round_trip_repeats_every_choice() -> None:
-    world = SyntheticDecoding(seed=0)
-    selector = BegMabSelector([WIDE, LONG, SHORT, OFF], epsilon=0.3, window=20, seed=9)
-    run_selector(selector, world, [3, 7, 9, 40] * 30)
-    restored = BegMabSelector([WIDE, LONG, SHORT, OFF], epsilon=0.3, window=20, seed=0)
-    restored.load_state_dict(json.loads(json.dumps(selector.state_dict())))
-    for size in [6, 8, 2, 50, 30] * 40:
-        strategy = selector.choose(size).strategy
-        assert restored.choose(size).strategy == strategy
-        accepted, seconds = world.step(strategy, size)
-        for each in (selector, restored):
-            each.observe(strategy, size, counts_by_depth(accepted, strategy), seconds)
 
 
 def test_settings_out_of_range_are_refused() -> None:

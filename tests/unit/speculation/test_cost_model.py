@@ -7,7 +7,6 @@ speed of the machine.
 from __future__ import annotations
 
 import itertools
-import json
 from statistics import fmean
 
 import pytest
@@ -17,7 +16,6 @@ from tests.synthetic_decoding import (
     RETRIEVING_ARMS,
     SyntheticDecoding,
     counts_by_depth,
-    long_tail,
     long_tailed_lengths,
     run_rollout,
     run_selector,
@@ -181,23 +179,6 @@ def test_retrieval_goes_on_while_learned_drafts_find_no_memory() -> None:
         selector.observe(strategy, 4, counts_by_depth(accepted, strategy), seconds)
         chosen.append(strategy)
     assert sum(s.num_retrieved > 0 for s in chosen) > 180
-
-
-def test_state_round_trip_repeats_every_choice() -> None:
-    world, selector = SyntheticDecoding(seed=0), CostModelSelector(ARMS)
-    rollout = long_tail(64, scale=60)  # 64 requests, some 420 steps
-    run_selector(selector, world, rollout)
-    restored = CostModelSelector(ARMS)
-    restored.load_state_dict(json.loads(json.dumps(selector.state_dict())))
-    for step, size in enumerate(rollout):
-        world.quality = 0.8 if step < 200 else 0.3
-        decision = selector.choose(size)
-        assert restored.choose(size) == decision
-        strategy = decision.strategy
-        accepted, seconds = world.step(strategy, size)
-        counts = counts_by_depth(accepted, strategy)
-        for each in (selector, restored):
-            each.observe(strategy, size, counts, seconds, counts[: strategy.num_steps])
 
 
 def test_bad_settings_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The fixed selector, and states that do not fit."""
+"""States of selectors: what is restored, and what does not fit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import json
 
 import pytest
 
+from tests.synthetic_decoding import (
+    ARMS,
+    SyntheticDecoding,
+    counts_by_depth,
+    long_tail,
+    run_selector,
+)
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
@@ -21,6 +28,26 @@ def make_selectors() -> list[StrategySelector]:
         BegMabSelector([TREE, CHAIN, OFF]),
         CostModelSelector([CHAIN, TREE]),
     ]
+
+
+def test_a_restored_selector_repeats_every_choice() -> None:
+    rollout = long_tail(64, scale=60)  # 64 requests, some 420 steps
+    for make in (
+        lambda seed: CostModelSelector(ARMS),
+        lambda seed: BegMabSelector([*ARMS, OFF], epsilon=0.3, window=20, seed=seed),
+    ):
+        world, selector, restored = SyntheticDecoding(seed=0), make(9), make(0)
+        run_selector(selector, world, rollout)
+        restored.load_state_dict(json.loads(json.dumps(selector.state_dict())))
+        for step, size in enumerate(rollout):
+            world.quality = 0.8 if step < 200 else 0.3
+            decision = selector.choose(size)
+            assert restored.choose(size) == decision
+            strategy = decision.strategy
+            accepted, seconds = world.step(strategy, size)
+            counts = counts_by_depth(accepted, strategy)
+            for each in (selector, restored):
+                each.observe(strategy, size, counts, seconds, counts[: strategy.num_steps])
 
 
 @pytest.mark.parametrize("index", range(3))
