@@ -129,22 +129,15 @@ def _read_prompts(path: Path, tokenizer: Tokenizer, section: DataSection) -> Pro
     for row, token_ids in zip(found, encoded, strict=True):
         if not token_ids:
             raise ValueError(
-                f"{path} row {row.number}: {section.input_key}={row.prompt!r} gives no tokens, must give at least one"
+                f"{path} row {row.number}: {section.input_key}={row.text!r} gives no tokens, must give at least one"
             )
         if len(token_ids) > section.max_prompt_tokens:
-            overlong.append(row.prompt_id)
-            continue
-        rows.append(
-            Prompt(
-                prompt_id=row.prompt_id,
-                draw_index=len(rows),
-                token_ids=tuple(token_ids),
-                data_source=row.data_source,
-                ground_truth=row.ground_truth,
-                extra_info=row.extra_info,
-                messages=() if isinstance(row.prompt, str) else tuple(row.prompt),
+            overlong.append(row.prompt.prompt_id)
+        else:
+            drawn = dataclasses.replace(
+                row.prompt, draw_index=len(rows), token_ids=tuple(token_ids)
             )
-        )
+            rows.append(drawn)
     _warn(path, found, overlong, section.max_prompt_tokens)
     if not rows:
         raise ValueError(
@@ -156,7 +149,7 @@ def _read_prompts(path: Path, tokenizer: Tokenizer, section: DataSection) -> Pro
 
 def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) -> str:
     try:
-        text = tokenizer.render(row.prompt)
+        text = tokenizer.render(row.text)
         text.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
     except ValueError as error:
         where = f"{path} row {row.number}: {section.input_key}"

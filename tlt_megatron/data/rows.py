@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
+from typing import NamedTuple
 
 from tlt_megatron.config.schema import DataSection
-from tlt_megatron.types import Message
+from tlt_megatron.types import Message, Prompt
 
 _BATCH_ROWS = 1024
 _VERL_LABEL = "reward_model.ground_truth"
@@ -23,17 +23,13 @@ _OTHER_MEDIA = ("images", "videos", "audios")  # columns of data sets of verl an
 _SHOWN_CHARACTERS = 60  # of a prompt, in an error message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One row, checked but not tokenized."""
 
     number: int
-    prompt_id: str
-    prompt: str | list[Message]
-    data_source: str
-    ground_truth: str
-    extra_info: Mapping[str, object]
-    conversions: tuple[str, ...] = ()  # what was converted or may be a mistake, for a warning
+    text: str | list[Message]  # what becomes the tokens of `prompt`
+    prompt: Prompt  # without tokens and the number of its draw
+    conversions: list[str]  # what was converted or may be a mistake, for a warning
 
 
 class _RowError(ValueError):
@@ -58,10 +54,11 @@ def read_rows(path: Path, section: DataSection) -> Iterator[Row]:
 
 
 def _check_id(row: Row, seen: dict[tuple[str, str], int]) -> None:
-    first = seen.setdefault((row.data_source, row.prompt_id), row.number)
+    source, prompt_id = row.prompt.data_source, row.prompt.prompt_id
+    first = seen.setdefault((source, prompt_id), row.number)
     if first != row.number:
         raise _RowError(
-            f"id {row.prompt_id!r} of data_source {row.data_source!r} stands in row {first} already; ids (id, metadata.id, "
+            f"id {prompt_id!r} of data_source {source!r} stands in row {first} already; ids (id, metadata.id, "
             "extra_info.index) must differ within a data_source"
         )
 
@@ -127,18 +124,20 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
     for key in _OTHER_MEDIA:
         if raw.get(key):
             raise _RowError(f"{key} is not empty: the policy reads and writes text alone")
-    return Row(
-        number=number,
+    text = _text(raw, section.input_key, conversions)
+    prompt = Prompt(
         prompt_id=_prompt_id(raw) or f"{stem}:{number}",
-        prompt=_prompt(raw, section.input_key, conversions),
+        draw_index=0,
+        token_ids=(),
         data_source=_data_source(raw),
         ground_truth=_label(raw, section.label_key, conversions),
         extra_info=_extra_info(raw, conversions),
-        conversions=tuple(conversions),
+        messages=() if isinstance(text, str) else tuple(text),
     )
+    return Row(number, text, prompt, conversions)
 
 
-def _prompt(raw: dict[str, object], key: str, conversions: list[str]) -> str | list[Message]:
+def _text(raw: dict[str, object], key: str, conversions: list[str]) -> str | list[Message]:
     value = _look_up(raw, key)
     if value is None:
         raise _RowError(f"{key} is missing, must be a string or a list of messages ({_keys(raw)})")

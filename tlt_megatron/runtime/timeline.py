@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tlt_megatron.runtime.durable import read_json_lines
+from tlt_megatron.runtime.durable import read_json_lines, replace_text
 from tlt_megatron.runtime.status import RankStatus
 
 _MAX_BUFFERED = 8192  # events; at this count a span flushes, so a long step cannot fill the memory
@@ -130,10 +130,7 @@ def merge_timelines(run_dir: Path) -> Path:
     origin_ns = min((event["start_ns"] for events in ranks.values() for event in events), default=0)
     trace = [row for rank, events in ranks.items() for row in _rank_trace(rank, events, origin_ns)]
     path = run_dir / "trace.json"
-    temporary = path.with_suffix(".json.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump({"traceEvents": trace, "displayTimeUnit": "ms"}, file)
-    temporary.replace(path)
+    replace_text(path, json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
     return path
 
 
