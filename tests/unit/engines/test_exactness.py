@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,9 @@ def draw_prompts(count: int, longest: int, draw: random.Random) -> list[Prompt]:
 
 def draw_composition(
     drafter: str, number: int, draw: random.Random
-) -> tuple[list[Prompt], SamplingParams, list[list[int]], dict[str, int]]:
-    """What is asked of an engine: prompts, parameters, limits of single requests; and settings of
-    RolloutSection.
+) -> tuple[list[Prompt], SamplingParams, dict[str, int]]:
+    """What is asked of an engine: prompts with limits of their own, and parameters; and settings
+    of RolloutSection.
     """
     num_samples = draw.choice((1, 2, 4, 8))
     temperature = draw.choice((0.0, 0.6, 1.0, 1.3))
@@ -81,14 +82,16 @@ def draw_composition(
         seed=draw.randrange(1000),
     )
     num_prompts = NUM_REQUESTS // num_samples
-    prompts = draw_prompts(num_prompts, draw.choice((1, 12, 50)), draw)
-    limits = [[draw.randint(1, limit) for _ in range(num_samples)] for _ in range(num_prompts)]
+    prompts = [
+        replace(prompt, max_new_tokens=draw.randint(1, limit))
+        for prompt in draw_prompts(num_prompts, draw.choice((1, 12, 50)), draw)
+    ]
     settings = {
         "max_batch_size": draw.choice((2, 5, 16, 64)),
         "kv_cache_tokens": draw.choice((0, 0, 256, 640)),
         "prefill_chunk_tokens": draw.choice((16, 2048)),
     }
-    return prompts, params, limits, settings
+    return prompts, params, settings
 
 
 @pytest.fixture(scope="module")
@@ -170,14 +173,13 @@ def test_speculative_output_is_plain_output(
     for number in range(NUM_COMPOSITIONS):
         seed = NUM_COMPOSITIONS * case + number
         draw = random.Random(seed)
-        prompts, params, limits, settings = draw_composition(drafter, number, draw)
-        arguments = {"policy_version": 1, "max_new_tokens": limits}
-        plain = engine_over(tiny_path).generate(prompts, params, **arguments)
+        prompts, params, settings = draw_composition(drafter, number, draw)
+        plain = engine_over(tiny_path).generate(prompts, params, policy_version=1)
         engine = engine_over(tiny_path, **settings)
         chosen = make_selector(selector, seed, usable_strategies(drafter, number))
         draft_with(engine, drafters, drafter, chosen)
         for epoch in range(2 if drafter == "always_right" else 1):
-            speculative = engine.generate(prompts, params, **arguments)
+            speculative = engine.generate(prompts, params, policy_version=1)
             assert sum(len(g.rollouts) for g in speculative) == NUM_REQUESTS
             told = f"composition {seed}, epoch {epoch}, {params}, {settings}"
             assert tokens_of(speculative) == tokens_of(plain), told
