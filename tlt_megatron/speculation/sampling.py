@@ -165,18 +165,16 @@ class NoiseWindow:
         """Return [B, length, V]: the noise of positions_B and the `length` - 1 positions after
         each. Do not overwrite it.
         """
-        if self._block_BAV is not None and self._used_up_to + length > self._block_BAV.shape[1]:
-            self._used_up_to = int((positions_B - self._first_B).max())
-        if self._block_BAV is None or self._used_up_to + length > self._block_BAV.shape[1]:
-            self._block_BAV = self._block_from(seeds_B, positions_B, length)
-            self._first_B = positions_B.clone()
-            self._used_up_to = length
-            return self._block_BAV[:, :length]
-        self._used_up_to += length  # an upper bound; computed exactly when it reaches the end
-        offsets_B1 = (positions_B - self._first_B).unsqueeze(1)
-        steps = torch.arange(length, device=seeds_B.device)
-        rows_B1 = torch.arange(len(seeds_B), device=seeds_B.device).unsqueeze(1)
-        return self._block_BAV[rows_B1, offsets_B1 + steps]
+        if self._block_BAV is not None:
+            # Passes that ask for no noise move the rows on too.
+            offsets_B1 = (positions_B - self._first_B).unsqueeze(1)
+            if int(offsets_B1.max()) + length <= self._block_BAV.shape[1]:
+                rows_B1 = torch.arange(len(seeds_B), device=seeds_B.device).unsqueeze(1)
+                steps = torch.arange(length, device=seeds_B.device)
+                return self._block_BAV[rows_B1, offsets_B1 + steps]
+        self._block_BAV = self._block_from(seeds_B, positions_B, length)
+        self._first_B = positions_B.clone()
+        return self._block_BAV[:, :length]
 
     def _block_from(self, seeds_B: Tensor, positions_B: Tensor, length: int) -> Tensor:
         """Return [B, A, V], A >= length. Copies the noise that the last block has already."""

@@ -115,6 +115,11 @@ def test_a_searched_vocabulary_gives_the_tokens_of_the_whole_noise(tmp_path) -> 
     retrieved = CyclingSelector([SpeculationStrategy.parse("ngram_4")])
     speculate(engine, STRATEGIES, selector=retrieved)
     assert tokens_of(engine.generate(prompts(2), params, policy_version=1)) == tokens_of(plain)
+    # A pass that makes no noise ahead moves the rows past what an earlier pass made.
+    names = ("6_1_6", "2_1_2", *["ngram_4"] * 4, "2_1_2")
+    mixed = [SpeculationStrategy.parse(name) for name in names]
+    speculate(engine, mixed, selector=CyclingSelector(mixed))
+    assert tokens_of(engine.generate(prompts(2), params, policy_version=1)) == tokens_of(plain)
 
 
 def test_rows_speculate_while_others_wait_and_newcomers_join_them(make_engine, tiny_path) -> None:
