@@ -49,11 +49,7 @@ class DecodeBatch:
     """Sequences that decode together. Before `sample`, each has a last state or a next token."""
 
     def __init__(
-        self,
-        models: Models,
-        *,
-        max_batch_size: int,
-        speculation: Speculation | None,
+        self, models: Models, *, max_batch_size: int, speculation: Speculation | None
     ) -> None:
         """Responses have at most `models.params.max_new_tokens`."""
         model, params = models.policy, models.params
@@ -61,7 +57,8 @@ class DecodeBatch:
         draft_slots = speculation.draft_slots if speculation else 0
         self._models = models
         self._layout = KvLayout(models, draft_slots)
-        self._speculator = speculation.start(models) if speculation else None
+        self._noise = NoiseWindow(model.config.vocab_size)
+        self._speculator = speculation.start(models, self._noise) if speculation else None
         self._outputs = Outputs(max_batch_size, params.max_new_tokens + draft_slots, device)
         self.requests: list[Request] = []
         self._positions: list[int] = []  # `Rows.position` on the host
@@ -72,7 +69,6 @@ class DecodeBatch:
         # of a step that sampled the next tokens already: how the host learns which rows have ended
         self._read_ended: Callable[[], list[bool]] | None = None
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
-        self._noise = NoiseWindow(model.config.vocab_size)
         self._set_changed()
 
     # ---- rows join and leave
@@ -117,8 +113,6 @@ class DecodeBatch:
     def _set_changed(self) -> None:
         self._layout.set_changed()
         self._noise.start()
-        if self._speculator is not None:
-            self._speculator.set_changed()
         self._rows = Rows(*self._state[:, : len(self.requests)])
 
     def _advance(self, num_tokens: Sequence[int]) -> None:
@@ -211,8 +205,6 @@ class DecodeBatch:
             self._hidden_BD = layout.run(rows.token, rows.position, rows.slot, longest)
             self._state[_FIRST_GROWING:, :num_rows].add_(1)
         self._advance([1] * num_rows)
-        if self._speculator is not None:
-            self._speculator.set_changed()
         return Advance(num_rows)
 
     @property
@@ -271,6 +263,5 @@ class DecodeBatch:
         for request, count in zip(self.requests, report.num_committed, strict=True):
             request.accept_lengths.append(count)
         self._advance(report.num_committed)
-        self._noise.start()
         first = None if strategy.is_chain else report.first_by_depth[: strategy.depth]
         return Advance(sum(report.num_committed), report.num_accepted, first)

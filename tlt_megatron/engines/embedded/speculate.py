@@ -83,13 +83,13 @@ class Speculation:
             self._token_counts.load_state_dict(saved)
         self.selector.load_state_dict(state["selector"])
 
-    def start(self, models: Models) -> Speculator:
-        """Return a Speculator for one `generate` call."""
+    def start(self, models: Models, noise: NoiseWindow) -> Speculator:
+        """Return a Speculator for one `generate` call. `noise` is that of the batch."""
         self.retriever.start()
         if self._token_counts is not None:
             assert self.draft is not None
             self.draft.draft_from(self._token_counts.most_frequent().to(models.policy.device))
-        return Speculator(self, models)
+        return Speculator(self, models, noise)
 
     def finish(self, request: Request, token_ids: Sequence[int]) -> None:
         if any(strategy.num_retrieved for strategy in self.strategies):
@@ -101,17 +101,13 @@ class Speculation:
 class Speculator:
     """Drafts and verifies for the rows of a batch in lanes."""
 
-    def __init__(self, speculation: Speculation, models: Models) -> None:
+    def __init__(self, speculation: Speculation, models: Models, noise: NoiseWindow) -> None:
         self._speculation = speculation
         self._models = models
         self._drafter = None
         if speculation.draft is not None:
             self._drafter = ModelDrafter(models, speculation.draft)
-        self._noise = NoiseWindow(models.policy.config.vocab_size)
-
-    def set_changed(self) -> None:
-        """Note that the rows of the batch or their order changed, or that a plain pass ran."""
-        self._noise.start()
+        self._noise = noise
 
     def step(
         self,
