@@ -154,14 +154,8 @@ class DraftInference:
 
     def tensors_read(self) -> list[Tensor]:
         """Return what `forward` reads besides inputs and KV; graphs need fixed addresses."""
-        tensors = [t for matrix in self._matrices if matrix for t in matrix.tensors()]
-        return [
-            *tensors,
-            self._model.embedding_VD,
-            self._norm,
-            self._rms.eps,
-            self.rotary.table_SH2,
-        ]
+        own = [t for matrix in self._matrices if matrix for t in matrix.tensors()]
+        return [*own, self._model.embedding_VD, self._norm, self._rms.eps, self.rotary.table_SH2]
 
     def fuse(self, features_PF: Tensor) -> Tensor:
         """See `DraftModel.fuse`. The features must have the engine's dtype."""

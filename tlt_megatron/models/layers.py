@@ -51,17 +51,17 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Ten
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return frequencies / rope.factor
-    if rope.kind == "llama3":
+    if rope.kind == "yarn":
+        blend = _yarn_blend(rope, head_dim, dtype)
+    elif rope.kind == "llama3":
         # Low frequencies are divided by `factor` and high ones kept. Those between are blended by
         # their number of turns in the original context.
         turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
         blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         blend = blend.clamp(0.0, 1.0)
-        return (1 - blend) * frequencies / rope.factor + blend * frequencies
-    if rope.kind == "yarn":
-        blend = _yarn_blend(rope, head_dim, dtype)
-        return (1 - blend) * frequencies / rope.factor + blend * frequencies
-    return frequencies
+    else:
+        return frequencies
+    return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 
 def _yarn_blend(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:

@@ -29,6 +29,7 @@ class IndexedText:
 
     table: dict[str, str]  # shared by the responses to one prompt
     tail: str = ""  # the latest tokens, up to the length of the longest context
+    num_appended: int = 0  # tokens of the response
 
 
 @dataclass(slots=True)
@@ -86,6 +87,7 @@ class NgramIndex:
         """
         for text, row in zip(texts, token_ids, strict=True):
             self._extend(text, _characters(row))
+            text.num_appended += len(row)
 
     def propose(self, texts: Sequence[IndexedText], num_tokens: int) -> Tensor:
         """Propose the next tokens: [B, num_tokens] int64 on the CPU. `tree.UNUSED` pads each

@@ -35,10 +35,7 @@ class Intake:
     """The prompts and requests of a call: those of its start, then those of `more_prompts`."""
 
     def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        more_prompts: MorePrompts | None,
+        self, prompts: Sequence[Prompt], params: SamplingParams, more_prompts: MorePrompts | None
     ) -> None:
         self.prompts = list(prompts)
         self.requests = make_requests(prompts, params)
@@ -154,11 +151,10 @@ class Generation:
         if speculation is None:
             return OFF, "plain"
         decision = speculation.selector.choose(len(self._batch.requests))
-        if not decision.strategy.is_learned:
-            return decision.strategy, decision.reason
-        started = time.perf_counter()
-        if speculation.draft is not None and speculation.draft.refresh_if_stale():
-            self._refreshes.append((started, time.perf_counter()))
+        if decision.strategy.is_learned and speculation.draft is not None:
+            started = time.perf_counter()
+            if speculation.draft.refresh_if_stale():
+                self._refreshes.append((started, time.perf_counter()))
         return decision.strategy, decision.reason
 
     def _run_pass(self, strategy: SpeculationStrategy, reason: str) -> _Step:

@@ -224,9 +224,5 @@ def _batch_buckets(max_batch_size: int) -> tuple[int, ...]:
 
 def _length_buckets(max_length: int) -> tuple[int, ...]:
     """Return 512, 1024, 2048, ... and `max_length` itself."""
-    lengths = []
-    length = _MIN_LENGTH
-    while length < max_length:
-        lengths.append(length)
-        length *= 2
-    return (*lengths, max_length)
+    lengths = (_MIN_LENGTH << doublings for doublings in range(max_length.bit_length()))
+    return (*(length for length in lengths if length < max_length), max_length)

@@ -167,10 +167,7 @@ class GraphPool:
     def _in_lanes(self, key: GraphKey) -> GraphKey:
         """Return the capture, cut to the lanes that there are and to their length."""
         steps = self.steps
-        num_lanes = steps.cache.scratch_slot // steps.lane
-        if key.batch_size <= num_lanes and key.length <= steps.lane:
-            return key
-        batch_size = min(key.batch_size, num_lanes)
+        batch_size = min(key.batch_size, steps.cache.scratch_slot // steps.lane)
         return dataclasses.replace(key, batch_size=batch_size, length=min(key.length, steps.lane))
 
     # ---- captures and their static tensors
@@ -210,10 +207,7 @@ class GraphPool:
                 target.copy_(source)
 
         captured = _Captured(
-            state_FB=state_FB,
-            tree_3BQ=tree_3BQ,
-            outputs=outputs,
-            replay=self._memory.capture(work),
+            state_FB=state_FB, tree_3BQ=tree_3BQ, outputs=outputs, replay=self._memory.capture(work)
         )
         self._captured[key] = captured
         self.num_captures += 1

@@ -11,7 +11,9 @@ Nothing is read back, and shapes follow from shapes alone: `GraphPool` captures 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -120,8 +122,9 @@ class LaneSteps:
         self._draft = draft
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=cache.device)
         self._last_slot = cache.bias_T.shape[0] - 1
-        self._growers: dict[SpeculationStrategy, TreeGrower] = {}
-        self._views: dict[int, LaneView] = {}  # by batch size, of captured steps
+        self._grower = functools.cache(partial(TreeGrower, device=cache.device))
+        # By number of rows, of captured steps.
+        self._view = functools.cache(lambda num_rows: LaneView(cache, num_rows=num_rows, lane=lane))
         # What padding consists of: rows that write to the scratch page, and nodes below the root.
         shape = len(Rows._fields), 1
         self.padding_F1 = torch.zeros(shape, dtype=torch.int64, device=cache.device)
@@ -149,11 +152,7 @@ class LaneSteps:
         """Run the step of a graph: DRAFT returns `DraftTree.tensors`, and TARGET returns a
         `Committed`.
         """
-        view = self._views.get(key.batch_size)
-        if view is None:
-            view = LaneView(self.cache, num_rows=key.batch_size, lane=self.lane)
-            self._views[key.batch_size] = view
-        rows = Rows(*state_FB)
+        view, rows = self._view(key.batch_size), Rows(*state_FB)
         if key.strategy is not None:
             return self.draft(view, rows, key.strategy, key.num_rows, key.length).tensors
         tree = DraftTree(*tree_3BQ, depth=key.depth)
@@ -191,11 +190,7 @@ class LaneSteps:
         params = self.params
         self._write_roots(rows)
         hidden_BD, head_BD = self.extend(view, rows, num_unseen, 0, longest)
-        grower = self._growers.get(strategy)
-        if grower is None:
-            grower = TreeGrower(strategy, device=self.cache.device)
-            self._growers[strategy] = grower
-        return grower.grow(
+        return self._grower(strategy).grow(
             self._draft.logits(head_BD),
             self._expand_from(view, rows, hidden_BD, strategy, longest),
             temperature=params.temperature,

@@ -16,12 +16,10 @@ class Retriever:
     def __init__(self) -> None:
         self._index = NgramIndex()
         self._texts: dict[Request, IndexedText] = {}
-        self._num_indexed: dict[Request, int] = {}  # response tokens of each text
 
     def start(self) -> None:
         """Forget the requests of the last call, which a stop may have left unfinished."""
         self._texts.clear()
-        self._num_indexed.clear()
 
     def propose(
         self,
@@ -35,11 +33,10 @@ class Retriever:
         `latest(n)` returns the last n tokens of each response, the root included.
         """
         texts = [self._text_of(request) for request in requests]
-        unseen = []
-        for request, position in zip(requests, positions, strict=True):
-            num_drawn = position + 1 - request.state.num_tokens
-            unseen.append(num_drawn - self._num_indexed[request])
-            self._num_indexed[request] = num_drawn
+        unseen = [
+            position + 1 - request.state.num_tokens - text.num_appended
+            for request, position, text in zip(requests, positions, texts, strict=True)
+        ]
         rows = latest(max(unseen))
         new = [row[len(row) - count :] for row, count in zip(rows, unseen, strict=True)]
         self._index.append(texts, new)
@@ -48,7 +45,7 @@ class Retriever:
     def finish(self, request: Request, token_ids: Sequence[int]) -> None:
         """Add the rest of a complete response to the index, also if it was decoded plainly."""
         text = self._text_of(request)
-        self._index.append([text], [token_ids[self._num_indexed.pop(request) :]])
+        self._index.append([text], [token_ids[text.num_appended :]])
         del self._texts[request]
 
     def _text_of(self, request: Request) -> IndexedText:
@@ -56,5 +53,4 @@ class Retriever:
         if text is None:
             prompt = request.state.prompt
             text = self._texts[request] = self._index.start(prompt.prompt_id, prompt.token_ids)
-            self._num_indexed[request] = 0
         return text
