@@ -230,10 +230,7 @@ class DrafterTrainer:
         is_bfloat16 = self.model.lm_head_VD.dtype == torch.bfloat16
         with torch.autocast(self.device.type, torch.bfloat16, enabled=is_bfloat16):
             return draft_loss(
-                self.model,
-                batch.to(self.device),
-                self._objective,
-                between_chunks=between_chunks,
+                self.model, batch.to(self.device), self._objective, between_chunks=between_chunks
             )
 
     def _backward(self, batch: DraftBatch | None, ask: Callable[[], None] = _go_on) -> Tensor:

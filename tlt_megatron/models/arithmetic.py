@@ -76,7 +76,5 @@ def fastest_arithmetic(device: torch.device) -> Arithmetic:
     from tlt_megatron.models import layer_kernels
 
     return Arithmetic(
-        norm=layer_kernels.FusedNorm,
-        rotate=layer_kernels.rotate,
-        gate=layer_kernels.gate_silu,
+        norm=layer_kernels.FusedNorm, rotate=layer_kernels.rotate, gate=layer_kernels.gate_silu
     )

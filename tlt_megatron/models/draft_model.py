@@ -274,11 +274,7 @@ class DraftModel(nn.Module):
         return self.fc(features_PF) if self.config.is_eagle3 else features_PF
 
     def forward(
-        self,
-        token_ids_P: Tensor,
-        hidden_PD: Tensor,
-        position_ids_P: Tensor,
-        attention: Attention,
+        self, token_ids_P: Tensor, hidden_PD: Tensor, position_ids_P: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
         """Run a step over packed tokens; return hidden [P, D] and the LM head's input [P, D].
 

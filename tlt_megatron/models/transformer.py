@@ -148,11 +148,7 @@ class Transformer:
         """Prepare the matrices now instead of in the first pass."""
         make = self.arithmetic.matrix
         self._matrices = [
-            (
-                make(layer.qkv, layer.qkv_bias),
-                make(layer.output, None),
-                self._make_mlp(layer),
-            )
+            (make(layer.qkv, layer.qkv_bias), make(layer.output, None), self._make_mlp(layer))
             for layer in self.layers
         ]
         self._head = make(self.lm_head, None)

@@ -99,10 +99,7 @@ def fits(state: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
 
 
 def make_selector(
-    spec: str,
-    strategies: Sequence[SpeculationStrategy],
-    *,
-    max_batch_size: int,
+    spec: str, strategies: Sequence[SpeculationStrategy], *, max_batch_size: int
 ) -> StrategySelector:
     """Return a new selector over `strategies`. A selector that is not built in is called as
     `Selector(strategies)`.

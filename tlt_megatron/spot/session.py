@@ -83,13 +83,7 @@ class GroupPool:
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        device: torch.device,
-        *,
-        timeout_s: float,
-        max_kept: int,
+        self, store: dist.Store, rank: int, device: torch.device, *, timeout_s: float, max_kept: int
     ) -> None:
         self.num_formed = 0  # communicators since the start; a group of one member has none
         self._store = store

@@ -28,11 +28,7 @@ _MAX_PASSES = 1 << 16
 
 
 def write_config(
-    path: Path,
-    strategies: Sequence[SpeculationStrategy],
-    selector: str,
-    *,
-    max_batch_size: int,
+    path: Path, strategies: Sequence[SpeculationStrategy], selector: str, *, max_batch_size: int
 ) -> None:
     """Write SGLang's `speculative_adaptive_config`: its part sizes buffers, ours the selector."""
     steps = sorted({0, *(strategy.num_steps for strategy in strategies)})

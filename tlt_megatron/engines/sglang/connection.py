@@ -23,12 +23,7 @@ from weakref import WeakSet
 
 from tlt_megatron.config.schema import SglangSection
 from tlt_megatron.engines.sglang.answers import PREFIX, Question
-from tlt_megatron.engines.sglang.processes import (
-    EngineProcesses,
-    Silence,
-    ended_if_late,
-    watched,
-)
+from tlt_megatron.engines.sglang.processes import EngineProcesses, Silence, ended_if_late, watched
 from tlt_megatron.runtime.environment_variables import environment, owned_engine, unless_set
 
 if TYPE_CHECKING:

@@ -74,10 +74,7 @@ class DraftRanking:
             self._drafting = None
 
     def select(
-        self,
-        original: Callable[..., tuple[Any, ...]],
-        step: int,
-        *args: Any,
+        self, original: Callable[..., tuple[Any, ...]], step: int, *args: Any
     ) -> tuple[Any, ...]:
         """Around `select_top_k_tokens`: record from which branches the next nodes continue."""
         selected = original(step, *args)

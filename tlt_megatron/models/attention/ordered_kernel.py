@@ -91,9 +91,7 @@ def _attend_ordered(
         is_key = at < limit
         slots = head * kv_head + tl.load(slots_at + at, mask=is_key, other=0) * kv_slot
         turned = tl.load(
-            key + slots[None, :] + dims[:, None],
-            mask=is_dim[:, None] & is_key[None, :],
-            other=0.0,
+            key + slots[None, :] + dims[:, None], mask=is_dim[:, None] & is_key[None, :], other=0.0
         )
         scores = tl.dot(queries, turned, input_precision="ieee", out_dtype=WIDE) * scale
         scores = tl.where(is_key[None, :], scores, -float("inf"))
