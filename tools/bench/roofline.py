@@ -79,6 +79,10 @@ class Decoding:
         """Return the seconds of a pass with `rows` tokens per sequence, of the target or the
         drafter.
         """
+        return max(self.parts_s(gpu, rows, is_draft=is_draft))
+
+    def parts_s(self, gpu: Gpu, rows: int, *, is_draft: bool = False) -> tuple[float, float]:
+        """Return the seconds that the bytes of such a pass take, and those of its operations."""
         sizes = ModelSizes(self.model)
         num_layers = 1 if is_draft else sizes.num_layers
         layers = drafter_parameters(sizes) if is_draft else num_layers * sizes.layer
@@ -89,7 +93,8 @@ class Decoding:
             num_bytes += ITEM_BYTES * cached * sizes.kv * (_TORCH_KV_READS - 1)
             num_bytes += cached * rows * self.model.num_heads * _TORCH_SCORE_BYTES
         num_operations = 2 * self.batch * rows * weights + 4 * cached * rows * sizes.query
-        return max(num_bytes / gpu.bandwidth, num_operations / gpu.peak) / self.num_gpus
+        bandwidth, peak = gpu.bandwidth * self.num_gpus, gpu.peak * self.num_gpus
+        return num_bytes / bandwidth, num_operations / peak
 
     def plain(self, gpu: Gpu) -> float:
         """Return the tokens per second without drafts."""
