@@ -10,25 +10,29 @@ import json
 import logging
 import math
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tlt_megatron.runtime.durable import read_json_lines, replace_text
-from tlt_megatron.runtime.trackers import Trackers
+from tlt_megatron.runtime.trackers import Row, Tracker
 
 log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
     """Writes one JSON object per call to <run_dir>/metrics.jsonl: `{"step": 3,
-    "critic/rewards/mean": 0.5, ...}`.
+    "critic/rewards/mean": 0.5, ...}`, and tells the trackers.
 
-    `resume_step` is the first step that will be written again; None for a fresh run.
+    A tracker that fails is reported and no longer used. `resume_step` is the first step that will
+    be written again; None for a fresh run.
     """
 
-    def __init__(self, run_dir: Path, trackers: Trackers, *, resume_step: int | None) -> None:
+    def __init__(
+        self, run_dir: Path, trackers: Mapping[str, Tracker], *, resume_step: int | None
+    ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "metrics.jsonl"
-        self.trackers = trackers
+        self._trackers = dict(trackers)
         self.num_rows = keep_rows(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
 
@@ -47,12 +51,28 @@ class MetricsWriter:
         self.num_rows += 1
         if nonfinite := [name for name, value in row.items() if value is None]:
             log.warning("step %d: %s not finite, written as null", step, ", ".join(nonfinite))
-        self.trackers.log(step, values)
+        self._tell(f"step {step}", lambda tracker: tracker.log(step, values))
+
+    def log_responses(self, step: int, rows: Sequence[Row]) -> None:
+        """Give responses to the trackers."""
+        self._tell(f"step {step}", lambda tracker: tracker.log_responses(step, rows))
 
     def close(self, *, failed: bool = False) -> None:
         """Close all outputs, of a run that `failed` as such."""
         self._file.close()
-        self.trackers.close(failed=failed)
+        self._tell("the end of the run", lambda tracker: tracker.close(failed=failed))
+
+    def _tell(self, when: str, function: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                function(tracker)
+            except Exception as error:  # of the package, or of the user's code: the run goes on
+                del self._trackers[name]
+                log.warning(
+                    "logging.trackers: %s failed at %s and gets no more metrics: %r. The run goes on; metrics.jsonl has all"
+                    " metrics",
+                    *(name, when, error),
+                )
 
 
 def keep_rows(path: Path, resume_step: int | None) -> int:

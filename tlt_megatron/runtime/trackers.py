@@ -7,15 +7,12 @@ name of config/extensions.py or by an import path. A package is imported when it
 
 from __future__ import annotations
 
-import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from tlt_megatron.runtime.durable import replace_text
-
-log = logging.getLogger(__name__)
 
 COLUMNS = ("prompt", "response", "reward", "data_source", "logprob_diff", "finish_reason")
 Row = Mapping[str, Any]  # a response, as in rollouts/step_*.jsonl
@@ -40,37 +37,6 @@ class Tracker(Protocol):
 
     def close(self, *, failed: bool = False) -> None:
         """Write what is left. `failed` is given if the run ended with an error."""
-
-
-class Trackers:
-    """The trackers of a run, by name. One that fails is reported and no longer used."""
-
-    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
-        self._trackers = dict(trackers)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics to all trackers."""
-        self._call(f"step {step}", lambda tracker: tracker.log(step, metrics))
-
-    def log_responses(self, step: int, rows: Sequence[Row]) -> None:
-        """Log responses to all trackers."""
-        self._call(f"step {step}", lambda tracker: tracker.log_responses(step, rows))
-
-    def close(self, *, failed: bool = False) -> None:
-        """Close all trackers."""
-        self._call("the end of the run", lambda tracker: tracker.close(failed=failed))
-
-    def _call(self, when: str, function: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self._trackers.items()):
-            try:
-                function(tracker)
-            except Exception as error:  # of the package, or of the user's code: the run goes on
-                del self._trackers[name]
-                log.warning(
-                    "logging.trackers: %s failed at %s and gets no more metrics: %r. The run goes on; metrics.jsonl has all"
-                    " metrics",
-                    *(name, when, error),
-                )
 
 
 class TensorBoard:

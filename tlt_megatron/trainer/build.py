@@ -37,7 +37,7 @@ from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.status import StatusWriter
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.runtime.trackers import Trackers
+from tlt_megatron.runtime.trackers import Tracker
 from tlt_megatron.trainer.build_drafter import build_drafter
 from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.trainer.evaluation import Evaluator
@@ -236,7 +236,7 @@ def _open_report(
     )
 
 
-def _make_trackers(config: RunConfig, run_dir: Path, resume_step: int | None) -> Trackers:
+def _make_trackers(config: RunConfig, run_dir: Path, resume_step: int | None) -> dict[str, Tracker]:
     """Start the trackers of rank 0. ValueError names one that cannot start."""
     trackers = {}
     for spec in config.logging.trackers:
@@ -249,7 +249,7 @@ def _make_trackers(config: RunConfig, run_dir: Path, resume_step: int | None) ->
             )
         except Exception as error:
             raise ValueError(f"logging.trackers={spec}: cannot start: {error!r}") from error
-    return Trackers(trackers)
+    return trackers
 
 
 def _batch_rules(config: RunConfig) -> BatchRules:

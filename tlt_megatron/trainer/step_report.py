@@ -60,7 +60,7 @@ class RunReport:
             own = inference.own_keys
             samples = self.rollouts.write(step, inference.scored, own, differences)
             if self.metrics is not None:
-                self.metrics.trackers.log_responses(step, samples)
+                self.metrics.log_responses(step, samples)
         metrics = collected.metrics | inference.metrics | update
         metrics |= max_by_name(self.phases.take_timings(), self.world)
         metrics["timing_s/step"] = time.perf_counter() - self._step_started

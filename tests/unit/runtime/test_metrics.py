@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from tlt_megatron.runtime.metrics import MetricsWriter
-from tlt_megatron.runtime.trackers import Trackers
 
 
 def open_writer(run_dir: Path, *, resume_step: int | None = None) -> MetricsWriter:
-    return MetricsWriter(run_dir, Trackers({}), resume_step=resume_step)
+    return MetricsWriter(run_dir, {}, resume_step=resume_step)
 
 
 def write_steps(writer: MetricsWriter, steps: range, offset: float = 0.0) -> None:

@@ -75,7 +75,7 @@ def track(
     trackers = _make_trackers(config, run_dir, resume_step)
     writer = MetricsWriter(run_dir, trackers, resume_step=resume_step)
     for step in (first, first + 1):
-        writer.trackers.log_responses(step, [ROW])
+        writer.log_responses(step, [ROW])
         writer.write(step, {"val-core/math/acc/mean@4": 0.5 + step, "b": math.nan})
     writer.close(failed=failed)
 

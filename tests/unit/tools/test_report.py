@@ -19,7 +19,6 @@ from tlt_megatron.config.load import dump_config, load_config
 from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.runtime.trackers import Trackers
 from tlt_megatron.trainer.speculation_log import SpeculationLog, add_pass_spans, sum_passes
 from tools.report import main
 from tools.run_report.figure import declared
@@ -94,7 +93,7 @@ def make_run(folder: Path, *, is_plain: bool = False) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(config))
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
-    metrics = MetricsWriter(folder, Trackers({}), resume_step=None)
+    metrics = MetricsWriter(folder, {}, resume_step=None)
     metrics.write(0, {"eval/accuracy": 0.4375})
     for step in (1, 2, 3):
         metrics.write(step, step_metrics(step) | ({} if is_plain else tlt_metrics(step)))

@@ -17,7 +17,6 @@ from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.runtime.trackers import Trackers
 from tlt_megatron.trainer.flops import Utilization, forward_flops, make_utilization, peak_flops
 from tlt_megatron.trainer.loop import TrainedStep
 from tlt_megatron.trainer.phases import Phases
@@ -70,7 +69,7 @@ def test_a_step_on_known_gpus(tmp_path: Path) -> None:
     report = RunReport(
         phases=phases,
         world=SINGLE,
-        metrics=MetricsWriter(tmp_path, Trackers({}), resume_step=None),
+        metrics=MetricsWriter(tmp_path, {}, resume_step=None),
         utilization=Utilization(model=MODEL, num_epochs=2, peak=1e6),
     )
     group = scored((3, 5, 4), (1.0, 0.0, 0.0), 8)  # each behind a prompt of two tokens
