@@ -79,8 +79,8 @@ def drafted(machine: Machine, batch_size_text: str) -> Iterator[Figures]:
     section = SpeculationSection(draft_vocab_size=machine.pick(None, 0))
     texts = machine.pick(section.strategies, ["6_1_6", "4_2_8"])
     strategies = [SpeculationStrategy.parse(text) for text in texts]
-    # Short enough for 2048 positions with a tree behind them.
-    num_new = machine.pick(100, 12)
+    # Short enough for 2048 positions with a tree behind them, and several steps of 7 tokens.
+    num_new = machine.pick(100, 32)
     given: dict[str, Any] = {"num_prompt": machine.pick(2000, 100) - num_new, "num_new": num_new}
     with machine.gpu() as device, torch.no_grad():
         engine = make_engine(config, device, batch_size=batch_size, **given)
