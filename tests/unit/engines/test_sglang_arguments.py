@@ -88,28 +88,25 @@ def test_a_gpu_gives_its_memory_back_and_keeps_the_drafter(drafter: str) -> None
     assert "disable_cuda_graph" not in found
 
 
-def test_a_tree_is_passed_on_with_its_root(drafter: str) -> None:
-    found = arguments(speculate(drafter, "4_2_8", "6_1_6", selector="fixed"))
-    assert found["speculative_algorithm"] == "EAGLE"
-    assert found["speculative_draft_model_path"] == drafter
-    assert found["speculative_num_steps"] == 4
-    assert found["speculative_eagle_topk"] == 2
-    assert found["speculative_num_draft_tokens"] == 9
-    assert not found["speculative_adaptive"]
+TREE = {"algorithm": "EAGLE", "num_steps": 4, "eagle_topk": 2, "num_draft_tokens": 9}
+CHAINS = {"adaptive": True, "num_steps": 4}  # starts with the longest
 
 
-def test_chains_are_adaptive_and_start_with_the_longest(drafter: str) -> None:
-    for selector in ("cost_model", "beg_mab", "fixed"):
-        found = arguments(speculate(drafter, "4_1_4", "2_1_2", selector=selector))
-        assert found["speculative_adaptive"]
-        assert found["speculative_num_steps"] == 4
-
-
-def test_retrieval_needs_no_drafter() -> None:
-    found = arguments(speculate("", "ngram_6", selector="fixed"))
-    assert found["speculative_algorithm"] == "NGRAM"
-    assert found["speculative_num_draft_tokens"] == 7
-    assert "speculative_draft_model_path" not in found
+@pytest.mark.parametrize(
+    "strategies, selector, expected",
+    [
+        (["4_2_8", "6_1_6"], "fixed", TREE | {"adaptive": False}),  # with its root
+        *((["4_1_4", "2_1_2"], name, CHAINS) for name in ("cost_model", "beg_mab", "fixed")),
+        (["ngram_6"], "fixed", {"algorithm": "NGRAM", "num_draft_tokens": 7}),
+    ],
+)
+def test_strategies_become_sglangs_options(
+    drafter: str, strategies: list[str], selector: str, expected: dict[str, object]
+) -> None:
+    is_learned = strategies != ["ngram_6"]
+    found = arguments(speculate(drafter if is_learned else "", *strategies, selector=selector))
+    assert found.get("speculative_draft_model_path") == (drafter if is_learned else None)
+    assert {name: found[f"speculative_{name}"] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
