@@ -109,7 +109,7 @@ def measure_policy(
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         from megatron.core.transformer.module import Float16Module
 
-        stage_model = model_module.build_model(
+        [chunk] = model_module.build_stage(
             hf_config,
             parallel=config.parallel,
             section=section,
@@ -117,7 +117,7 @@ def measure_policy(
             device=select_device("cpu"),
         )
         parameters = live.now
-        wrapped = wrap_data_parallel(Float16Module(stage_model.config, stage_model))
+        wrapped = [wrap_data_parallel(Float16Module(chunk.config, chunk))]
         gradients = live.now - parameters
         optimizer = PolicyOptimizer(wrapped, config.optimizer, torch.bfloat16, config.num_updates)
         optimizer.megatron.get_grad_norm = lambda: 1.0

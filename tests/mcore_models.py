@@ -20,7 +20,7 @@ from tlt_megatron.config.schema import McoreSection, ParallelSection
 from tlt_megatron.mcore import cpu
 from tlt_megatron.mcore.export import iter_hf_weights
 from tlt_megatron.mcore.initialize import initialize_model_parallel
-from tlt_megatron.mcore.model import build_model
+from tlt_megatron.mcore.model import build_stage
 from tlt_megatron.mcore.weight_map import load_hf_weights
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
@@ -92,14 +92,14 @@ def build_on_rank(
     path: Path, parallel: ParallelSection, groups: ProcessGroups, **section: Any
 ) -> tuple[Any, Any]:
     config = load_model_config(path)
-    model = build_model(
+    [model] = build_stage(
         config,
         parallel=parallel,
         section=McoreSection(**section),
         dtype=torch.float32,
         device=CPU,
     )
-    load_hf_weights(model, config, HfReader(path), groups)
+    load_hf_weights([model], config, HfReader(path), groups)
     return model, config
 
 
@@ -114,6 +114,6 @@ def on_layout(parallel: ParallelSection, function: Callable[[ProcessGroups], Any
 
 def is_export_the_source(model: Any, config: Any, path: Path, groups: ProcessGroups) -> bool:
     source = load_file(path / "model.safetensors")
-    exported = dict(iter_hf_weights(model, config, groups))
+    exported = dict(iter_hf_weights([model], config, groups))
     same_bits = [torch.equal(exported[name], tensor) for name, tensor in source.items()]
     return exported.keys() == source.keys() and all(same_bits)

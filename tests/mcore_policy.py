@@ -47,12 +47,17 @@ class Layout:
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
+    virtual: int = 1
     expert: int = 1
 
     @property
     def parallel(self) -> ParallelSection:
         return ParallelSection(
-            tensor=self.tensor, context=self.context, pipeline=self.pipeline, expert=self.expert
+            tensor=self.tensor,
+            context=self.context,
+            pipeline=self.pipeline,
+            virtual_pipeline=self.virtual,
+            expert=self.expert,
         )
 
 

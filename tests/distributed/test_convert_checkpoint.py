@@ -64,6 +64,7 @@ def test_there_and_back_is_the_identity(kind: str, tied: bool, tmp_path: Path) -
         ("qwen3", TP2, {}),
         ("qwen2", PP2, {"tied": True}),
         ("llama", TP2_PP2, {}),
+        ("llama", Layout(world=2, pipeline=2, virtual=2), {"num_layers": 4}),
         ("mistral", CP2, {}),
         ("qwen3_moe", PP2, {}),
         ("qwen3_moe", CP2, {}),
@@ -78,7 +79,7 @@ def test_a_trained_checkpoint_of_any_layout_becomes_its_model(
     tmp_path: Path, kind: str, layout: Layout, changes: dict[str, Any]
 ) -> None:
     """bfloat16, which is found out from the checkpoint."""
-    source = make_tiny_hf(tmp_path / "hf", kind, num_layers=2, **changes)
+    source = make_tiny_hf(tmp_path / "hf", kind, **{"num_layers": 2} | changes)
     run_dir = tmp_path / "run"
 
     def save() -> dict[str, torch.Tensor]:
@@ -128,10 +129,10 @@ def test_megatron_finds_every_weight_of_a_converted_model(
 
     def load() -> dict[str, torch.Tensor]:
         policy, _ = build_policy(other, layout, dtype="bfloat16")
-        state = policy._stage.sharded_state_dict()
+        state = policy._stage[0].sharded_state_dict()
         wanted = {name: part for name, part in state.items() if "_extra_state" not in name}
         loaded = load_state({"model": wanted}, tmp_path / "megatron")["model"]
-        policy._stage.load_state_dict(loaded, strict=False)
+        policy._stage[0].load_state_dict(loaded, strict=False)
         return export(policy)
 
     for weights in run_ranks(layout.world, load):

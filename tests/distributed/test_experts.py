@@ -50,7 +50,7 @@ def _pass_and_train(path: Path, layout: Layout, shares: tuple[int, ...]) -> dict
     )
     share = share_of(make_batch(1), groups, shares)
     logprobs = [each.logprobs for each in policy.infer_logprobs(share, 1.0, tap=tap)]
-    experts = {n for n, _ in policy._stage.named_parameters() if "local_experts" in n}
+    experts = {n for n, _ in policy._stage[0].named_parameters() if "local_experts" in n}
     result = train(policy, groups, (1, 2, 3), shares)
     first = sum(shares[: groups.dp.rank])
     return result | {

@@ -26,8 +26,9 @@ LAYOUTS = [
     Layout(world=2, context=2),
     Layout(world=4, context=2, tensor=2),
     Layout(world=4, context=2, pipeline=2),
+    Layout(world=2, pipeline=2, virtual=2),
 ]
-NAMES = ("tp1", "tp2", "pp2", "tp2_pp2", "dp2", "cp2", "cp2_tp2", "cp2_pp2")
+NAMES = ("tp1", "tp2", "pp2", "tp2_pp2", "dp2", "cp2", "cp2_tp2", "cp2_pp2", "pp2_virtual2")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,8 @@ def _record(
 
 
 def _num_hooks(policy: McorePolicyModel) -> int:
-    return sum(len(module._forward_hooks) for module in policy._stage.modules())
+    modules = (module for chunk in policy._stage for module in chunk.modules())
+    return sum(len(module._forward_hooks) for module in modules)
 
 
 def _tap_on_rank(path: Path, layout: Layout) -> dict[str, Any]:

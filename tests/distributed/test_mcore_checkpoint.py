@@ -25,6 +25,7 @@ ALL = (len(LENGTHS),)
 DP2 = Layout(world=2)
 TP2 = Layout(world=2, tensor=2)
 PP2 = Layout(world=2, pipeline=2)
+VIRTUAL = Layout(world=2, pipeline=2, virtual=2)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +71,9 @@ def _load(
         ("model_path", DP2, (3, 2), {"dtype": "bfloat16"}),
         ("model_path", Layout(world=2, context=2), ALL, {}),
         ("uneven_path", PP2, ALL, {}),
+        ("uneven_path", VIRTUAL, ALL, {}),
     ],
-    ids=["dp2", "tp2pp2", "bfloat16", "cp2", "padding between buckets"],
+    ids=["dp2", "tp2pp2", "bfloat16", "cp2", "padding between buckets", "virtual pipeline"],
 )
 def test_save_then_load_equals_never_saved_bit_for_bit(
     tmp_path: Path,
@@ -95,6 +97,8 @@ def test_save_then_load_equals_never_saved_bit_for_bit(
     ("saved", "loaded"),
     [
         (TP2, PP2),
+        (VIRTUAL, TP2),
+        (PP2, VIRTUAL),
         (Layout(world=4, pipeline=2), TP2),
         (TP2, DP2),
         (Layout(world=4, tensor=2, context=2), Layout(world=1)),
@@ -214,7 +218,7 @@ def test_no_data_parallel_rank_holds_more_of_the_optimizer_than_its_share(
     def count() -> tuple[int, int, list[int]]:
         policy, groups = build_policy(model_path, DP2)
         train(policy, groups, (1,), (3, 2))
-        sizes = [p.numel() for p in policy._stage.parameters()]
+        sizes = [p.numel() for p in policy._parameters()]
         held = []
         for is_loading in (False, True):
             state = _sharded_state(policy._stage, policy._optimizer, is_loading=is_loading)
@@ -237,7 +241,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, model_path: P
         policy, groups = build_policy(model_path, TP2)
         if groups.world.rank == 1:
             with torch.no_grad():
-                next(policy._stage.parameters()).view(-1)[3] = float("nan")
+                next(policy._parameters()).view(-1)[3] = float("nan")
         with pytest.raises(RuntimeError, match=r"rank 1: weights of .* are not finite: not saved"):
             policy.save(tmp_path / "checkpoint")
 

@@ -64,6 +64,8 @@ def one_rank(model_path: Path) -> dict[str, Any]:
         (Layout(world=4, tensor=2), (1, 4), {}),
         (Layout(world=2), (5, 0), {}),
         (Layout(world=4, pipeline=2), (0, 5), {}),
+        (Layout(world=2, pipeline=2, virtual=2), ALL, {}),
+        (Layout(world=4, pipeline=2, virtual=2), (0, 5), {"recompute": "full"}),
         (Layout(world=4, pipeline=2), (2, 3), {"recompute": "full"}),
         (Layout(world=2, tensor=2), ALL, {"recompute": "selective"}),
         (Layout(world=2, context=2), ALL, {"recompute": "full"}),
@@ -101,7 +103,7 @@ def test_rows_that_predict_no_response_token_cost_no_logits_and_change_no_gradie
     def run() -> tuple[list[int], list[float], dict[str, Any], dict[str, Any]]:
         policy, _ = build_policy(model_path, layout)
         num_rows: list[int] = []
-        policy._stage.output_layer.register_forward_hook(
+        policy._stage[0].output_layer.register_forward_hook(
             lambda _, inputs, output: num_rows.append(output[0].size(0))
         )
         batch = make_batch(1)
@@ -109,9 +111,10 @@ def test_rows_that_predict_no_response_token_cost_no_logits_and_change_no_gradie
         gradients, losses = [], []
         for batches in (batch, full):
             losses.append(policy.forward_backward(batches, 0.8, tiny_loss)["loss"])
-            gradients.append({n: p.main_grad.clone() for n, p in policy._stage.named_parameters()})
-            policy._model.zero_grad_buffer()
-            policy._has_gradients = False  # no optimizer step between them
+            gradients.append(
+                {n: p.main_grad.clone() for n, p in policy._stage[0].named_parameters()}
+            )
+            policy._optimizer.zero_grad()
         return num_rows, losses, *gradients
 
     masks = [batch.loss_mask.int() for batch in make_batch(1)]

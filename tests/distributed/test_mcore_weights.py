@@ -53,7 +53,7 @@ def test_transformer_engines_fused_norm_names_load_and_export(
                 loaded.append((weight.data.clone(), weight))
                 linear.register_parameter("layer_norm_weight", weight)
                 weight.data.zero_()
-        load_hf_weights(model, config, HfReader(path), groups)
+        load_hf_weights([model], config, HfReader(path), groups)
         is_loaded = all(torch.equal(before, weight) for before, weight in loaded)
         return is_loaded, is_export_the_source(model, config, path, groups)
 
@@ -65,7 +65,7 @@ def test_exported_tensors_are_copies(paths: dict[str, Path]) -> None:
 
     def rank(groups: ProcessGroups) -> bool:
         model, config = build_on_rank(path, LAYOUTS["tp1"], groups)
-        for _, tensor in iter_hf_weights(model, config, groups):
+        for _, tensor in iter_hf_weights([model], config, groups):
             tensor.zero_()
         return is_export_the_source(model, config, path, groups)
 

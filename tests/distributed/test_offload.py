@@ -18,7 +18,7 @@ from tlt_megatron.trainer import build, loop
 
 def gradient_bytes(policy: McorePolicyModel) -> int:
     """What the gradient buffers hold now."""
-    buffers = policy._model.buffers
+    buffers = (buffer for chunk in policy._model for buffer in chunk.buffers)
     return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
 
 

@@ -54,7 +54,7 @@ def _replay(path: Path, layout: Layout, shares: tuple[int, ...], recompute: str)
     share = share_of(_routed_batch(1), groups, shares)
     first = sum(shares[: groups.dp.rank])
     chosen: list[torch.Tensor] = []
-    routers = [m for m in policy._stage.modules() if isinstance(m, TopKRouter)]
+    routers = [m for m in policy._stage[0].modules() if isinstance(m, TopKRouter)]
     handles = [r.register_forward_hook(lambda *call: chosen.append(call[2][1])) for r in routers]
     replayed = [each.logprobs for each in policy.infer_logprobs(share, 1.0)]
     for handle in handles:
@@ -94,6 +94,7 @@ def test_routers_choose_the_replayed_experts(replayed_on_one_rank: dict[str, Any
         (EP2, (3, 2), "full"),
         (Layout(world=2, tensor=2, expert=2), ALL, "none"),
         (Layout(world=4, pipeline=2, expert=2), (4, 1), "full"),
+        (Layout(world=4, pipeline=2, virtual=2, expert=2), (4, 1), "full"),
         (Layout(world=4, context=2, tensor=2, expert=2), ALL, "full"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,

@@ -53,8 +53,9 @@ LAYOUTS = [
     (Layout(world=2, context=2), {}),
     (Layout(world=2, pipeline=2), {"recompute": "full"}),
     (Layout(world=4, tensor=2, pipeline=2), {"recompute": "selective"}),
+    (Layout(world=2, pipeline=2, virtual=2), {}),
 ]
-NAMES = ("tp1", "dp2", "tp2", "pp2", "cp2", "pp2_recomputed", "tp2_pp2_selective")
+NAMES = ("tp1", "dp2", "tp2", "pp2", "cp2", "pp2_recomputed", "tp2_pp2_selective", "virtual")
 
 
 @pytest.mark.parametrize(("layout", "mcore"), LAYOUTS, ids=NAMES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 from tlt_megatron.config.experts_shape import ExpertsConfig
 from tlt_megatron.config.mcore_fields import layers_of_stages
@@ -133,14 +132,17 @@ def _check_cuts(config: RunConfig, path: str) -> None:
         raise ValueError(
             f"parallel.expert=1 with parallel.tensor={tp}: must be > 1 for the experts of {path}"
         )
-    stages = layers_of_stages(
-        model.num_layers, config.parallel.pipeline, config.mcore.transformer, path=path
-    )
-    ends = list(accumulate(stages))
-    for end, count in zip(ends, stages, strict=True):
-        if model.experts and not {*model.experts.layers} & {*range(end - count, end)}:
+    parallel = config.parallel
+    for layers in layers_of_stages(
+        model.num_layers,
+        parallel.pipeline,
+        parallel.virtual_pipeline,
+        config.mcore.transformer,
+        path=path,
+    ):
+        if model.experts and not {*model.experts.layers} & {*layers}:
             raise ValueError(
-                f"parallel.pipeline={len(stages)} makes a stage of the layers {end - count} to {end - 1} of {path},"
+                f"parallel.pipeline={parallel.pipeline} makes a stage of the layers {layers} of {path},"
                 " none of which has experts: each stage must have one"
             )
 

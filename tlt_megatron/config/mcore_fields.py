@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,13 +48,37 @@ def check_transformer_fields(fields: Mapping[str, object]) -> None:
 
 
 def layers_of_stages(
-    num_layers: int, pipeline: int, fields: Mapping[str, Any], *, path: str = ""
-) -> list[int]:
+    num_layers: int, pipeline: int, virtual: int, fields: Mapping[str, Any], *, path: str = ""
+) -> list[list[int]]:
     """Return the layers of each pipeline stage, as Megatron distributes those of the model `path`.
 
-    Example: 9 layers on 3 stages with `num_layers_in_first_pipeline_stage=1` give `[1, 4, 4]`.
-    ValueError if the stages between cannot have the same number.
+    Example: 5 layers on 3 stages with `num_layers_in_first_pipeline_stage=1` are `[[0], [1, 2],
+    [3, 4]]`, and 4 on 2 stages of 2 `virtual` ones `[[0, 2], [1, 3]]`. ValueError if the stages
+    between, or the virtual ones, cannot have the same number.
     """
+    numbers = iter(range(num_layers))
+    if virtual == 1:
+        counts = _layer_counts(num_layers, pipeline, fields, path)
+        return [[*islice(numbers, count)] for count in counts]
+    for name in _STAGE_FIELDS:
+        if fields.get(name) is not None:
+            raise ValueError(
+                f"mcore.transformer.{name}={fields[name]!r}: must be null with parallel.virtual_pipeline={virtual}"
+            )
+    num_chunks = pipeline * virtual
+    if num_layers % num_chunks:
+        raise ValueError(
+            f"parallel.pipeline={pipeline} x parallel.virtual_pipeline={virtual} = {num_chunks} does not divide"
+            f" num_hidden_layers={num_layers} of {path}"
+        )
+    chunks = [[*islice(numbers, num_layers // num_chunks)] for _ in range(num_chunks)]
+    return [[*chain(*chunks[stage::pipeline])] for stage in range(pipeline)]
+
+
+def _layer_counts(
+    num_layers: int, pipeline: int, fields: Mapping[str, Any], path: str
+) -> list[int]:
+    """Return the number of layers of each stage."""
     given = {name: n for name in _STAGE_FIELDS if (n := fields.get(name)) is not None}
     for name, count in given.items():
         if type(count) is not int or count < 1:

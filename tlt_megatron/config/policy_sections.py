@@ -42,8 +42,19 @@ class ParallelSection(Section):
     tensor: PositiveInt = 1  # tensor-parallel ranks; above 1 also with sequence parallelism
     context: PositiveInt = 1  # context-parallel ranks: each has a share of every sequence's tokens
     pipeline: PositiveInt = 1  # pipeline stages
+    # chunks of layers of a stage, whose passes are interleaved: a smaller bubble, more messages
+    virtual_pipeline: PositiveInt = 1
     # ranks that share the experts of a layer, of tensor x context x data; an expert is never cut
     expert: PositiveInt = 1
+
+    def check(self) -> None:
+        is_pipeline = self.pipeline > 1 or self.virtual_pipeline == 1
+        self.require(is_pipeline, "virtual_pipeline", "1 where parallel.pipeline=1")
+
+    @property
+    def virtual_size(self) -> int | None:
+        """Return Megatron's virtual_pipeline_model_parallel_size; None: no interleaved passes."""
+        return self.virtual_pipeline if self.virtual_pipeline > 1 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tlt_megatron.config.schema import McoreSection, ParallelSection
 from tlt_megatron.mcore.checkpoint_reader import load_state
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
-from tlt_megatron.mcore.model import build_model
+from tlt_megatron.mcore.model import build_stage
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import init_world
@@ -33,13 +33,14 @@ def checkpoint_logits(
     world = init_world("gloo", timeout_s=60.0)
     try:
         initialize_model_parallel(parallel, world, seed=0)
-        model = build_model(
+        [model] = build_stage(
             config,
             parallel=parallel,
             section=McoreSection(),
             dtype=torch.float32,
             device=select_device("cpu"),
-        ).eval()
+        )
+        model.eval()
         state = model.sharded_state_dict()
         wanted = {name: part for name, part in state.items() if not name.endswith("_extra_state")}
         model.load_state_dict(load_state({"model": wanted}, path)["model"], strict=False)

@@ -10,7 +10,7 @@ memory is bounded by two layers or embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from tlt_megatron.mcore.weight_map import (
     EMBEDDING_ROW,
     FINAL_NORM_ROW,
     Row,
+    chunk_layers,
     expert_rows,
     find_parameter,
     layer_rows,
@@ -29,7 +30,6 @@ from tlt_megatron.mcore.weight_map import (
     named_tensors,
     num_local_experts,
     shard_shape,
-    stage_layers,
 )
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.runtime.collectives import gather_objects
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def iter_hf_weights(
-    model: GPTModel, config: ModelConfig, groups: ProcessGroups
+    stage: Sequence[GPTModel], config: ModelConfig, groups: ProcessGroups
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the policy under its Hugging Face name, in layer order, on the model's
     device.
@@ -48,21 +48,21 @@ def iter_hf_weights(
     Every step is a collective: all ranks must run the iterator to its end. The tensors are copies
     in the model's dtype. A tied output layer is not exported.
     """
-    parameters = named_tensors(model)
-    first = next(model.parameters())
+    parameters = [named_tensors(chunk) for chunk in stage]
+    first = next(stage[0].parameters())
     sent: _Sent | None = None
-    for stage, rows_of_ranks in _blocks(model, config, groups):
+    for owner, chunk, rows_of_ranks in _blocks(stage, config, groups):
         has_experts = rows_of_ranks[0][0].is_expert
         group = groups.ep if has_experts else groups.tp
         rows = rows_of_ranks[group.rank if has_experts else 0]
         dtype = torch.float32 if rows[0].is_float32 else first.dtype
         num_elements = sum(shard_shape(row, config, groups.tp.size).numel() for row in rows)
-        if stage == groups.pp.rank:
-            flat = _pack(rows, parameters, dtype)
+        if owner == groups.pp.rank:
+            flat = _pack(rows, parameters[chunk], dtype)
             assert flat.numel() == num_elements, (rows[0].mcore_names, flat.numel(), num_elements)
         else:
             flat = torch.empty(num_elements, dtype=dtype, device=first.device)
-        following = _Sent(rows_of_ranks, flat, group, _send(flat, stage, groups.pp))
+        following = _Sent(rows_of_ranks, flat, group, _send(flat, owner, groups.pp))
         if sent is not None:
             yield from sent.tensors(config, groups.tp.size)
         sent = following
@@ -97,31 +97,41 @@ class _Sent(NamedTuple):
 
 
 def _blocks(
-    model: GPTModel, config: ModelConfig, groups: ProcessGroups
-) -> Iterator[tuple[int, list[list[Row]]]]:
-    """Yield (owning pipeline stage, its rows) for each unit of export, in the same order on every
-    rank.
+    stage: Sequence[GPTModel], config: ModelConfig, groups: ProcessGroups
+) -> Iterator[tuple[int, int, list[list[Row]]]]:
+    """Yield (owning pipeline stage, its chunk, the chunk's rows) for each unit of export, in the
+    same order on every rank.
 
     The rows are one list, or those of each expert-parallel rank.
     """
-    yield 0, [[EMBEDDING_ROW]]
+    yield 0, 0, [[EMBEDDING_ROW]]
     ep = groups.ep
-    for stage, layers in enumerate(gather_objects(stage_layers(model), groups.pp)):
-        for local_index, layer in enumerate(layers):
-            rows = layer_rows(config, local_index, layer)
-            yield stage, [[row for row in rows if not row.is_float32]]
-            if biases := [row for row in rows if row.is_float32]:
-                yield stage, [biases]
-            for expert in range(num_local_experts(config, layer, ep)):
-                ranks = range(ep.size)
-                yield (
-                    stage,
-                    [expert_rows(config, local_index, layer, expert, ep, rank) for rank in ranks],
-                )
-    last = groups.pp.size - 1
-    yield last, [[FINAL_NORM_ROW]]
+    for owner, chunk, local_index, layer in _layers(stage, groups.pp):
+        rows = layer_rows(config, local_index, layer)
+        yield owner, chunk, [[row for row in rows if not row.is_float32]]
+        if biases := [row for row in rows if row.is_float32]:
+            yield owner, chunk, [biases]
+        for expert in range(num_local_experts(config, layer, ep)):
+            yield (
+                owner,
+                chunk,
+                [expert_rows(config, local_index, layer, expert, ep, r) for r in range(ep.size)],
+            )
+    last = groups.pp.size - 1, len(stage) - 1
+    yield *last, [[FINAL_NORM_ROW]]
     if not config.tie_word_embeddings:
-        yield last, [[lm_head_row(config)]]
+        yield *last, [[lm_head_row(config)]]
+
+
+def _layers(stage: Sequence[GPTModel], pp: Group) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (owning pipeline stage, its chunk, index in the chunk, layer), in the order of layers.
+    Stages have the layers of their first chunks, one after the other, then those of their second.
+    """
+    stages = gather_objects([chunk_layers(chunk) for chunk in stage], pp)
+    for number, chunks in enumerate(zip(*stages, strict=True)):
+        for owner, layers in enumerate(chunks):
+            for local_index, layer in enumerate(layers):
+                yield owner, number, local_index, layer
 
 
 def _pack(rows: list[Row], parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -137,7 +137,7 @@ class HiddenStateTap:
 
     @contextmanager
     def record(
-        self, stage: GPTModel, micro_batches: Sequence[MicroBatch], groups: ProcessGroups
+        self, stage: Sequence[GPTModel], micro_batches: Sequence[MicroBatch], groups: ProcessGroups
     ) -> Iterator[None]:
         """Record while the body runs `micro_batches` forward, once and in order.
 
@@ -178,7 +178,9 @@ class HiddenStateTap:
             for handle in handles:
                 handle.remove()
         state = torch.empty(
-            stage.config.hidden_size, dtype=self._dtype, device=next(stage.parameters()).device
+            stage[0].config.hidden_size,
+            dtype=self._dtype,
+            device=next(stage[0].parameters()).device,
         )
         copies.wait()
         for place in places:
@@ -232,33 +234,36 @@ def _hook(
 def _exchange(
     place: TapPlace, states: Sequence[Tensor], holders: Sequence[int], state: Tensor, pp: Group
 ) -> list[Tensor]:
-    """Return the states [T-1, D], in layer order, on the stage that gets `place`; else none.
+    """Return the states [T-1, D], in the order of `holders`, on the stage that gets `place`; else
+    none.
 
     `states` are this stage's, `holders` the stage of each source, `state` [D] gives size, dtype and
     device. Every pipeline-parallel peer must call this for the same places in the same order.
     """
-    found: list[Tensor] = []
+    found: dict[int, Iterator[Tensor]] = {}  # of each stage, in the order of its sources
     for stage in sorted(set(holders)):
         if stage == pp.rank == place.pp_rank:
-            found += states
+            found[stage] = iter(states)
         elif stage == pp.rank:
             block = torch.stack(tuple(states))
             dist.send(block, dst=pp.global_ranks[place.pp_rank], group=pp.of_torch)
         elif place.pp_rank == pp.rank:
             block = state.new_empty(holders.count(stage), place.num_states, state.numel())
             dist.recv(block, src=pp.global_ranks[stage], group=pp.of_torch)
-            found += block
-    return found
+            found[stage] = iter(block)
+    return [next(found[stage]) for stage in holders] if found else []
 
 
-def _tap_points(stage: GPTModel) -> dict[int, nn.Module]:
+def _tap_points(stage: Sequence[GPTModel]) -> dict[int, nn.Module]:
     """Return the modules of this stage by the number of the layer whose output they give."""
-    layers = list[Any](stage.decoder.layers)  # TransformerLayers; a ModuleList does not say so
-    modules: dict[int, nn.Module] = {layer.layer_number - 1: layer for layer in layers}
-    final = stage.decoder.final_layernorm
-    if final is not None:
-        assert isinstance(final, nn.Module)
-        modules[FINAL] = final
+    modules: dict[int, nn.Module] = {}
+    for chunk in stage:
+        layers = list[Any](chunk.decoder.layers)  # TransformerLayers; a ModuleList does not say so
+        modules |= {layer.layer_number - 1: layer for layer in layers}
+        final = chunk.decoder.final_layernorm
+        if final is not None:
+            assert isinstance(final, nn.Module)
+            modules[FINAL] = final
     return modules
 
 
@@ -267,7 +272,7 @@ def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _find_holders(stage: GPTModel, sources: Sequence[int], pp: Group) -> dict[int, int]:
+def _find_holders(stage: Sequence[GPTModel], sources: Sequence[int], pp: Group) -> dict[int, int]:
     """Return the pipeline stage that has each source. ValueError on all stages if none has it."""
     by_stage = gather_objects(sorted(_tap_points(stage)), pp)
     holders = {
@@ -278,7 +283,7 @@ def _find_holders(stage: GPTModel, sources: Sequence[int], pp: Group) -> dict[in
     }
     missing = [source for source in sources if source not in holders]
     if missing:
-        num_layers = stage.config.num_layers
+        num_layers = stage[0].config.num_layers
         raise ValueError(f"aux_layer_ids: layers {missing} are not in 0..{num_layers - 1}")
     return {source: holders[source] for source in sources}
 

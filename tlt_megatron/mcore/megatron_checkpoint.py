@@ -12,6 +12,8 @@ Engine's layers (FP8 scales) is saved, as Megatron does. It is not loaded, becau
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +48,7 @@ class ShardWriter(FileSystemWriter):
 
 
 def save_checkpoint(
-    path: Path, model: GPTModel, optimizer: PolicyOptimizer, groups: ProcessGroups
+    path: Path, stage: Sequence[GPTModel], optimizer: PolicyOptimizer, groups: ProcessGroups
 ) -> None:
     """Write weights, optimizer and schedule to `path`, a new or empty folder that all ranks see.
 
@@ -56,7 +58,7 @@ def save_checkpoint(
     """
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
-    _require_finite(model, groups)
+    _require_finite(stage, groups)
     is_used = False
     if groups.world.is_first:
         path.mkdir(parents=True, exist_ok=True)
@@ -65,7 +67,7 @@ def save_checkpoint(
         raise ValueError(f"checkpoint path={str(path)!r}: must be an empty folder")
     # The steps of `dist_checkpointing.save`, whose plain values are in other places in other
     # versions of Megatron.
-    sharded, common = save_preprocess(_sharded_state(model, optimizer, is_loading=False))
+    sharded, common = save_preprocess(_sharded_state(stage, optimizer, is_loading=False))
     try:
         _write_shards(path, sharded)
     except CheckpointException as error:
@@ -87,7 +89,7 @@ def write_common(path: Path, common: dict[str, Any]) -> None:
         sync_path(path / name)
 
 
-def load_checkpoint(path: Path, model: GPTModel, optimizer: PolicyOptimizer) -> None:
+def load_checkpoint(path: Path, stage: Sequence[GPTModel], optimizer: PolicyOptimizer) -> None:
     """Restore what `save_checkpoint` wrote, at this or another layout. All
     ranks must call it.
 
@@ -101,20 +103,23 @@ def load_checkpoint(path: Path, model: GPTModel, optimizer: PolicyOptimizer) -> 
         raise ValueError(f"checkpoint path={str(path)!r}: holds no complete torch_dist checkpoint")
     common = read_common(path)
     read_metadata(path)  # refused here in one line; torch's loader would log a traceback of its own
-    state = _sharded_state(model, optimizer, is_loading=True)
+    state = _sharded_state(stage, optimizer, is_loading=True)
     for name, value in state["identity"].items():
         if common["identity"][name] != value:
             raise ValueError(
                 f"checkpoint {path} was written with {name}={common['identity'][name]!r}: "
                 f"must equal this run's {value!r}"
             )
-    extra = {name: value for name, value in model.state_dict().items() if name.endswith(_EXTRA)}
-    state["model"] = {n: v for n, v in state["model"].items() if not n.endswith(_EXTRA)}
+    for chunk in state["model"].values():
+        for name in [name for name in chunk if name.endswith(_EXTRA)]:
+            del chunk[name]
     try:
         loaded = load_state(state, path)
     except CheckpointException as error:
         raise ValueError(f"checkpoint {path} is not loaded: {first_failure(error)}") from None
-    model.load_state_dict(loaded["model"] | extra)
+    for number, chunk in enumerate(stage):
+        extra = {n: value for n, value in chunk.state_dict().items() if n.endswith(_EXTRA)}
+        chunk.load_state_dict(loaded["model"][number] | extra)
     load_optimizer_state(optimizer.megatron, loaded["optimizer"])
     optimizer.scheduler.num_steps = 0  # its load adds the saved position to the current one
     optimizer.scheduler.load_state_dict(loaded["lr_schedule"])
@@ -122,7 +127,7 @@ def load_checkpoint(path: Path, model: GPTModel, optimizer: PolicyOptimizer) -> 
 
 
 def _sharded_state(
-    model: GPTModel, optimizer: PolicyOptimizer, *, is_loading: bool
+    stage: Sequence[GPTModel], optimizer: PolicyOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
     """Return everything as Megatron sharded tensors: data to save, or a template to load into."""
     from megatron.core import parallel_state
@@ -131,7 +136,8 @@ def _sharded_state(
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    model_state = model.sharded_state_dict(metadata=metadata)
+    chunks = enumerate(chunk.sharded_state_dict(metadata=metadata) for chunk in stage)
+    model_state = dict(chunks)  # shards are stored under their own names, those of the whole model
     return {
         "model": model_state,
         "optimizer": sharded_optimizer_state(
@@ -139,15 +145,16 @@ def _sharded_state(
         ),
         "lr_schedule": optimizer.scheduler.state_dict(),
         # what must be equal when the checkpoint is loaded
-        "identity": {"model.dtype": str(next(model.parameters()).dtype).removeprefix("torch.")},
+        "identity": {"model.dtype": str(next(stage[0].parameters()).dtype).removeprefix("torch.")},
     }
 
 
-def _require_finite(model: GPTModel, groups: ProcessGroups) -> None:
+def _require_finite(stage: Sequence[GPTModel], groups: ProcessGroups) -> None:
     """Raise RuntimeError on all ranks if a weight is not finite. No engine gets a critic's weights
     and checks them.
     """
-    own = next((n for n, p in model.named_parameters() if not p.detach().isfinite().all()), None)
+    named = chain.from_iterable(chunk.named_parameters() for chunk in stage)
+    own = next((name for name, p in named if not p.detach().isfinite().all()), None)
     for rank, name in enumerate(gather_objects(own, groups.world)):
         if name is not None:
             raise RuntimeError(

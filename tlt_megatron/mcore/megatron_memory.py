@@ -5,7 +5,6 @@ trainer/memory_ledger.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 from tlt_megatron.config.mcore_fields import layers_of_stages
 from tlt_megatron.config.schema import McoreSection, ModelSection, ParallelSection
@@ -100,9 +99,9 @@ class Sharding:
         """Return the bytes of activations and of logits on the fullest stage.
 
         The first of p stages holds the activations of p micro-batches, the next those of p - 1, the
-        last those of one and the logits. With full recomputation each layer keeps its input. When
-        one layer is computed again, the logits are gone, and its activations are there twice, once
-        as gradients.
+        last those of one and the logits; interleaved stages hold more (`_layers_held`). With full
+        recomputation each layer keeps its input. When one layer is computed again, the logits are
+        gone, and its activations are there twice, once as gradients.
         """
         if self.is_cuda:
             uncut = _FUSED_D * sizes.hidden
@@ -121,8 +120,8 @@ class Sharding:
             kept, again = int(element_bytes * sizes.hidden / tensor), 2 * layer
         logits = 2 * element_bytes * sizes.vocab // tensor
         held = self._layers_held(sizes)
-        passes = [(n * kept + again, 0) for n in held]
-        return max((held[-1] * kept, logits), *passes, key=sum)
+        passes = [(int(n * kept) + again, 0) for n in held]
+        return max((int(held[-1] * kept), logits), *passes, key=sum)
 
     def mask_bytes(self, sizes: ModelSizes, num_tokens: int, longest: int) -> int:
         """Return the bytes of attention's masks on the fullest stage, for sequences of at most
@@ -139,17 +138,27 @@ class Sharding:
         is_recomputed = self.mcore.recompute != "none"
         return int(layer * (1 if is_recomputed else max(self._layers_held(sizes))))
 
-    def _layers_held(self, sizes: ModelSizes) -> list[int]:
+    def _layers_held(self, sizes: ModelSizes) -> list[float]:
         """Return of how many layers each stage holds the activations, summed over the micro-batches
         that are done forward and not yet backward.
-        """
-        stages = self._stages(sizes)
-        return [len(layers) * (len(stages) - stage) for stage, layers in enumerate(stages)]
 
-    def _stages(self, sizes: ModelSizes) -> list[range]:
-        counts = layers_of_stages(sizes.num_layers, self.parallel.pipeline, self.mcore.transformer)
-        ends = accumulate(counts)
-        return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        Interleaved passes are those of one chunk (Megatron's get_pp_rank_microbatches).
+        """
+        num_stages, virtual = self.parallel.pipeline, self.parallel.virtual_pipeline
+        held = []
+        for stage, layers in enumerate(self._stages(sizes)):
+            behind = num_stages - 1 - stage
+            passes = behind + 1
+            if virtual > 1:
+                passes = (2 * behind + (virtual - 1) * num_stages + 1) / virtual
+            held.append(len(layers) * passes)
+        return held
+
+    def _stages(self, sizes: ModelSizes) -> list[list[int]]:
+        parallel = self.parallel
+        return layers_of_stages(
+            sizes.num_layers, parallel.pipeline, parallel.virtual_pipeline, self.mcore.transformer
+        )
 
 
 def policy_claims(

@@ -1,4 +1,4 @@
-"""Builds this rank's pipeline stage of the policy as a Megatron GPTModel.
+"""Builds this rank's pipeline stage of the policy: a Megatron GPTModel for each of its chunks.
 
 Weights are random until `weight_map.load_hf_weights` fills them. With CUDA, Transformer Engine and
 bfloat16, the layers are Transformer Engine's. Otherwise they are Megatron's local layers with our
@@ -71,7 +71,7 @@ def has_transformer_engine(dtype: torch.dtype) -> bool:
     return True
 
 
-def build_model(
+def build_stage(
     config: ModelConfig,
     *,
     parallel: ParallelSection,
@@ -79,8 +79,10 @@ def build_model(
     dtype: torch.dtype,
     device: Device,
     has_value_head: bool = False,
-) -> GPTModel:
+) -> list[GPTModel]:
     """Build this rank's pipeline stage: the embedding on the first, the output layer on the last.
+
+    It is one model, or the `parallel.virtual_pipeline` chunks whose passes are interleaved.
 
     Needs `initialize_model_parallel`. Every rank must call it. The output [B, T, V / tp] is this
     rank's shard of the vocabulary; with `has_value_head` it is one value per position, [B, T, 1],
@@ -90,16 +92,28 @@ def build_model(
     transformer = transformer_config(
         config, parallel=parallel, section=section, dtype=dtype, device=device
     )
+    chunks = [None] if parallel.virtual_size is None else range(parallel.virtual_pipeline)
+    return [
+        _build_chunk(config, transformer, chunk, has_value_head).to(device.torch_device)
+        for chunk in chunks
+    ]
+
+
+def _build_chunk(
+    config: ModelConfig, transformer: TransformerConfig, chunk: int | None, has_value_head: bool
+) -> GPTModel:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
+    place: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk}
     model = GPTModel(
         transformer,
-        _block_spec(transformer),  # pyright: ignore[reportArgumentType]  # Megatron takes it too
+        _block_spec(transformer, chunk),  # pyright: ignore[reportArgumentType]  # Megatron takes it too
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
+        vp_stage=chunk,
         parallel_output=True,
         share_embeddings_and_output_weights=config.tie_word_embeddings and not has_value_head,
         position_embedding_type="rope",
@@ -111,7 +125,7 @@ def build_model(
     if has_value_head and model.post_process:
         # frees the layer that Megatron made; annotated as that layer's class
         model.output_layer = ValueHead(transformer)  # pyright: ignore[reportAttributeAccessIssue]
-    return model.to(device.torch_device)
+    return model
 
 
 def transformer_config(
@@ -134,6 +148,10 @@ def transformer_config(
     fields = {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_size,
+        # Two stages send each other two tensors at a time, so each message is one of its own.
+        "overlap_p2p_comm": parallel.virtual_size is not None,
+        "batch_p2p_comm": parallel.virtual_size is None,
         "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": 1,
@@ -145,7 +163,8 @@ def transformer_config(
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # required by variable_seq_lengths, also for dense models
-        "deallocate_pipeline_outputs": True,
+        # Interleaved passes free what they send before it is sent. Only CUDA's allocator waits.
+        "deallocate_pipeline_outputs": parallel.virtual_size is None or device.is_cuda,
         "bias_activation_fusion": device.is_cuda,
         "bias_dropout_fusion": device.is_cuda,
         "apply_rope_fusion": has_transformer_engine(dtype),
@@ -238,8 +257,8 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Return the specs of this stage's layers and of the norm behind the last one."""
+def _block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    """Return the specs of the layers of this stage's chunk, and of the norm behind the last one."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
@@ -266,6 +285,6 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
             attention.core_attention = SdpaCoreAttention
             if config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = norm
-    first = get_transformer_layer_offset(config)
-    own = layers[first : first + get_num_layers_to_build(config)]
+    first = get_transformer_layer_offset(config, chunk)
+    own = layers[first : first + get_num_layers_to_build(config, chunk)]
     return TransformerBlockSubmodules(layer_specs=own, layer_norm=norm)

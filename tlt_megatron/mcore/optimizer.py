@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def wrap_data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """Wrap this rank's stage in Megatron's DistributedDataParallel, set up for a loss that is a
-    fraction.
+    """Wrap a chunk of this rank's stage in Megatron's DistributedDataParallel, set up for a loss
+    that is a fraction.
 
     Gradients are kept in float32 and reduced after the last backward pass. A collective of all
     ranks.
@@ -51,15 +51,15 @@ def wrap_data_parallel(model: nn.Module) -> DistributedDataParallel:
 
 
 class PolicyOptimizer:
-    """Adam over the parameters of `model`, its schedule, and the skipping of updates that are not
-    finite.
+    """Adam over the parameters of `model`, the chunks of a stage, its schedule, and the skipping of
+    updates that are not finite.
 
     `megatron` and `scheduler` are the Megatron objects, for megatron_checkpoint.py.
     """
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        model: list[DistributedDataParallel],
         section: OptimizerSection,
         dtype: torch.dtype,
         num_updates: int,
@@ -85,10 +85,10 @@ class PolicyOptimizer:
             clip_grad=section.clip_grad,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
-            use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+            use_distributed_optimizer=model[0].ddp_config.use_distributed_optimizer,
         )
         megatron = get_megatron_optimizer(
-            config, [model], config_overrides=get_standard_config_overrides(config)
+            config, [*model], config_overrides=get_standard_config_overrides(config)
         )
         assert isinstance(megatron, ChainedOptimizer)
         self.megatron = megatron
@@ -125,16 +125,19 @@ class PolicyOptimizer:
 
         Megatron moves the optimizer's own float32 weights, so those of the model must be bfloat16.
         """
-        self._model.offload_grad_buffers(synchronize=is_cuda, empty_cache=is_cuda)
+        for chunk in self._model:
+            chunk.offload_grad_buffers(synchronize=is_cuda, empty_cache=is_cuda)
         self.megatron.offload_to_cpu()
 
     def reload(self, is_cuda: bool) -> None:
         """Undo `offload`."""
-        self._model.restore_grad_buffers(synchronize=is_cuda)
+        for chunk in self._model:
+            chunk.restore_grad_buffers(synchronize=is_cuda)
         self.megatron.restore_from_cpu()
 
     def zero_grad(self) -> None:
-        self._model.zero_grad_buffer()
+        for chunk in self._model:
+            chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
 

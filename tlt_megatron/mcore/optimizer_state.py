@@ -35,7 +35,7 @@ _STATE_KEYS = ("param", "exp_avg", "exp_avg_sq")  # param: the float32 master we
 
 def sharded_optimizer_state(
     optimizer: ChainedOptimizer,
-    model_state: dict[str, Any],
+    model_state: dict[Any, Any],
     metadata: dict[str, Any],
     *,
     is_loading: bool,
@@ -43,7 +43,7 @@ def sharded_optimizer_state(
     """Return this rank's part of the state as Megatron sharded tensors: data to save, or a template
     to load into.
 
-    A collective of the data-parallel group. `model_state` is the model's sharded_state_dict. The
+    A collective of the data-parallel group. `model_state` has the sharded_state_dict of each chunk. The
     second optimizer of a mixture of experts, which has the experts, is in the result under
     "experts".
     """
@@ -56,7 +56,7 @@ def sharded_optimizer_state(
 
 def _state_of_part(
     part: MegatronOptimizer,
-    model_state: dict[str, Any],
+    model_state: dict[Any, Any],
     metadata: dict[str, Any],
     *,
     is_loading: bool,
@@ -135,7 +135,7 @@ def _materialize(part: MegatronOptimizer) -> None:
 
 
 def _sharded_tensors(
-    part: DistributedOptimizer, model_state: dict[str, Any], *, is_loading: bool
+    part: DistributedOptimizer, model_state: dict[Any, Any], *, is_loading: bool
 ) -> dict[int, dict[str, Any]]:
     """Return three float32 tensors per parameter, under its number in the order of Megatron's load.
 

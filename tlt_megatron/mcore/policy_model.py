@@ -82,12 +82,12 @@ class McorePolicyModel(TrainedModel):
         return tap.record(self._stage, micro_batches, self._groups)
 
     @torch.no_grad()
-    def _exchange_weights(self, host: dict[str, Tensor]) -> None:
+    def _exchange_weights(self, host: list[Tensor]) -> None:
         """Swap the weights with those in `host`, in place. A second call restores them."""
-        for name, parameter in self._stage.named_parameters():
+        for parameter, other in zip(self._parameters(), host, strict=True):
             current = parameter.clone()
-            parameter.copy_(host[name])
-            host[name].copy_(current)
+            parameter.copy_(other)
+            other.copy_(current)
 
 
 class McoreCriticModel(TrainedModel):

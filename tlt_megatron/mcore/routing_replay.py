@@ -8,7 +8,7 @@ process, and needs a route for every token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,34 +26,43 @@ TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
 
 
 class RoutingReplay:
-    """Replays the routes of micro-batches in this rank's pipeline stage of one model."""
+    """Replays the routes of micro-batches in the chunks of this rank's pipeline stage."""
 
-    def __init__(self, stage: GPTModel, experts: ExpertsConfig, groups: ProcessGroups) -> None:
+    def __init__(
+        self, stage: Sequence[GPTModel], experts: ExpertsConfig, groups: ProcessGroups
+    ) -> None:
         from megatron.core.transformer.moe.router import TopKRouter
 
         self._groups = groups
         self._shape = len(experts.layers), experts.num_per_token
-        self._routers: dict[int, _RouterReplay] = {}  # by index in `experts.layers`
-        for router in stage.modules():
-            if isinstance(router, TopKRouter):
-                assert router.layer_number is not None
-                index = experts.layers.index(router.layer_number - 1)
-                self._routers[index] = _RouterReplay()
-                router.router_replay = self._routers[index]  # pyright: ignore[reportAttributeAccessIssue]
+        # of each chunk of the stage, by index in `experts.layers`
+        self._routers: list[dict[int, _RouterReplay]] = [{} for _ in stage]
+        for chunk, routers in zip(stage, self._routers, strict=True):
+            for router in chunk.modules():
+                if isinstance(router, TopKRouter):
+                    assert router.layer_number is not None
+                    index = experts.layers.index(router.layer_number - 1)
+                    routers[index] = _RouterReplay()
+                    router.router_replay = routers[index]  # pyright: ignore[reportAttributeAccessIssue]
 
     def clear(self) -> None:
         """Forget all passes. Without another `start`, tokens are routed freely."""
-        for router in self._routers.values():
-            router.clear()
+        for routers in self._routers:
+            for router in routers.values():
+                router.clear()
 
-    def start(self, micro_batch: MicroBatch, places: TokenPlaces, device: torch.device) -> None:
-        """Set the routes of the pass that comes next. Tokens without a route are routed freely."""
+    def start(
+        self, chunk: int, micro_batch: MicroBatch, places: TokenPlaces, device: torch.device
+    ) -> None:
+        """Set the routes of a chunk's pass that comes next. Tokens without a route are routed
+        freely.
+        """
         routes = micro_batch.routes
         if routes is None:  # also set, as recomputation takes those of all passes in turn
             routes = torch.full((micro_batch.num_tokens, *self._shape), -1, dtype=torch.int16)
         parts = places.fill(routes, padding=-1).chunk(self._groups.num_parts)
         own = parts[self._groups.part].to(device)
-        for index, router in self._routers.items():
+        for index, router in self._routers[chunk].items():
             router.start(own[:, index].long())
 
 

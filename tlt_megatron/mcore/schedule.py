@@ -1,7 +1,8 @@
 """Runs packed micro-batches through Megatron's pipeline schedules, at any tensor x context x
 pipeline layout.
 
-A micro-batch is one packed sequence of P tokens (thd, batch axis 1). P varies, so the model must be
+`model` has the chunks of this rank's stage: one, or several whose passes are interleaved. A
+micro-batch is one packed sequence of P tokens (thd, batch axis 1). P varies, so the model must be
 built with variable_seq_lengths. token_places.py pads it and cuts it over context-parallel ranks.
 The output layer gets only the R rows that predict a response token, R / cp on each of these ranks.
 What is predicted of them is gathered, so every rank computes the same loss. V is a shard if tp > 1.
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 ForwardStep = Callable[[Iterator[MicroBatch], nn.Module], tuple[Tensor, Callable[..., object]]]
+Chunks = Sequence[nn.Module]
 T = TypeVar("T", TokenLogprobs, TokenValues)
 
 
@@ -64,7 +66,7 @@ def token_values(_rows: OutputRows, values_R1: Tensor) -> TokenValues:
 
 
 def run_forward(
-    model: nn.Module,
+    model: Chunks,
     micro_batches: Sequence[MicroBatch],
     predict: Predict[T],
     record: type[T],
@@ -76,26 +78,28 @@ def run_forward(
     All tensor-, context- and pipeline-parallel peers must call this with the same micro-batches.
     Data-parallel ranks need not call it together, unless they share experts.
     """
-    passes = _equal_passes(micro_batches, groups)
+    passes = _equal_passes(micro_batches, groups, len(model))
     if not passes:
         return []
-    device = next(model.parameters()).device
+    device = next(model[0].parameters()).device
 
     step = _forward_step(model, groups, predict, lambda predicted, _: predicted, replay)
-    was_training = model.training
-    model.eval()
+    was_training = model[0].training
     try:
+        for chunk in model:
+            chunk.eval()
         with torch.no_grad():
             kept = _run_schedule(model, passes, step, is_forward_only=True)
     finally:
-        model.train(was_training)
+        for chunk in model:
+            chunk.train(was_training)
     if not micro_batches:
         return []
     return _share_over_stages(kept[: len(micro_batches)], record, micro_batches, groups, device)
 
 
 def run_forward_backward(
-    model: nn.Module,
+    model: Chunks,
     micro_batches: Sequence[MicroBatch],
     predict: Predict[T],
     loss_fn: Callable[[T, MicroBatch], LossResult],
@@ -104,12 +108,13 @@ def run_forward_backward(
 ) -> tuple[dict[str, float], int]:
     """Accumulate this rank's gradients in the buffers of `model`.
 
-    `model` is Megatron's DistributedDataParallel. Returns the metric sums, on every pipeline stage,
-    and the sum of the counts, on the last. Tensor-, context- and pipeline-parallel peers must call
-    this together, with the same micro-batches. So must ranks that share experts, with any.
+    Each chunk is Megatron's DistributedDataParallel. Returns the metric sums, on every pipeline
+    stage, and the sum of the counts, on the last. Tensor-, context- and pipeline-parallel peers
+    must call this together, with the same micro-batches. So must ranks that share experts, with
+    any.
     """
-    passes = _equal_passes(micro_batches, groups)
-    device = next(model.parameters()).device
+    passes = _equal_passes(micro_batches, groups, len(model))
+    device = next(model[0].parameters()).device
     totals: dict[str, Tensor] = {}
     counts: list[int] = []
 
@@ -134,16 +139,20 @@ def run_forward_backward(
 
 
 def _equal_passes(
-    micro_batches: Sequence[MicroBatch], groups: ProcessGroups
+    micro_batches: Sequence[MicroBatch], groups: ProcessGroups, num_chunks: int
 ) -> Sequence[MicroBatch]:
     """Add empty micro-batches where data-parallel ranks share experts: as many passes on each rank.
+    Interleaved passes come in groups of as many as there are stages.
 
     In every layer of a pass, the ranks exchange tokens, so a pass more would hang. An
     empty micro-batch has one token without a label, which gives no gradient.
     """
-    if groups.ep.size == 1:
-        return micro_batches
-    num_missing = max(gather_objects(len(micro_batches), groups.dp)) - len(micro_batches)
+    num_passes = len(micro_batches)
+    if groups.ep.size > 1:
+        num_passes = max(gather_objects(num_passes, groups.dp))
+    if num_chunks > 1:
+        num_passes += -num_passes % groups.pp.size
+    num_missing = num_passes - len(micro_batches)
     id_1, value_1 = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
     empty = MicroBatch(
         token_ids=id_1,
@@ -159,7 +168,7 @@ def _equal_passes(
     return [*micro_batches, *[empty] * num_missing]
 
 
-def reduce_gradients(model: nn.Module, count: int, groups: ProcessGroups) -> None:
+def reduce_gradients(model: Chunks, count: int, groups: ProcessGroups) -> None:
     """Sum the accumulated gradients of all ranks and divide them by the sum of all counts.
 
     `count` is this data-parallel rank's, on the last pipeline stage. A collective of all ranks.
@@ -168,12 +177,12 @@ def reduce_gradients(model: nn.Module, count: int, groups: ProcessGroups) -> Non
 
     if not groups.cp.is_first:
         count = 0  # Megatron sums over context-parallel ranks too, and these have the same
-    device = next(model.parameters()).device
-    finalize_model_grads([model], torch.tensor(count, dtype=torch.int32, device=device))
+    device = next(model[0].parameters()).device
+    finalize_model_grads([*model], torch.tensor(count, dtype=torch.int32, device=device))
 
 
 def _run_schedule(
-    model: nn.Module,
+    model: Chunks,
     micro_batches: Sequence[MicroBatch],
     forward_step: ForwardStep,
     *,
@@ -183,8 +192,8 @@ def _run_schedule(
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
-        model=[model],
+        data_iterator=[iter(micro_batches) for _ in model],
+        model=[*model],
         num_microbatches=len(micro_batches),
         seq_length=0,  # unused: every stage announces the shape that it sends
         micro_batch_size=1,
@@ -194,7 +203,7 @@ def _run_schedule(
 
 
 def _forward_step(
-    model: nn.Module,
+    model: Chunks,
     groups: ProcessGroups,
     predict: Predict[T],
     finish: Callable[[T, MicroBatch], object],
@@ -202,27 +211,27 @@ def _forward_step(
 ) -> ForwardStep:
     """Return Megatron's forward_step_func.
 
-    It runs the model on the next micro-batch; on the last stage, `finish` gets what is predicted
+    It runs a chunk on its next micro-batch. Behind the last layer, `finish` gets what is predicted
     [P] and the micro-batch.
     """
     from megatron.core.utils import get_model_config
 
-    device = next(model.parameters()).device
-    config = get_model_config(model)
+    device = next(model[0].parameters()).device
+    config = get_model_config(model[0])
     # Megatron would copy bfloat16 logits to float32, at twice the memory.
     options = {"fp32_output": False} if config.bf16 else {}
     if replay is not None:
         replay.clear()
 
-    def step(feed: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., object]]:
+    def step(feed: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Callable[..., object]]:
         micro_batch = next(feed)
         places = place_tokens(micro_batch.cu_seqlens, groups)
         token_ids_1P, position_ids_1P, packing = _model_inputs(micro_batch, places, groups, device)
         rows = _to_device(_output_rows(micro_batch, places, groups), device)
         if replay is not None:
-            replay.start(micro_batch, places, device)
-        with _output_of(model, rows, groups):
-            output = model(
+            replay.start(model.index(chunk), micro_batch, places, device)
+        with _output_of(chunk, rows):
+            output = chunk(
                 token_ids_1P, position_ids_1P, None, packed_seq_params=packing, **options
             )
         on_device = _to_device(micro_batch, device)
@@ -269,14 +278,14 @@ def _kept_of(kept: KeptTokens | None, places: TokenPlaces, rows_R: Tensor) -> Ke
 
 
 @contextmanager
-def _output_of(model: nn.Module, rows: OutputRows, groups: ProcessGroups) -> Iterator[None]:
-    """Let the output layer of the last stage compute only `rows`."""
-    if not groups.pp.is_last:
-        yield
-        return
+def _output_of(chunk: nn.Module, rows: OutputRows) -> Iterator[None]:
+    """Let the output layer, if the chunk has it, compute only `rows`."""
     from megatron.core.utils import get_attr_wrapped_model
 
-    layer = get_attr_wrapped_model(model, "output_layer")
+    if not get_attr_wrapped_model(chunk, "post_process"):
+        yield
+        return
+    layer = get_attr_wrapped_model(chunk, "output_layer")
     assert isinstance(layer, nn.Module)
     handle = layer.register_forward_pre_hook(
         lambda _, inputs: (inputs[0].index_select(0, rows.own_rows), *inputs[1:])

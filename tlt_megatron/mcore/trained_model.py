@@ -1,11 +1,13 @@
 """What the policy and the critic share: a pipeline stage, its data parallelism and its optimizer.
 
-The stage is in float32, or in bfloat16 with float32 master weights.
+The stage is one model, or several chunks with interleaved passes, in float32 or in bfloat16 with
+float32 master weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from tlt_megatron.config.schema import McoreSection, ModelSection, OptimizerSection, ParallelSection
 from tlt_megatron.mcore.megatron_checkpoint import load_checkpoint, save_checkpoint
-from tlt_megatron.mcore.model import build_model
+from tlt_megatron.mcore.model import build_stage
 from tlt_megatron.mcore.optimizer import PolicyOptimizer, wrap_data_parallel
 from tlt_megatron.mcore.routing_replay import RoutingReplay
 from tlt_megatron.mcore.schedule import Predict, T, reduce_gradients, run_forward_backward
@@ -56,7 +58,7 @@ class TrainedModel:
         dtype = _DTYPES[model.dtype]
         self._groups = groups
         self._config = load_model_config(model.path)
-        self._stage = build_model(
+        self._stage = build_stage(
             self._config,
             parallel=parallel,
             section=mcore,
@@ -64,26 +66,25 @@ class TrainedModel:
             device=device,
             has_value_head=self._has_value_head,
         )
-        wrapped = self._stage
+        wrapped: list[torch.nn.Module] = [*self._stage]
         if dtype != torch.float32:
-            wrapped = Float16Module(self._stage.config, self._stage)
+            wrapped = [Float16Module(chunk.config, chunk) for chunk in self._stage]
         load_hf_weights(self._stage, self._config, HfReader(Path(model.path)), groups)
         self._replay = None
         if self._config.experts is not None and not self._has_value_head:
             self._replay = RoutingReplay(self._stage, self._config.experts, groups)
-        self._model = wrap_data_parallel(wrapped)
+        self._model = [wrap_data_parallel(chunk) for chunk in wrapped]
         self._optimizer = PolicyOptimizer(self._model, optimizer, dtype, num_updates)
         # of the loss, for the gradients so far; None: there are none
         self._count: int | None = None
         self._device = device
         self._offloads = mcore.offload_in_rollouts
         self._is_away = False
-        self._reference: dict[str, Tensor] | None = None
+        self._reference: list[Tensor] | None = None
         if keep_reference:
-            self._reference = {
-                name: parameter.detach().to("cpu", copy=True)
-                for name, parameter in self._stage.named_parameters()
-            }
+            self._reference = [
+                parameter.detach().to("cpu", copy=True) for parameter in self._parameters()
+            ]
 
     def optimizer_step(self, skipped_count: int = 0) -> OptimizerStats:
         """See TrainedModel. If the gradient is not finite, only zero the gradients."""
@@ -111,6 +112,9 @@ class TrainedModel:
         """See PolicyModel. A reference policy keeps the initial weights."""
         load_checkpoint(path, self._stage, self._optimizer)
         self._count = None
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return chain.from_iterable(chunk.parameters() for chunk in self._stage)
 
     def _forward_backward(
         self,

@@ -94,7 +94,7 @@ FINAL_NORM_ROW = Row(("decoder.final_layernorm.weight",), ("model.norm.weight",)
 
 
 def layer_rows(config: ModelConfig, local_index: int, layer: int) -> list[Row]:
-    """Return the rows of `layer` (of the model), which has index `local_index` on its stage."""
+    """Return the rows of `layer` (of the model), which has index `local_index` in its chunk."""
     rows = [
         Row(
             tuple(f"decoder.layers.{local_index}.{name}" for name in row.mcore_names),
@@ -145,16 +145,16 @@ def lm_head_row(config: ModelConfig) -> Row:
     return Row(("output_layer.weight",), (name,), Layout.ROWS)
 
 
-def stage_layers(model: GPTModel) -> list[int]:
-    """Return the layers of this stage, counted over the model, in order."""
+def chunk_layers(model: GPTModel) -> list[int]:
+    """Return the layers of a chunk of this stage, counted over the whole model, in order."""
     layers = list[Any](model.decoder.layers)  # TransformerLayers; a ModuleList does not say so
     return [layer.layer_number - 1 for layer in layers]
 
 
-def stage_rows(model: GPTModel, config: ModelConfig, ep: Group) -> list[Row]:
-    """Return all rows of this rank's stage, in layer order, with its own experts."""
+def chunk_rows(model: GPTModel, config: ModelConfig, ep: Group) -> list[Row]:
+    """Return all rows of a chunk of this rank's stage, in layer order, with its own experts."""
     rows = [EMBEDDING_ROW] if model.pre_process else []
-    for local_index, layer in enumerate(stage_layers(model)):
+    for local_index, layer in enumerate(chunk_layers(model)):
         rows += layer_rows(config, local_index, layer)
         for expert in range(num_local_experts(config, layer, ep)):
             rows += expert_rows(config, local_index, layer, expert, ep, ep.rank)
@@ -235,9 +235,9 @@ def named_tensors(model: GPTModel) -> dict[str, Tensor]:
 
 
 def load_hf_weights(
-    model: GPTModel, config: ModelConfig, source: HfReader, groups: ProcessGroups
+    stage: Sequence[GPTModel], config: ModelConfig, source: HfReader, groups: ProcessGroups
 ) -> None:
-    """Fill this rank's shard of the unwrapped `model` from `source`, reading only its own stage.
+    """Fill this rank's shard of the unwrapped chunks of a stage from `source`, reading only those.
 
     Every rank must call it. `config.preflight` has compared names and shapes. ValueError on every
     rank for tied embeddings beside another output layer.
@@ -245,8 +245,15 @@ def load_hf_weights(
     problem = head_problem(config, source) if groups.world.is_first else ""
     if problem := broadcast_object(problem, groups.world):
         raise ValueError(f"model.path={str(source.path)!r}: {problem}")
+    for chunk in stage:
+        _load_chunk(chunk, config, source, groups)
+
+
+def _load_chunk(
+    model: GPTModel, config: ModelConfig, source: HfReader, groups: ProcessGroups
+) -> None:
     parameters = named_tensors(model)
-    rows = stage_rows(model, config, groups.ep)
+    rows = chunk_rows(model, config, groups.ep)
     assert parameters.keys() <= {name for row in rows for name in row.mcore_names}
     for row in rows:
         if row is VALUE_HEAD_ROW:

@@ -88,7 +88,7 @@ def test_layouts_that_fit_are_allowed(
             "parallel.pipeline=2",
             2,
             MIXTURE | {"mlp_only_layers": [0, 1]},
-            "parallel.pipeline=2 makes a stage of the layers 0 to 1 of .* none of which has experts",
+            r"parallel.pipeline=2 makes a stage of the layers \[0, 1\] of .* none of which has experts",
         ),
         ("mcore.moe_aux_loss_coeff=0.1", 1, {}, "moe_aux_loss_coeff=0.1: must be 0, .* has no"),
         (

@@ -176,6 +176,7 @@ CASES = [
     Case("k1 as a loss", r"algorithm\.kl_estimator='k1': must be k2 or k3 where algorithm\.kl_placement='loss'", overrides=("algorithm.kl_estimator=k1",)),
     Case("weights of zero", r"reward\.function=\{'math': 0\.0, 'exact': 0\.0\}: must be functions of which one has a weight that is not 0", overrides=("reward.function={math: 0, exact: 0}",)),
     Case("evaluation without prompts", r"eval\.interval=2: must be 0 where data\.eval is empty", overrides=("eval.interval=2",)),
+    Case("chunks of a stage without stages", r"parallel\.virtual_pipeline=2: must be 1 where parallel\.pipeline=1", overrides=("parallel.virtual_pipeline=2",)),
     *(
         Case(f"{key}={value}", re.escape(key) + rf"={shown}: must be a finite number", overrides=(f"{key}={value}",))
         for key, value, shown in (

@@ -76,7 +76,7 @@ def tap(device: torch.device, aux_layer_ids: tuple[int, ...]) -> list[TappedSequ
     )
     stage, batch = Stage().to(device), batch_of(LENGTHS)
     states = torch.arange(float(sum(LENGTHS) * HIDDEN_SIZE)).view(-1, 1, HIDDEN_SIZE).to(device)
-    with recorder.record(stage, [batch], ProcessGroups(world=SINGLE)):
+    with recorder.record([stage], [batch], ProcessGroups(world=SINGLE)):
         stage(states)
     return kept
 

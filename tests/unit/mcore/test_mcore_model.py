@@ -55,11 +55,12 @@ def test_recompute_maps_to_megatrons_fields(
 
 def test_users_fields_win_over_ours() -> None:
     section = McoreSection(
-        recompute="full", transformer={"recompute_num_layers": 2, "batch_p2p_comm": False}
+        recompute="full",
+        transformer={"recompute_num_layers": 2, "attention_softmax_in_fp32": False},
     )
     fields = _transformer(section)
     assert fields.recompute_num_layers == 2
-    assert not fields.batch_p2p_comm
+    assert not fields.attention_softmax_in_fp32
 
 
 def test_allowed_fields_are_fields_of_megatron() -> None:

@@ -55,6 +55,7 @@ def claim(ledger: MemoryLedger, name: str) -> int:
 KV_SLOT = 2 * (2 * 4 * 128 * 28 + 1)  # keys and values of a token in all layers
 SGLANG = 'rollout.engine=sglang sglang.engine_args={"tp_size":4}'
 SMALL = "rollout.num_prompts=1 rollout.num_samples=2 data.max_prompt_tokens=512 rollout.max_new_tokens=512"
+VIRTUAL = "parallel.pipeline=2 parallel.virtual_pipeline=2"
 TLT = "speculation.enabled=true spot.enabled=true"
 TAPPED = (
     f"{TLT} spot.data_bytes=10000000000 rollout.num_prompts=2 rollout.num_samples=8"
@@ -78,6 +79,7 @@ TAPPED = (
         ("", 8, "gradients", TOTAL * 4),
         ("rollout.kv_cache_tokens=51200", 1, "engine KV", (51200 + 64) * KV_SLOT),
         ("mcore.recompute=full", 1, "activations", 8192 * 28 * 3584 * 2),
+        (VIRTUAL, 2, "activations", 8192 * 14 * KEPT * 2 * 2.5),  # 5 passes of half a stage
         (SMALL, 1, "activations", 2 * 1024 * 28 * KEPT * 2),  # less than a micro-batch
         (SMALL, 1, "logits", 2 * 1024 * 152064 * 4),
         ("algorithm.kl_coef=0.1", 1, "reference policy", TOTAL * 2),
