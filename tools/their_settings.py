@@ -107,6 +107,7 @@ _ONE: dict[str, Callable[[Any], Any]] = {
     "named_files": _named_files,
     "trackers": _trackers,
     "at_least_0": lambda value: max(0, int(value or 0)),
+    "list": lambda value: value if isinstance(value, list) else [value],
     "cap": lambda value: max(0, value),
     # newer versions: two bounds as text
     "number": lambda value: value if isinstance(value, int | float) else None,

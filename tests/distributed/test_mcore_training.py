@@ -67,6 +67,14 @@ def one_rank(model_path: Path) -> dict[str, Any]:
         (Layout(world=2, pipeline=2, virtual=2), ALL, {}),
         (Layout(world=4, pipeline=2, virtual=2), (0, 5), {"recompute": "full"}),
         (Layout(world=4, pipeline=2), (2, 3), {"recompute": "full"}),
+        (
+            Layout(world=2, pipeline=2),
+            ALL,
+            {
+                "recompute": "selective",
+                "transformer": {"recompute_modules": ["core_attn", "layernorm", "mlp"]},
+            },
+        ),
         (Layout(world=2, tensor=2), ALL, {"recompute": "selective"}),
         (Layout(world=2, context=2), ALL, {"recompute": "full"}),
         (Layout(world=2, context=2), ALL, {"recompute": "selective"}),

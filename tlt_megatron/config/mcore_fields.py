@@ -20,6 +20,7 @@ _STAGE_FIELDS = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeli
 
 class _Fields(NamedTuple):
     allowed: frozenset[str]
+    values: dict[str, list[str]]  # that a field may have; recompute_modules has a list of them
     instead: dict[str, str]  # field that may not be set -> what to do instead
 
 
@@ -28,13 +29,22 @@ def read_fields() -> _Fields:
     """Return the fields that mcore_fields.yaml names."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     fields = yaml.safe_load(text)
-    return _Fields(frozenset(chain(*fields["allowed"].values())), fields["instead"])
+    allowed = frozenset(chain(*fields["allowed"].values()))
+    return _Fields(allowed, fields["values"], fields["instead"])
 
 
 def check_transformer_fields(fields: Mapping[str, object]) -> None:
-    """Raise ValueError for a field that is not allowed, and say what to do instead."""
-    allowed, instead = read_fields()
+    """Raise ValueError for a field or a value that is not allowed, and say what to do instead."""
+    allowed, values, instead = read_fields()
     for name, value in fields.items():
+        if name in values:
+            is_list = name == "recompute_modules"
+            given = value if is_list else [value]
+            if not isinstance(given, list) or not all(each in values[name] for each in given):
+                kind = "a list of" if is_list else "one of"
+                raise ValueError(
+                    f"mcore.transformer.{name}={value!r}: must be {kind} {', '.join(values[name])}"
+                )
         if name in allowed:
             continue
         if name in instead:

@@ -276,3 +276,15 @@ class McoreSection(Section):
 
     def check(self) -> None:
         check_transformer_fields(self.transformer)
+        if "recompute_modules" in self.transformer and self.recompute != "selective":
+            raise ValueError(
+                f"mcore.transformer.recompute_modules={self.transformer['recompute_modules']!r}: needs"
+                " mcore.recompute=selective"
+            )
+
+    @property
+    def recompute_modules(self) -> list[str]:
+        """Return the parts of a layer that are computed again in the backward pass."""
+        if self.recompute != "selective":
+            return []
+        return self.transformer.get("recompute_modules", ["core_attn"])

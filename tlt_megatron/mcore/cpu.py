@@ -35,6 +35,7 @@ REWRITES: tuple[tuple[str, str], ...] = (
     (r"'torch\.cuda\.(Float|Half|BFloat16)Tensor'", r"'torch.\1Tensor'"),
     (r"\.cuda\(\)", ".cpu()"),
     (r"current_stream = torch\.cuda\.current_stream\(\)$", "current_stream = None"),
+    (r"self\.fp8 = fp8 is not None$", "self.fp8 = False"),  # it means the name of a format
     (r"^enable_jit_fuser\(\)$", "disable_jit_fuser()"),  # torch.compile: half a minute, no gain
 )
 _COMPILED = tuple((re.compile(pattern, re.MULTILINE), text) for pattern, text in REWRITES)

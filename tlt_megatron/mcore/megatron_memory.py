@@ -100,24 +100,27 @@ class Sharding:
 
         The first of p stages holds the activations of p micro-batches, the next those of p - 1, the
         last those of one and the logits; interleaved stages hold more (`_layers_held`). With full
-        recomputation each layer keeps its input. When one layer is computed again, the logits are
-        gone, and its activations are there twice, once as gradients.
+        recomputation each layer keeps its input, with a selective one all but what is computed
+        again. When one layer is computed again, the logits are gone, and its activations are there
+        twice, once as gradients.
         """
+        mlp = (_FUSED_F if self.is_cuda else _UNFUSED_F) * sizes.active_ffn
+        mlp += _ROUTED_D * sizes.num_routed * sizes.hidden
         if self.is_cuda:
-            uncut = _FUSED_D * sizes.hidden
-            cut = _FUSED_F * sizes.active_ffn + _FUSED_Q * sizes.query + _FUSED_KV * sizes.kv
+            rest = _FUSED_D * sizes.hidden + _FUSED_Q * sizes.query + _FUSED_KV * sizes.kv
         else:
-            uncut = _UNFUSED_D * sizes.hidden
-            cut = _UNFUSED_F * sizes.active_ffn + _UNFUSED_Q * sizes.query
-        cut += _ROUTED_D * sizes.num_routed * sizes.hidden
+            rest = _UNFUSED_D * sizes.hidden + _UNFUSED_Q * sizes.query
         tensor = self.parallel.tensor
         element_bytes = -(-num_tokens // self.parallel.context) * self.item_bytes
-        layer = int(element_bytes * (uncut + cut) / tensor)
+        layer = int(element_bytes * (rest + mlp) / tensor)
         if self.parallel.context > 1 and not self.is_cuda:  # keys and values of the whole sequences
             layer += num_tokens * self.item_bytes * sizes.kv // tensor
         kept, again = layer, 0
         if self.mcore.recompute == "full":
             kept, again = int(element_bytes * sizes.hidden / tensor), 2 * layer
+        elif ("moe" if sizes.experts else "mlp") in self.mcore.recompute_modules:
+            dropped = int(element_bytes * mlp / tensor)
+            kept, again = layer - dropped, 2 * dropped
         logits = 2 * element_bytes * sizes.vocab // tensor
         held = self._layers_held(sizes)
         passes = [(int(n * kept) + again, 0) for n in held]
@@ -135,7 +138,9 @@ class Sharding:
             return 0
         share = (2 * context + 1) / (2 * context) ** 2
         layer = num_tokens * longest * share * self.item_bytes
-        is_recomputed = self.mcore.recompute != "none"
+        is_recomputed = (
+            self.mcore.recompute == "full" or "core_attn" in self.mcore.recompute_modules
+        )
         return int(layer * (1 if is_recomputed else max(self._layers_held(sizes))))
 
     def _layers_held(self, sizes: ModelSizes) -> list[float]:

@@ -177,6 +177,9 @@ CASES = [
     Case("weights of zero", r"reward\.function=\{'math': 0\.0, 'exact': 0\.0\}: must be functions of which one has a weight that is not 0", overrides=("reward.function={math: 0, exact: 0}",)),
     Case("evaluation without prompts", r"eval\.interval=2: must be 0 where data\.eval is empty", overrides=("eval.interval=2",)),
     Case("chunks of a stage without stages", r"parallel\.virtual_pipeline=2: must be 1 where parallel\.pipeline=1", overrides=("parallel.virtual_pipeline=2",)),
+    Case("parts recomputed without recompute", r"mcore\.transformer\.recompute_modules=\['mlp'\]: needs mcore\.recompute=selective", overrides=("mcore.transformer.recompute_modules=[mlp]",)),
+    Case("an unknown part of a layer", r"recompute_modules=\['ffn'\]: must be a list of core_attn, layernorm, mlp,", overrides=("mcore.recompute=selective", "mcore.transformer.recompute_modules=[ffn]")),
+    Case("one part of a layer", r"recompute_modules='mlp': must be a list of core_attn,", overrides=("mcore.recompute=selective", "mcore.transformer.recompute_modules=mlp")),
     *(
         Case(f"{key}={value}", re.escape(key) + rf"={shown}: must be a finite number", overrides=(f"{key}={value}",))
         for key, value, shown in (

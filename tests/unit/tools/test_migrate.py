@@ -137,8 +137,10 @@ CORRECTION = "algorithm.rollout_correction."
             "mcore.micro_batch_tokens=4000 parallel.context=4",
         ),
         (
-            "--max-tokens-per-gpu 1000 --context-parallel-size 8 --n-samples-per-prompt 8",
-            "mcore.micro_batch_tokens=8000 parallel.context=8",
+            "--max-tokens-per-gpu 1000 --context-parallel-size 8 --n-samples-per-prompt 8"
+            " --recompute-granularity selective --recompute-modules mlp",
+            "mcore.micro_batch_tokens=8000 parallel.context=8 mcore.recompute=selective"
+            " mcore.transformer={'recompute_modules':['mlp']}",
         ),
         (  # gae is verl's default
             "trainer.nnodes=1 critic.model.path=rm critic.optim.lr=2e-5 algorithm.lam=0.9 trainer.critic_warmup=3",

@@ -29,7 +29,8 @@ LAYER = 2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 3584 * 18944 + 2 * 3584 + 3584 + 
 DRAFTER = LAYER + 3 * 3584**2
 # Elements of a layer that are kept for the backward pass, per token: norms, projections and
 # attention, MLP.
-KEPT = 4 * 3584 + 3 * 3584 + 3 * 512 + 3 * 18944
+MLP = 3 * 18944
+KEPT = 4 * 3584 + 3 * 3584 + 3 * 512 + MLP
 GPU = Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl")
 CPU = Device(torch_device=torch.device("cpu"), backend="gloo")
 
@@ -55,6 +56,7 @@ def claim(ledger: MemoryLedger, name: str) -> int:
 KV_SLOT = 2 * (2 * 4 * 128 * 28 + 1)  # keys and values of a token in all layers
 SGLANG = 'rollout.engine=sglang sglang.engine_args={"tp_size":4}'
 SMALL = "rollout.num_prompts=1 rollout.num_samples=2 data.max_prompt_tokens=512 rollout.max_new_tokens=512"
+MLP_AGAIN = 'mcore.recompute=selective mcore.transformer={"recompute_modules":["mlp"]}'
 VIRTUAL = "parallel.pipeline=2 parallel.virtual_pipeline=2"
 TLT = "speculation.enabled=true spot.enabled=true"
 TAPPED = (
@@ -79,6 +81,7 @@ TAPPED = (
         ("", 8, "gradients", TOTAL * 4),
         ("rollout.kv_cache_tokens=51200", 1, "engine KV", (51200 + 64) * KV_SLOT),
         ("mcore.recompute=full", 1, "activations", 8192 * 28 * 3584 * 2),
+        (MLP_AGAIN, 1, "activations", 8192 * 28 * (KEPT - MLP) * 2),  # beside the logits
         (VIRTUAL, 2, "activations", 8192 * 14 * KEPT * 2 * 2.5),  # 5 passes of half a stage
         (SMALL, 1, "activations", 2 * 1024 * 28 * KEPT * 2),  # less than a micro-batch
         (SMALL, 1, "logits", 2 * 1024 * 152064 * 4),
