@@ -114,9 +114,10 @@ def test_other_layouts_train_to_the_same_weights(
     [
         ("data.max_prompt_tokens=2", "all 24 prompts are longer than data.max_prompt_tokens=2"),
         ("rollout.max_batch_size=100000000", "change rollout.max_batch_size=100000000"),
+        ("mcore.fp8=hybrid", "mcore.fp8='hybrid': must be none without a GPU, transformer-engine"),
     ],
 )
-def test_what_only_data_and_memory_show_is_refused(
+def test_what_only_data_and_the_machine_show_is_refused(
     config: Path, tmp_path: Path, override: str, message: str
 ) -> None:
     assert message in run_ending(2, 1, config, tmp_path, override)

@@ -272,15 +272,19 @@ class McoreSection(Section):
     offload_in_rollouts: bool = False
     # of the load-balancing loss of a mixture of experts (Switch Transformer); 0: off
     moe_aux_loss_coeff: NonNegative = 0.0
+    # format of FP8 in the matrix products of the layers, on a GPU; weights stay in bfloat16
+    fp8: Annotated[str, one_of("none", "hybrid", "e4m3")] = "none"
     transformer: dict[str, Any] = field(default_factory=dict)  # such as attention_softmax_in_fp32
 
     def check(self) -> None:
         check_transformer_fields(self.transformer)
-        if "recompute_modules" in self.transformer and self.recompute != "selective":
-            raise ValueError(
-                f"mcore.transformer.recompute_modules={self.transformer['recompute_modules']!r}: needs"
-                " mcore.recompute=selective"
-            )
+        for field_name, setting, has_effect in (
+            ("recompute_modules", "mcore.recompute=selective", self.recompute == "selective"),
+            ("fp8_recipe", "mcore.fp8=hybrid or e4m3", self.fp8 != "none"),
+        ):
+            if field_name in self.transformer and not has_effect:
+                value = self.transformer[field_name]
+                raise ValueError(f"mcore.transformer.{field_name}={value!r}: needs {setting}")
 
     @property
     def recompute_modules(self) -> list[str]:

@@ -155,8 +155,12 @@ class HiddenStateTap:
         held: dict[TapPlace, list[Tensor]] = defaultdict(list)
         copies = HostCopies()
         points = _tap_points(stage)
+        has_fp8 = bool(stage[0].config.fp8)
         by_micro_batch = [
-            ([p for p in places if p.micro_batch == i], place_tokens(batch.cu_seqlens, groups))
+            (
+                [place for place in places if place.micro_batch == i],
+                place_tokens(batch.cu_seqlens, groups, has_fp8=has_fp8),
+            )
             for i, batch in enumerate(micro_batches)
         ]
         handles = [

@@ -39,6 +39,10 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
+# The least compute capability of each recipe: Ada, Hopper, Blackwell.
+_FP8_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+
+
 def import_problem() -> str:
     """Return why Megatron's layers cannot be imported; "" if they can.
 
@@ -189,6 +193,7 @@ def transformer_config(
             fields["moe_aux_loss_coeff"] = section.moe_aux_loss_coeff * num_shares
             fields["moe_router_load_balancing_type"] = "aux_loss"
     fields = _architecture_fields(config) | fields | _RECOMPUTE[section.recompute]
+    fields |= fp8_fields(section, dtype)
     transformer = TransformerConfig(**fields | section.transformer)
     if config.rope.attention_factor != 1.0:
         # Megatron reads these three if they are there, and computes the factor from them: 0.1 *
@@ -201,6 +206,28 @@ def transformer_config(
         }
         vars(transformer).update(scaling)
     return transformer
+
+
+def fp8_fields(section: McoreSection, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of FP8. ValueError where this rank's GPU or Transformer Engine has none.
+
+    Scales are those of the tensors themselves. So a pass gives the same numbers again, also after
+    a resume.
+    """
+    if section.fp8 == "none":
+        return {}
+    recipe = section.transformer.get("fp8_recipe", "tensorwise")
+    if not has_transformer_engine(dtype):
+        raise ValueError(
+            f"mcore.fp8={section.fp8!r}: must be none without a GPU, transformer-engine and model.dtype=bfloat16"
+        )
+    least, own = _FP8_CAPABILITY[recipe], torch.cuda.get_device_capability()
+    if own < least:
+        raise ValueError(
+            f"mcore.transformer.fp8_recipe={recipe!r}: needs a GPU of compute capability"
+            f" {'.'.join(map(str, least))}, this one has {'.'.join(map(str, own))}"
+        )
+    return {"fp8": section.fp8, "fp8_recipe": recipe}
 
 
 def _architecture_fields(config: ModelConfig) -> dict[str, Any]:

@@ -225,7 +225,7 @@ def _forward_step(
 
     def step(feed: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Callable[..., object]]:
         micro_batch = next(feed)
-        places = place_tokens(micro_batch.cu_seqlens, groups)
+        places = place_tokens(micro_batch.cu_seqlens, groups, has_fp8=bool(config.fp8))
         token_ids_1P, position_ids_1P, packing = _model_inputs(micro_batch, places, groups, device)
         rows = _to_device(_output_rows(micro_batch, places, groups), device)
         if replay is not None:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tlt_megatron.runtime.process_groups import ProcessGroups
 
+_FP8_TOKENS = 32  # a rank's tokens are a multiple of it: Transformer Engine's mxfp8 needs most
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPlaces:
@@ -31,19 +33,22 @@ class TokenPlaces:
         return values_M.index_copy(0, self.of_tokens, values_P)
 
 
-def place_tokens(cu_seqlens: Tensor, groups: ProcessGroups) -> TokenPlaces:
+def place_tokens(
+    cu_seqlens: Tensor, groups: ProcessGroups, *, has_fp8: bool = False
+) -> TokenPlaces:
     """Return the places of a micro-batch whose sequences have the bounds `cu_seqlens`, [S + 1].
 
-    Every sequence is padded to a multiple of 2 x CP. What the tensor-parallel peers need beyond
-    that is a further sequence of padding: real tokens cannot see it, and every kernel finds all
-    tokens covered. Example: a sequence of 7 tokens at CP 2 has the places 0 1 4 5 6 7 2.
+    Every sequence is padded to a multiple of 2 x CP. What the tensor-parallel peers, or matrix
+    products in FP8, need beyond that is a further sequence of padding: real tokens cannot see it,
+    and every kernel finds all tokens covered. Example: a sequence of 7 tokens at CP 2 has the
+    places 0 1 4 5 6 7 2.
     """
     tp, cp = groups.tp.size, groups.cp.size
     multiple = 2 * cp if cp > 1 else 1
     cu_seqlens, num_tokens = cu_seqlens.long(), int(cu_seqlens[-1])
     lengths_S = cu_seqlens.diff()
     padded_S = lengths_S + -lengths_S % multiple
-    if rest := -int(padded_S.sum()) % (multiple * tp):
+    if rest := -int(padded_S.sum()) % (multiple * tp * (_FP8_TOKENS if has_fp8 else 1)):
         padded_S = torch.cat([padded_S, padded_S.new_tensor([rest])])
     bounds = torch.cat([cu_seqlens[:1], padded_S.cumsum(0)])
     sequences_S = torch.arange(lengths_S.numel())

@@ -20,6 +20,7 @@ from tlt_megatron.data.prompts import PromptSampler, load_held_out, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
+from tlt_megatron.mcore.model import fp8_fields
 from tlt_megatron.mcore.policy_model import McoreCriticModel, McorePolicyModel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.policy.critic import CriticTrainer
@@ -70,6 +71,7 @@ def build_run(site: Site) -> Run:
     config, run_dir, world, stack = site.config, site.run_dir, site.world, site.stack
     saved = saved_run_of(config, run_dir, world)
     _check_extensions(config)
+    fp8_fields(config.mcore, getattr(torch, config.model.dtype))
     if world.is_first:
         for line in risky_settings(config):
             log.warning("%s", line)

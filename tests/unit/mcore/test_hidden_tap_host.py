@@ -35,7 +35,7 @@ class Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(
-            hidden_size=HIDDEN_SIZE, num_layers=3, sequence_parallel=False
+            hidden_size=HIDDEN_SIZE, num_layers=3, sequence_parallel=False, fp8=None
         )
         self.decoder = nn.Module()
         self.decoder.layers = nn.ModuleList(Layer(number) for number in (1, 2, 3))

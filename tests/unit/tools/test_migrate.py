@@ -138,8 +138,8 @@ CORRECTION = "algorithm.rollout_correction."
         ),
         (
             "--max-tokens-per-gpu 1000 --context-parallel-size 8 --n-samples-per-prompt 8"
-            " --recompute-granularity selective --recompute-modules mlp",
-            "mcore.micro_batch_tokens=8000 parallel.context=8 mcore.recompute=selective"
+            " --recompute-granularity selective --recompute-modules mlp --fp8-format hybrid",
+            "mcore.micro_batch_tokens=8000 parallel.context=8 mcore.fp8=hybrid mcore.recompute=selective"
             " mcore.transformer={'recompute_modules':['mlp']}",
         ),
         (  # gae is verl's default
