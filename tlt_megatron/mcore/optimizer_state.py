@@ -43,8 +43,8 @@ def sharded_optimizer_state(
     """Return this rank's part of the state as Megatron sharded tensors: data to save, or a template
     to load into.
 
-    A collective of the data-parallel group. `model_state` has the sharded_state_dict of each chunk. The
-    second optimizer of a mixture of experts, which has the experts, is in the result under
+    A collective of the data-parallel group. `model_state` has the sharded_state_dict of each chunk.
+    The second optimizer of a mixture of experts, which has the experts, is in the result under
     "experts".
     """
     first, *others = optimizer.chained_optimizers
