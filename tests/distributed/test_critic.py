@@ -79,13 +79,14 @@ def build_trainer(
 
 def train_step(trainer: PolicyTrainer, seed: int) -> dict[str, float]:
     scored = scored_batch(seed)
-    inference = trainer.infer_logprobs(scored, values=trainer.infer_values(scored))
+    plan = trainer.plan(scored)
+    inference = trainer.infer_logprobs(plan, values=trainer.infer_values(plan))
     return trainer.update_critic(inference) | trainer.update(inference)
 
 
 def values_of(trainer: PolicyTrainer) -> list[Tensor]:
     assert trainer.critic is not None
-    return trainer.critic.infer_values(make_batch(3))
+    return [each.values for each in trainer.critic.model.infer_values(make_batch(3))]
 
 
 def _run(
@@ -160,7 +161,8 @@ def test_twenty_steps_make_the_better_sibling_likelier_and_the_values_right(
         trainer = build_trainer(tied_path, Layout(world=1), section, 40, critic)
         gaps, steps = [], []
         for step in range(21):
-            inference = trainer.infer_logprobs(batch, values=trainer.infer_values(batch))
+            plan = trainer.plan(batch)
+            inference = trainer.infer_logprobs(plan, values=trainer.infer_values(plan))
             means = {key: float(value.mean()) for key, value in inference.old_logprobs.items()}
             if step in (0, 20):
                 gaps.append([means[0, 0] - means[0, 1], means[2, 1] - means[2, 0]])

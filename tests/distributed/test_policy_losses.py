@@ -92,7 +92,7 @@ def _run(path: Path, layout: Layout, micro_batch_tokens: int) -> dict[str, tuple
             batch = scored_batch(seed)
             if name == "kept":
                 batch = list(map(_with_kept, batch))
-            steps.append(trainer.update(trainer.infer_logprobs(batch)))
+            steps.append(trainer.update(trainer.infer_logprobs(trainer.plan(batch))))
         results[name] = steps, export(policy)
         destroy_model_parallel()
     return results
@@ -208,7 +208,7 @@ def _learn(path: Path) -> dict[str, list[float]]:
             batch = _scored(engine.generate(prompts, params, policy_version=step))
             rewards = [reward for each in batch for reward in each.rewards]
             means[name].append(sum(rewards) / len(rewards))
-            trainer.update(trainer.infer_logprobs(batch))
+            trainer.update(trainer.infer_logprobs(trainer.plan(batch)))
         destroy_model_parallel()
     return means
 

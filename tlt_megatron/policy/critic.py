@@ -38,10 +38,6 @@ class CriticTrainer:
         """Return whether the newest update was not skipped; True before the first update."""
         return self._health.num_bad == 0
 
-    def infer_values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the values [P] of each micro-batch."""
-        return [predicted.values for predicted in self.model.infer_values(batches)]
-
     def update(self, step: int, minibatches: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
         """Run one optimizer step per mini-batch, of this rank's micro-batches; return metrics.
 

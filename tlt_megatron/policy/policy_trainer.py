@@ -50,13 +50,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """Who computes what of a batch."""
+class Plan:
+    """A batch, and what this rank computes of it."""
 
-    batch: Sequence[ScoredGroup]  # as it was given
-    scored: tuple[ScoredGroup, ...]  # with the tokens of this rank's share
-    skipped: frozenset[RolloutKey]
+    scored: tuple[ScoredGroup, ...]  # the batch, with the tokens of this rank's share
+    skipped: frozenset[RolloutKey]  # on all ranks
     minibatches: tuple[Minibatch, ...]
+
+    @property
+    def packs(self) -> list[Pack]:
+        """Return the micro-batches of all mini-batches."""
+        return [pack for minibatch in self.minibatches for pack in minibatch.packs]
+
+    @property
+    def own_skipped(self) -> list[Rollout]:
+        """Return the skipped responses of this rank's share."""
+        return [rollout for minibatch in self.minibatches for rollout in minibatch.skipped]
+
+    @property
+    def own_keys(self) -> set[RolloutKey]:
+        """Return the responses of this rank's share, whose tokens it has."""
+        return {key for pack in self.packs for key in pack.keys} | set(
+            map(key_of, self.own_skipped)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +80,7 @@ class Inference:
     """Results of the passes before the update; those of responses are [T] by response."""
 
     version: int  # of the policy before the update: RL steps done
-    scored: tuple[ScoredGroup, ...]
-    minibatches: tuple[Minibatch, ...]
-    skipped: frozenset[RolloutKey]  # on all ranks
+    plan: Plan
     advantages: Mapping[RolloutKey, Tensor]
     old_logprobs: Mapping[RolloutKey, Tensor] | None  # float32; None: from the update's own pass
     ref_logprobs: Mapping[RolloutKey, Tensor] | None
@@ -74,13 +88,6 @@ class Inference:
     returns: Mapping[RolloutKey, Tensor] | None
     tap: HiddenStateTap | None  # to pass to the update
     metrics: dict[str, float]
-
-    @property
-    def own_keys(self) -> set[RolloutKey]:
-        """Return the responses of this rank's share, whose tokens it has."""
-        packs = [pack for minibatch in self.minibatches for pack in minibatch.packs]
-        skipped = [key_of(rollout) for each in self.minibatches for rollout in each.skipped]
-        return {key for pack in packs for key in pack.keys} | set(skipped)
 
 
 @dataclass(kw_only=True)
@@ -99,7 +106,6 @@ class PolicyTrainer:
     # mean absolute difference of the two engines' log-probs, of each response of this rank's share
     # of the newest batch that had a pass
     engine_differences: dict[RolloutKey, float] = field(default_factory=dict, init=False)
-    _newest: _Plan | None = field(default=None, init=False)
 
     @property
     def is_last_update_good(self) -> bool:
@@ -108,17 +114,17 @@ class PolicyTrainer:
         is_critic_good = self.critic is None or self.critic.is_last_update_good
         return is_critic_good and self.health.num_bad == 0
 
-    def infer_values(self, scored: Sequence[ScoredGroup]) -> dict[RolloutKey, Tensor]:
+    def infer_values(self, plan: Plan) -> dict[RolloutKey, Tensor]:
         """Return the critic's values [T] of every response of the batch."""
         assert self.critic is not None
-        plan = self._plan(scored)
-        packs = [pack for minibatch in plan.minibatches for pack in minibatch.packs]
-        values = self.critic.infer_values([pack.batch for pack in packs])
-        return gather_values(plan.scored, by_key(packs, values), self.groups.dp)
+        packs = plan.packs
+        predicted = self.critic.model.infer_values([pack.batch for pack in packs])
+        values = by_key(packs, [each.values for each in predicted])
+        return gather_values(plan.scored, values, self.groups.dp)
 
     def infer_logprobs(
         self,
-        scored: Sequence[ScoredGroup],
+        plan: Plan,
         tap: HiddenStateTap | None = None,
         version: int = 0,
         *,
@@ -133,26 +139,22 @@ class PolicyTrainer:
         `version` is the policy's: RL steps done. `values` are those of the critic, if there is one.
         Without `has_update`, `update` will not be called.
         """
-        section, plan = self.section, self._plan(scored)
-        scored, skipped, minibatches = plan.scored, plan.skipped, plan.minibatches
-        self._newest = None  # it holds the batch
+        section, scored, packs = self.section, plan.scored, plan.packs
         advantages, returns = {}, None
         if not section.has_kl_reward:
             advantages, returns = compute_advantages(scored, section, {}, values)
-        packs = [pack for minibatch in minibatches for pack in minibatch.packs]
         old_logprobs = ref_logprobs = None
         metrics: dict[str, float] = {}
         if section.has_logprob_pass or not has_update:
-            others = [rollout for minibatch in minibatches for rollout in minibatch.skipped]
-            packs += pack_share(others, self.micro_batch_tokens)
+            packs += pack_share(plan.own_skipped, self.micro_batch_tokens)
             batches = [pack.batch for pack in packs]
             predicted = self.model.infer_logprobs(batches, self.temperature, tap=tap)
             old_logprobs = by_key(packs, [p.logprobs for p in predicted])
             known = [p.policy_logprobs for p in predicted]
             metrics = self._compare_engines(compare_engines(packs, known, version), version)
             tap = None
-        elif tap is not None and skipped:
-            self._tap_skipped(minibatches[0], tap)  # one update: one mini-batch
+        elif tap is not None and plan.skipped:
+            self._tap_skipped(plan.minibatches[0], tap)  # one update: one mini-batch
         if section.kl_coef:
             batches = [pack.batch for pack in packs]
             reference = self.model.infer_logprobs(batches, self.temperature, reference=True)
@@ -161,11 +163,9 @@ class PolicyTrainer:
             penalties = self._kl_penalties(scored, old_logprobs, ref_logprobs)
             advantages, returns = compute_advantages(scored, section, penalties, values)
         return Inference(
-            scored=scored,
             version=version,
-            minibatches=minibatches,
+            plan=plan,
             advantages=advantages,
-            skipped=skipped,
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
             values=values,
@@ -179,8 +179,9 @@ class PolicyTrainer:
         assert self.critic is not None
         assert inference.values is not None
         assert inference.returns is not None
-        metrics = value_metrics(inference.scored, inference.values, inference.returns)
-        minibatches = [self._attach(inference, each.packs) for each in inference.minibatches]
+        plan = inference.plan
+        metrics = value_metrics(plan.scored, inference.values, inference.returns)
+        minibatches = [self._attach(inference, each.packs) for each in plan.minibatches]
         step = inference.version + 1
         return metrics | self.critic.update(step, minibatches * self.section.num_epochs)
 
@@ -194,7 +195,7 @@ class PolicyTrainer:
         sums: dict[str, float] = defaultdict(float)
         engines: dict[str, float] = {}
         stats: list[OptimizerStats] = []
-        for minibatch in inference.minibatches * self.section.num_epochs:
+        for minibatch in inference.plan.minibatches * self.section.num_epochs:
             found, known = self._run_passes(inference, minibatch.packs)
             if inference.old_logprobs is None:  # then there is one update
                 engines = self._compare_engines(known, inference.version)
@@ -213,7 +214,7 @@ class PolicyTrainer:
             "actor/grad_norm": sum(each.grad_norm for each in stats) / len(stats),
             "actor/num_updates": float(len(stats)),
             "actor/num_skipped_updates": float(sum(each.is_skipped for each in stats)),
-            "actor/skipped_response_share": len(inference.skipped) / len(inference.advantages),
+            "actor/skipped_response_share": len(inference.plan.skipped) / len(inference.advantages),
         }
 
     def _attach(self, inference: Inference, packs: Sequence[Pack]) -> list[MicroBatch]:
@@ -252,12 +253,8 @@ class PolicyTrainer:
         """Return the indices of the prompts of each mini-batch."""
         return split_evenly(len(scored), self.section.num_minibatches)
 
-    def _plan(self, batch: Sequence[ScoredGroup]) -> _Plan:
-        """Return the plan of a batch, with the tokens of this rank's share. A collective for a new
-        batch.
-        """
-        if self._newest is not None and self._newest.batch is batch:
-            return self._newest
+    def plan(self, batch: Sequence[ScoredGroup]) -> Plan:
+        """Return the plan of a batch, with the tokens of this rank's share. A collective."""
         section, dp = self.section, self.groups.dp
         skipped: frozenset[RolloutKey] = frozenset()
         if section.can_skip:  # then advantages need no pass
@@ -271,8 +268,7 @@ class PolicyTrainer:
         for rollouts in minibatches(batch):
             owners |= find_owners(rollouts, skipped, dp)
         scored = fetch_tokens(batch, owners, self.groups)
-        self._newest = _Plan(
-            batch=batch,
+        return Plan(
             scored=scored,
             skipped=skipped,
             minibatches=tuple(
@@ -280,7 +276,6 @@ class PolicyTrainer:
                 for rollouts in minibatches(scored)
             ),
         )
-        return self._newest
 
     def _choose_skipped(
         self, scored: Sequence[ScoredGroup], advantages: dict[RolloutKey, Tensor]

@@ -83,12 +83,12 @@ class Utilization:
         """
         lengths = {
             key_of(rollout): rollout.num_tokens
-            for scored in inference.scored
+            for scored in inference.plan.scored
             for rollout in scored.rollouts
         }
         flops = {}
         if "actor/num_updates" in step:
-            updated = [n for key, n in lengths.items() if key not in inference.skipped]
+            updated = [n for key, n in lengths.items() if key not in inference.plan.skipped]
             count = 3 * self.num_epochs * forward_flops(self.model, updated)
             flops["actor"] = count / step["timing_s/update_actor"]
         if inference.old_logprobs is not None:

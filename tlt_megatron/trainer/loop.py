@@ -108,14 +108,17 @@ class RLTrainer:
 
     def _infer(self, scored: Sequence[ScoredGroup]) -> Inference:
         """Run the forward-only passes of critic, policy and reference."""
-        values = None
-        if self.policy_trainer.critic is not None:
+        trainer, plan, values = self.policy_trainer, None, None
+        if trainer.critic is not None:
             with self.phases("VALUES", "values"):
-                values = self.policy_trainer.infer_values(scored)
+                plan = trainer.plan(scored)
+                values = trainer.infer_values(plan)
         with self.phases("LOGPROB", "old_log_prob"):
             tap = self.drafter.make_tap() if self.drafter else None
-            return self.policy_trainer.infer_logprobs(
-                scored, tap, self.step, values=values, has_update=self._has_policy_update
+            plan = plan or trainer.plan(scored)
+            has_update = self._has_policy_update
+            return trainer.infer_logprobs(
+                plan, tap, self.step, values=values, has_update=has_update
             )
 
     def _update_critic(self, inference: Inference) -> dict[str, float]:

@@ -57,8 +57,8 @@ class RunReport:
         if self.passes is not None:
             self.passes.write(collected.passes)
         if self.rollouts is not None:
-            own = inference.own_keys
-            samples = self.rollouts.write(step, inference.scored, own, differences)
+            plan = inference.plan
+            samples = self.rollouts.write(step, plan.scored, plan.own_keys, differences)
             if self.metrics is not None:
                 self.metrics.log_responses(step, samples)
         metrics = collected.metrics | inference.metrics | update

@@ -47,7 +47,7 @@ def test_metrics_of_a_batch_are_those_without_observations(section: AlgorithmSec
     found = []
     for scored in (scored_batch(), [with_observations(group) for group in scored_batch()]):
         trainer = make_trainer(FakeModel(), section, micro_batch_tokens=40)
-        inference = trainer.infer_logprobs(scored)
+        inference = trainer.infer_logprobs(trainer.plan(scored))
         advantages = {
             key: scored[key[0]].rollouts[key[1]].generated(advantage_T).tolist()
             for key, advantage_T in inference.advantages.items()

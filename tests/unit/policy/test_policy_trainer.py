@@ -116,7 +116,7 @@ def run(
 ) -> tuple[dict, dict, list[list[MicroBatch]]]:
     model = FakeModel(groups)
     trainer = make_trainer(model, section, groups, micro_batch_tokens=micro_batch_tokens)
-    inference = trainer.infer_logprobs(scored_batch())
+    inference = trainer.infer_logprobs(trainer.plan(scored_batch()))
     return inference.metrics, trainer.update(inference), model.updates
 
 
@@ -187,7 +187,7 @@ def test_a_rank_knows_the_difference_of_every_response_of_its_share(
         everyone = group_of(dist.group.WORLD)
         groups = ProcessGroups(world=everyone, dp=everyone)
         trainer = make_trainer(FakeModel(groups), section, groups)
-        trainer.update(trainer.infer_logprobs(scored_batch()))
+        trainer.update(trainer.infer_logprobs(trainer.plan(scored_batch())))
         return trainer.engine_differences
 
     expected = {(group, sample): nats for group in range(5) for sample in range(3)}
@@ -212,7 +212,7 @@ def test_in_the_reward_the_default_estimate_of_kl_is_the_log_ratio() -> None:
     """
     section = AlgorithmSection(advantage="dr_grpo", kl_coef=0.1, kl_placement="reward")
     trainer = make_trainer(FakeModel(), section)
-    advantages = trainer.infer_logprobs(scored_batch(num_groups=1)).advantages
+    advantages = trainer.infer_logprobs(trainer.plan(scored_batch(num_groups=1))).advantages
     # rewards 1, 0, 0 and 2, 5, 8 tokens: 1 - 0.1, -0.25 and -0.4, with the mean 0.25 / 3
     found = [float(advantages[0, g][0]) for g in range(3)]
     expected = [0.9 - 0.25 / 3, -0.25 - 0.25 / 3, -0.4 - 0.25 / 3]
@@ -241,7 +241,7 @@ def test_log_probs_are_computed_first_where_the_update_cannot_know_them(
     """The first pass of the policy is tapped: one before the update, or the update's."""
     model, tap = FakeModel(), object()
     trainer = make_trainer(model, section)
-    trainer.update(trainer.infer_logprobs(scored_batch(), tap))
+    trainer.update(trainer.infer_logprobs(trainer.plan(scored_batch()), tap))
     assert model.passes == [(which, 15, None if which is REFERENCE else tap) for which in passes]
     assert set(model.update_taps) == {None if POLICY in passes else tap}
 

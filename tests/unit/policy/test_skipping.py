@@ -51,7 +51,7 @@ def _train(
 ) -> tuple[FakeModel, dict[str, float]]:
     model = FakeModel(groups)
     trainer = make_trainer(model, section, groups, **settings)
-    inference = trainer.infer_logprobs(scored or scored_with(), tap)
+    inference = trainer.infer_logprobs(trainer.plan(scored or scored_with()), tap)
     return model, inference.metrics | trainer.update(inference)
 
 

@@ -94,6 +94,7 @@ def make_trainer(gpu: SharedGpu) -> RLTrainer:
     policy_trainer = SimpleNamespace(
         model=policy,
         critic=None,
+        plan=lambda _: object(),
         infer_logprobs=lambda *_, **__: inference,
         update=update,
         engine_differences={},

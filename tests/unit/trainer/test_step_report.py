@@ -74,8 +74,7 @@ def test_a_step_on_known_gpus(tmp_path: Path) -> None:
     )
     group = scored((3, 5, 4), (1.0, 0.0, 0.0), 8)  # each behind a prompt of two tokens
     inference = SimpleNamespace(
-        scored=(group,),
-        skipped={(0, 2)},
+        plan=SimpleNamespace(scored=(group,), skipped={(0, 2)}),
         old_logprobs={},
         ref_logprobs={},
         metrics={"critic/advantages/mean": 0.5},
