@@ -178,7 +178,7 @@ def _print_errors(run: str, finished: Recording, machine: Machine) -> Bars:
         max_batch=config.rollout.max_batch_size,
     )
     rows = []
-    for phase in ("gen", *(p for p in PHASES if p != "rest" and found.phases[p]), "step"):
+    for phase in ("gen", *(p for p in PHASES if found.phases[p]), "step"):
         predicted = found.step_s if phase == "step" else found.phases[phase] / found.num_steps
         measured = finished.seconds(phase)
         ratio = predicted / measured if measured else None

@@ -15,7 +15,6 @@ from tools.planner.recording import PassTotals, Recording
 from tools.planner.steps import tokens_of
 
 _MIN_REQUESTS = 300  # of which acceptance is the mean; more only if a row has more
-_CONSTANT = ("publish_drafter", "update_weights", "rest")  # whatever the batch
 
 
 class RecordedMachine:
@@ -132,4 +131,4 @@ def _fit_phase(recordings: Sequence[Recording], phase: str) -> list[float]:
     for recording in recordings:
         x += [tokens_of(phase, batch) / recording.num_replicas for batch in recording.batches]
         y += [seconds.get(phase, 0.0) for seconds in recording.phases]
-    return [sum(y) / len(y), 0.0] if phase in _CONSTANT else _fit([x], y, [1.0] * len(x))
+    return [sum(y) / len(y), 0.0] if phase == "update_weights" else _fit([x], y, [1.0] * len(x))
