@@ -144,8 +144,15 @@ def megatron_to_hf(source: Path, target: Path, model: Path, *, dtype: str | None
 
 
 def trained_dtype(policy: Path) -> str:
-    """Return the dtype of the model that wrote a torch_dist checkpoint."""
-    return read_common(policy)["identity"]["model.dtype"]
+    """Return the dtype of the model that wrote a torch_dist checkpoint. ValueError where another
+    program wrote it, and it says none.
+    """
+    try:
+        return read_common(policy)["identity"]["model.dtype"]
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"--dtype: needed, as {policy} does not say that of its training ({error})"
+        ) from None
 
 
 def verify(policy: Path, folder: Path, dtype: str, *, model: Path | None = None) -> bool:

@@ -140,6 +140,30 @@ def test_megatron_finds_every_weight_of_a_converted_model(
             assert torch.equal(weights[name], tensor.to(weights[name].dtype)), name
 
 
+def test_what_megatron_saves_itself_becomes_a_model(tmp_path: Path) -> None:
+    """Its index has more classes, and its plain values do not say the dtype of the model."""
+    from megatron.core import dist_checkpointing
+
+    source = make_tiny_hf(tmp_path / "hf", "qwen3_moe", num_layers=2)
+    stored = tmp_path / "stored"
+    stored.mkdir()
+
+    def save() -> None:
+        policy, _ = build_policy(source, EP2_TP2)
+        [chunk] = policy._stage
+        dist_checkpointing.save({"model": chunk.sharded_state_dict()}, str(stored))
+
+    run_ranks(2, save)
+    command = ("--from", stored, "--to", tmp_path / "back", "--model", source)
+    code, printed = tlt_convert(*command)
+    assert code == 2
+    assert f"--dtype: needed, as {stored} does not say that of its training" in printed
+    code, printed = tlt_convert(*command, "--dtype", "float32", "--verify")
+    assert code == 0, printed
+    for name, tensor in HfReader(source).items():
+        assert torch.equal(HfReader(tmp_path / "back")[name], tensor), name
+
+
 def tlt_convert(*arguments: object) -> tuple[int, str]:
     """The exit code of `tlt convert`, and what it prints, in a process of its own."""
 
