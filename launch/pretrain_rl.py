@@ -125,7 +125,7 @@ class _Launch:
             describe_checkpoint,
             make_ledger,
         )
-        from tlt_megatron.trainer.run_site import open_site
+        from tlt_megatron.trainer.run_site import Site
 
         config = self._config
         device = select_device(config.run.device)
@@ -139,7 +139,7 @@ class _Launch:
             log.info("%s", "\n".join(lines), extra=FILE_ONLY)
             print(ledger.headline(free_bytes), flush=True)
         check_memory(ledger, free_bytes, device.host_free_bytes(), world)
-        site = open_site(config, self._run_dir, world, device, stack, self._stop, ledger)
+        site = Site(config, self._run_dir, world, device, stack, self._stop, ledger)
         with site.heartbeat.explaining(config.run.group_timeout_s):
             self._run = build_run(site)
             self._run.train()

@@ -314,7 +314,7 @@ def running_heartbeat(
 
     `stop` hears of the requests of other ranks, and tells them of its own.
     """
-    ranks = gather_objects(RankProcess.own(world.rank), world)
+    ranks = gather_objects(RankProcess(rank=world.rank), world)
     heartbeat = Heartbeat(store, ranks, world.rank, stop, timeout_s)
     if world.size > 1:
         stop.share(EventLog(store.connect("heartbeat")))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -15,21 +15,30 @@ import psutil
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
+def machine_id() -> str:
+    """Identify this boot of this machine and the container's namespaces for processes and time."""
+    parts = [socket.gethostname()]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if boot.is_file():
+        parts.append(boot.read_text().strip())
+    for name in ("pid", "time"):
+        namespace = Path("/proc/self/ns") / name
+        if namespace.exists():
+            parts.append(os.readlink(namespace).translate(str.maketrans("", "", ":[]")))
+    return "/".join(parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
-    """One rank's process. All ranks exchange these records when the run starts."""
+    """One rank's process, by default the calling one. All ranks exchange these records when the run
+    starts.
+    """
 
     rank: int
-    host: str
-    machine: str  # equal for two ranks if and only if they share process ids and monotonic clock
-    pid: int
-
-    @staticmethod
-    def own(rank: int) -> RankProcess:
-        """Return the calling process."""
-        return RankProcess(
-            rank=rank, host=socket.gethostname(), machine=machine_id(), pid=os.getpid()
-        )
+    host: str = field(default_factory=socket.gethostname)
+    # equal for two ranks if and only if they share process ids and monotonic clock
+    machine: str = field(default_factory=machine_id)
+    pid: int = field(default_factory=os.getpid)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
@@ -68,16 +77,3 @@ def state_of(process: psutil.Process | None) -> ProcessState:
         return ProcessState(is_gone=True)
     is_stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return ProcessState(is_gone=False, is_stopped=is_stopped, cpu_s=cpu.user + cpu.system)
-
-
-def machine_id() -> str:
-    """Identify this boot of this machine and the container's namespaces for processes and time."""
-    parts = [socket.gethostname()]
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if boot.is_file():
-        parts.append(boot.read_text().strip())
-    for name in ("pid", "time"):
-        namespace = Path("/proc/self/ns") / name
-        if namespace.exists():
-            parts.append(os.readlink(namespace).translate(str.maketrans("", "", ":[]")))
-    return "/".join(parts)

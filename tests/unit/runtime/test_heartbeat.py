@@ -29,7 +29,7 @@ class Neighbours:
 
     def __init__(self, *, is_local: bool = False) -> None:
         store = JobStore(dist.HashStore())
-        own = RankProcess.own(0)
+        own = RankProcess(rank=0)
         other = replace(own, rank=1, machine=own.machine if is_local else "elsewhere", host="far")
         self.beats = store.part("heartbeat")
         self.other_beat(1)
