@@ -99,7 +99,7 @@ def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     settings = yaml.safe_load(template.read_text(encoding="utf-8"))
     slack = draft_slack(settings["speculation"]["strategies"])
     rollout = settings["rollout"]
-    rollout["num_prompts"] = min(len(prompts), rollout["num_prompts"])
+    rollout["num_prompts"] = min(len(prompts.rows), rollout["num_prompts"])
     rollout["max_new_tokens"] = min(rollout["max_new_tokens"], limit - max_prompt - slack)
     settings["model"]["path"] = str(found.resolve())
     settings["data"] = {**files, **keys, "max_prompt_tokens": max_prompt}

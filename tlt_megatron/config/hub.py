@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 from tlt_megatron.config.load import load_config
@@ -142,30 +143,25 @@ def load_fetched_config(
     config = load_config(files, overrides)
     fetched = [
         f"{key}={json.dumps(found)}"
-        for key, name, found in _found(config, patterns)
-        if found != name
+        for key, found in _found(config, patterns).items()
+        if found != attrgetter(key)(config)
     ]
     return (load_config(files, [*overrides, *fetched]) if fetched else config), fetched
 
 
-def _found(config: RunConfig, patterns: tuple[str, ...]) -> Iterator[tuple[str, object, object]]:
-    """Yield each setting that may name something of the Hub: key, value, and value on this
-    machine.
-    """
-    models = {"model.path": config.model.path, "critic.path": config.critic.path}
+def _found(config: RunConfig, patterns: tuple[str, ...]) -> dict[str, str | list[str]]:
+    """Return the settings that may name something of the Hub, with what this machine has of it."""
+    names = {"model.path": config.model.path, "critic.path": config.critic.path}
     if config.speculation.enabled:
-        models["speculation.drafter"] = config.speculation.drafter
-    for key, name in models.items():
-        yield key, name, str(fetch_model(key, name, patterns)) if name else name
-    if patterns == WHOLE:
-        yield "data.train", config.data.train, _file("data.train", config.data.train)
-        found = config.data.eval
-        files = [_file("data.eval", name) for name in found] if isinstance(found, list) else []
-        yield "data.eval", found, files or _file("data.eval", str(found or ""))
-
-
-def _file(key: str, name: str) -> str:
-    return str(fetch_data(key, name)) if name else name
+        names["speculation.drafter"] = config.speculation.drafter
+    models = {key: str(fetch_model(key, name, patterns)) for key, name in names.items() if name}
+    if patterns != WHOLE:
+        return {**models}
+    data = config.data
+    train = str(fetch_data("data.train", data.train)) if data.train else ""
+    files = [str(fetch_data("data.eval", name)) for name in data.eval_files.values()]
+    held_out = files if isinstance(data.eval, list) else "".join(files)  # a text is one file or ""
+    return {**models, "data.train": train, "data.eval": held_out}
 
 
 def _unreachable(key: str, name: str, kind: str, command: str, error: Exception) -> ValueError:
