@@ -66,10 +66,10 @@ class DataBuffer:
     def __init__(self, section: SpotSection, dtype: torch.dtype = torch.float32) -> None:
         self.step = 0
         self.num_bytes = 0
-        self.dtype = dtype  # of the states
+        self.dtype = dtype  # the dtype of the states
         self._section = section
         self._samples: dict[str, _Sample] = {}  # what was trained on: in the order of its last use
-        self._num_batches = 0  # that were trained on
+        self._num_batches = 0  # batches that were trained on
         self._given: list[_Sample] = []  # samples of the last batch, until it was trained on
 
     @property

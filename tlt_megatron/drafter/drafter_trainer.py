@@ -43,7 +43,7 @@ class DrafterStats:
     grad_norm: float  # before clipping
     lr: float
     is_skipped: bool  # no update: a gradient was not finite, or no member had a trained row
-    num_updates: int  # of the drafter since it was created
+    num_updates: int  # updates of the drafter since it was created
     is_out_of_memory: bool = False  # this member's batch did not fit and was left out
 
     @property
@@ -94,7 +94,7 @@ def interruptible(
             handle.remove()
 
 
-_BETAS = 0.9, 0.95  # of Adam's moments
+_BETAS = 0.9, 0.95  # decay of Adam's moments
 _NUM_WARMUP = 20  # updates over the drafter's life in which the learning rate rises
 _MAX_GRAD_NORM = 1.0  # larger gradients are scaled down to it
 

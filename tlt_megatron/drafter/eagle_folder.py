@@ -32,7 +32,7 @@ WEIGHTS_FILE = "model.safetensors"
 TRAINER_FILE = "training/state.safetensors"
 _OWN_KEY = "tlt_megatron"  # our own entry of config.json
 _ORIGINAL = "original_max_position_embeddings"
-_ROPE_FIELDS = {  # of RopeConfig, and of config.json
+_ROPE_FIELDS = {  # names in RopeConfig and in config.json
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
@@ -152,7 +152,7 @@ def load_draft_weights(model: DraftModel, tensors: Mapping[str, Tensor], *, sour
     """Copy tensors into the drafter. ValueError names an unknown, missing or misshapen one."""
     try:
         model.load_state_dict(dict(tensors))
-    except RuntimeError as error:  # of torch, in several lines
+    except RuntimeError as error:  # torch's message has several lines
         raise ValueError(f"{source}: {' '.join(str(error).split())}") from None
 
 

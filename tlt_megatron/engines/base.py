@@ -48,8 +48,8 @@ class PassRecord:
 
     Example: 3 requests with strategy "4_2_8" accept 0, 2 and 4 drafted tokens. Then
     `accepted_by_depth` is (2, 2, 1, 1). `num_committed` is 9, because every request also commits
-    one bonus token. Where a response ends within the accepted tokens, `num_committed` has none
-    behind the end (with SGLang it has), and `accepted_by_depth` has them.
+    one bonus token. If a response ends within the accepted tokens, `accepted_by_depth` still counts
+    those after the end. `num_committed` counts them only with SGLang.
     """
 
     start_s: float  # on the clock of time.perf_counter
@@ -62,7 +62,7 @@ class PassRecord:
 
 
 class LaterPrompts(NamedTuple):
-    """What a running `generate` call is told between two passes."""
+    """What `more_prompts` gives a running `generate` call between two passes."""
 
     prompts: Sequence[Prompt]  # to answer in the same call
     # (draw_index, sample_index) of responses that no later prompt continues; their KV can be freed

@@ -28,7 +28,7 @@ _MAX_PACKED_HEAD = 256 << 20  # bytes; a larger head is read in place, without a
 class _Matrices(NamedTuple):
     """The drafter's fused matrices, in the engine's dtype."""
 
-    inputs: Matrix  # of EAGLE: fc, then q, k and v after it; of EAGLE-3: q, k and v
+    inputs: Matrix  # EAGLE: fc, then q, k and v after it; EAGLE-3: q, k and v
     output: Matrix
     gate_up: Matrix
     down: Matrix
@@ -76,7 +76,8 @@ class DraftInference:
 
         matrix, d = partial(Matrix.empty, dtype=dtype, device=device), c.hidden_size
         width = self._head_start + self._num_fused * c.head_dim
-        self.ids_C: Tensor | None = None  # ascending, of the columns of `logits`; None: all V
+        # Token ids of the columns of `logits`, ascending; None: all V.
+        self.ids_C: Tensor | None = None
         head = None
         if 0 < num_ids < c.vocab_size:
             # In BPE vocabularies the lowest ids are the most frequent.

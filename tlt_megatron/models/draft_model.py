@@ -41,7 +41,8 @@ class TargetFingerprint:
 class DraftConfig:
     """Sizes of a drafter, and its target. Fields are named as in ModelConfig."""
 
-    architecture: str  # eagle: features after the target's final norm | eagle3: of three layers
+    # eagle: features after the target's final norm | eagle3: features of three layers
+    architecture: str
     hidden_size: int
     ffn_size: int
     num_heads: int

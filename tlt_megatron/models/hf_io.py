@@ -19,10 +19,10 @@ from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.runtime.durable import new_folder, save_tensors
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK_ELEMENTS = 1 << 22  # on a GPU, where each chunk costs kernel launches
+_CHUNK_ELEMENTS = 1 << 22  # for a GPU, where each chunk costs kernel launches
 _CPU_CHUNK_ELEMENTS = 1 << 18
 _CHECKSUM_MODULUS = 1 << 63
-_BLOCK_BYTES = 1 << 14  # of a fingerprint: 771 tensors of a 32B model are 37 MB
+_BLOCK_BYTES = 1 << 14  # read for a fingerprint: 771 tensors of a 32B model are 37 MB
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -21,10 +21,10 @@ class ModelSizes:
         rest += num_fused * c.head_dim * c.has_qkv_bias + 2 * c.head_dim * c.has_qk_norm
         dense = attention + 3 * self.hidden * self.ffn
         self.layer = dense + rest
-        # Of a mixture: all experts of a layer, and such a layer without them.
+        # For a mixture: all experts of a layer, and such a layer without them.
         self.sparse_layers = frozenset(c.experts.layers if c.experts else ())
         self.experts = rest_of_mlp = self.num_routed = 0
-        self.active_ffn = self.ffn  # of one token in a layer, at most
+        self.active_ffn = self.ffn  # the most that one token uses in a layer
         if c.experts:
             self.num_routed = c.experts.num_per_token
             sparse_ffn = self.num_routed * c.experts.ffn_size + c.experts.shared_ffn_size
@@ -37,7 +37,7 @@ class ModelSizes:
         self.sparse_layer = attention + rest + rest_of_mlp
         num_sparse = len(self.sparse_layers)
         num_dense = self.num_layers - num_sparse
-        # Of all layers, without norms and biases.
+        # The matrices of all layers, without norms and biases.
         self.matrices = num_dense * dense + num_sparse * (attention + rest_of_mlp + self.experts)
         self.table = c.vocab_size * self.hidden  # the embedding or the LM head
         self.num_tables = 1 if c.tie_word_embeddings else 2

@@ -37,10 +37,10 @@ class LayerWeights:
     output: Tensor  # [D, N*H]
     post_norm: Tensor  # [D]
     router: Tensor | None  # [E, D]; None: a dense layer
-    gate_up: Tensor  # [2F, D], of all experts one after the other
+    gate_up: Tensor  # [2F, D], in a mixture one expert after the other
     down: Tensor  # [D, F], likewise
-    router_bias: Tensor | None  # [E] in at least float32, of a router of sigmoids
-    shared_gate_up: Tensor | None  # [2F, D], of the experts that every token goes to
+    router_bias: Tensor | None  # [E] in at least float32, for a router of sigmoids
+    shared_gate_up: Tensor | None  # [2F, D], for the experts that every token goes to
     shared_down: Tensor | None  # [D, F]
 
 
@@ -73,7 +73,7 @@ class Transformer:
         is_tied = config.tie_word_embeddings
         self.lm_head = self.embedding if is_tied else self._allocate("lm_head.weight")
         self.layers = [self._allocate_layer(number) for number in range(config.num_layers)]
-        # Of each layer: qkv, output, MLP. Made by the first pass after a load.
+        # qkv, output and MLP of each layer. The first pass after a load makes them.
         self._matrices: list[tuple[Matrix, Matrix, Mlp]] = []
         self.rotary = RotaryTable(config.rope, config.rotary_dim, dtype, device)
         self._norm = arithmetic.norm(config.rms_norm_eps, dtype, device)

@@ -22,15 +22,14 @@ from tlt_megatron.speculation.pass_cost import PassCost
 from tlt_megatron.speculation.selector import Decision, fits
 
 _HALF_LIFE = 15.0  # passes of one request after which a count weighs half; n requests are alike and count as sqrt(n)
-_WIDTH_TOKENS = (
-    100.0  # accepted beyond the expected ones that change the width of a tree by a factor e
-)
+# Tokens accepted beyond the expected ones that change the width of a tree by a factor e.
+_WIDTH_TOKENS = 100.0
 _PRIOR = 1.0  # requests; weight of the rate of the depth above
 _UNKNOWN = 0.3  # acceptance of an unknown drafter: too low to rely on
 _HYSTERESIS = 0.02  # relative gain in tokens per second that a change of strategy needs
-_PROBE_SHARE = 0.005  # of the time that probes of one kind may lose
+_PROBE_SHARE = 0.005  # share of the time that probes of one kind may lose
 _REST = (2.0, 500.0)  # fewest and most passes between two probes of a kind
-_REST_GROWTH = 3.0  # at most, from one probe to the next
+_REST_GROWTH = 3.0  # largest growth of the rest from one probe to the next
 
 
 @dataclass
@@ -75,7 +74,7 @@ class _Kind:
 
     strategies: Sequence[SpeculationStrategy]  # the cheapest first, which is the one to probe
     acceptance: _Acceptance = field(default_factory=_Acceptance)
-    widths: dict[str, float] = field(default_factory=dict)  # of trees that ran, see `rates`
+    widths: dict[str, float] = field(default_factory=dict)  # widths of trees that ran: see `rates`
     ran_at: int = 0
     rest: float = _REST[0]  # passes from `ran_at` to the next probe
 

@@ -36,7 +36,7 @@ class IndexedText:
 class _Generation:
     of_all: dict[str, str] = field(default_factory=dict)  # the table of all texts
     by_prompt: dict[str, dict[str, str]] = field(default_factory=dict)  # started in its time
-    num_entries: int = 0  # of both, and of older tables that running responses add to
+    num_entries: int = 0  # counts both, and what running responses add to older tables
 
 
 class NgramIndex:

@@ -98,7 +98,7 @@ def noisy_argmax(logits_BV: Tensor, keys_B: Tensor) -> Tensor:
     """Return [B] int64: the argmax over V of logits + noise, for V of at least `BLOCK`, in float32
     or float64.
 
-    Of equal sums the lowest id wins. NaN is larger than any number.
+    The lowest id wins a tie. NaN is larger than any number.
     """
     race = _Race(logits_BV.detach(), keys_B)
     if not (race.bounds_BK.max(axis=1) > -np.inf).all():  # NaN, or nothing but -inf
@@ -151,6 +151,6 @@ class _Race:
         keys_T = self.keys_B1[cell[0], 0]
         scores_T = _gumbel(keys_T, tokens_T, self.smallest_BK[cell], self.places_BK[cell])
         scores_T += logits_NW[of_block_T, offsets_T]
-        order_T = np.lexsort((-scores_T, index_T))  # stable: of equal scores the lowest id is first
+        order_T = np.lexsort((-scores_T, index_T))  # stable: the lowest id wins a tie
         first_R = order_T[np.searchsorted(index_T, np.arange(len(rows_R)))]
         return tokens_T[first_R], scores_T[first_R]

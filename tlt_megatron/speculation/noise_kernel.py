@@ -84,7 +84,7 @@ def _add(
 
 
 def noisy_argmax(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-    """Return [B] int64: the argmax over V of logits + noise. Of equal sums the lowest id wins."""
+    """Return [B] int64: the argmax over V of logits + noise. The lowest id wins a tie."""
     num_rows, vocab_size = logits_BV.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
     largest_BK = logits_BV.new_empty((num_rows, num_blocks), dtype=torch.float64)

@@ -23,8 +23,8 @@ from tlt_megatron.speculation.noise import GOLDEN, MULTIPLIERS, SHIFTS
 _MASK_64 = (1 << 64) - 1
 _NOISE_AHEAD = 1 << 12  # elements; below this, call overhead dominates the cost of noise
 MAX_KEPT = 512  # token ids recorded of one cut distribution; prime-rl's bound, which a top-p rarely exceeds
-_SEARCHED_TOKENS = 1 << 12  # of a vocabulary; below this, noise for all of it is as fast
-_SEARCHED_LOGITS = 1 << 14  # of all rows; below this, call overhead dominates the cost of a search
+_SEARCHED_TOKENS = 1 << 12  # vocabulary size; below this, noise for all of it is as fast
+_SEARCHED_LOGITS = 1 << 14  # logits of all rows; below this, call overhead dominates a search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ class TokenCounts:
         self._counts_V.mul_(3).div_(4, rounding_mode="floor")
 
     def most_frequent(self) -> Tensor:
-        """Return the most frequent token ids, ascending. Of equal counts the lowest ids."""
+        """Return the most frequent token ids, ascending. The lowest ids win a tie."""
         vocab_size = len(self._counts_V)
         ranks_V = self._counts_V * vocab_size - torch.arange(vocab_size)
         return ranks_V.topk(self._num_kept).indices.sort().values

@@ -53,10 +53,10 @@ class DraftTree:
     token_ids_BQ: Tensor  # int64, UNUSED where there is no node
     parents_BQ: Tensor  # int64 node index, or ROOT
     depths_BQ: Tensor  # int64, 1 below the root
-    depth: int = field(kw_only=True)  # largest of a node; the same for all trees of a strategy
-    is_chain: bool = field(
-        default=False, kw_only=True
-    )  # node q is the child of node q - 1, and row q + 1 has depth q + 1
+    # The largest depth of a node; all trees of a strategy have the same.
+    depth: int = field(kw_only=True)
+    # Node q is the child of node q - 1, and row q + 1 has depth q + 1.
+    is_chain: bool = field(default=False, kw_only=True)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:

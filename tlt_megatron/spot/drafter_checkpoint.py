@@ -90,7 +90,7 @@ class AsyncDrafterCheckpointer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter-checkpoint")
-        self._saves: list[Future[None]] = []  # that are not known to be done
+        self._saves: list[Future[None]] = []  # saves that are not known to be done
 
     def save(self, checkpoint: DrafterCheckpoint) -> None:
         """Copy the trainer's state, which changes in place, to the host. The thread does the

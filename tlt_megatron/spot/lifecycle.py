@@ -59,7 +59,7 @@ _FOLDER, _DATA_FOLDER = "drafter", "drafter_data"  # subfolders of a checkpoint
 class Findings:
     """What one rank has measured, on the same rows."""
 
-    checksum: int  # of the candidate
+    checksum: int  # the checksum of the candidate
     candidate: HoldoutResult
     published: HoldoutResult
 
@@ -98,8 +98,8 @@ class DrafterLifecycle:
         self._tap_bytes = section.data_bytes
         # The drafter at the last phase boundary, the same on all ranks; None: it was considered.
         self._candidate: dict[str, Tensor] | None = None
-        self._candidate_updates = trainer.num_updates  # of the newest candidate
-        self._findings: Findings | None = None  # for the decision that all ranks make later
+        self._candidate_updates = trainer.num_updates  # updates of the newest candidate
+        self._findings: Findings | None = None  # kept for the decision that all ranks make later
         self._has_features = False  # whether every rank's engine gave hidden states in this step
 
     # ---- data

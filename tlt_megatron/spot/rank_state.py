@@ -47,7 +47,7 @@ class SpotRanks:
     store: dist.Store  # a part of the job store (runtime/job_store.py)
     layout: ReplicaLayout
     rank: int  # this one
-    phase_timeout_s: float  # from the first finished rollout of a phase to the last
+    phase_timeout_s: float  # most time from the first finished rollout of a phase to the last
     min_idle_replicas: int = 1  # sessions start when so many replicas are idle
     member_timeout_s: float = 20.0  # a member silent for this long is lost; > one drafter step
     # Called before every read of a log. Raises if a rank is lost and the run cannot continue.

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _NO_GROUP = "-"
 _LEVEL = -1  # instead of the rank with the newest drafter: all members hold the same one
-_NO_DATA_WAIT_S = 0.005  # between steps while no member has training data
+_NO_DATA_WAIT_S = 0.005  # pause between steps while no member has training data
 _WATCH_SHARE = 10.0  # shortest time between two reads, in multiples of the time of a read
 
 
@@ -71,7 +71,8 @@ class SessionRecord:
     end: SessionEnd | None = None  # None: still running, or ended by an error on this rank
     # Monotonic start and end seconds, without abandoned steps.
     steps: list[tuple[float, float]] = field(default_factory=list)
-    stats: list[DrafterStats] = field(default_factory=list)  # of each step; the same on all members
+    # One for each step, the same on all members.
+    stats: list[DrafterStats] = field(default_factory=list)
 
 
 class GroupPool:
@@ -140,7 +141,7 @@ class SessionLimits:
     """Limits of a session. Times are in seconds."""
 
     member_timeout_s: float  # a member that does not answer for this long is lost
-    poll_s: float  # between two reads of the store
+    poll_s: float  # pause between two reads of the store
     watch_s: float  # the same during a step; 0: read at every point where a step can be abandoned
 
 

@@ -32,7 +32,7 @@ from tlt_megatron.spot.session import (
 
 log = logging.getLogger(__name__)
 
-# Of a rank in one phase; then it stays idle, because the network is probably at fault.
+# A rank with so many in one phase stays idle, because the network is probably at fault.
 _MAX_BROKEN_SESSIONS = 5
 _SETTLE_S = 0.25
 _KEPT_NCCL_GROUPS = 4
@@ -42,10 +42,10 @@ _KEPT_NCCL_GROUPS = 4
 class SpotReport:
     """One rollout phase of one rank."""
 
-    used_s: float  # in steps that were not abandoned, until the end of the last rollouts
-    stall_s: float  # from the end of the last rollouts until this rank was free
+    used_s: float  # time in steps that were not abandoned, until the end of the last rollouts
+    stall_s: float  # time from the end of the last rollouts until this rank was free
     preempt_ms: float  # stall_s in ms if the rank was in a session at that time; else 0
-    sessions: tuple[SessionRecord, ...]  # whose plans list this rank, broken sessions included
+    sessions: tuple[SessionRecord, ...]  # sessions whose plans list this rank, broken ones included
     num_groups_formed: int = 0  # communicators, which sessions make as they grow
 
     @property
@@ -124,7 +124,7 @@ class SpotTrainer:
             timeout_s=ranks.member_timeout_s,
             max_kept=_KEPT_NCCL_GROUPS if trainer.device.type == "cuda" else 0,
         )
-        self._level: StateVersion | None = None  # of all ranks after the last phase
+        self._level: StateVersion | None = None  # the version of all ranks after the last phase
         self._left_phases: list[PhaseLog] = []  # phases that are still in the store
         if ranks.layout.num_replicas == 1:
             log.warning("spot.enabled=true: with one rollout replica no session will ever start")

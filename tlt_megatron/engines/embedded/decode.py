@@ -40,7 +40,7 @@ class Advance(NamedTuple):
     """What a pass did for the rows of the batch."""
 
     num_committed: int  # tokens of all rows
-    # drafted tokens of each row, also behind its end; empty for a plain pass
+    # Drafted tokens of each row, also after its end; empty for a plain pass.
     accepted: Sequence[int] = ()
     first_by_depth: Sequence[int] | None = None  # see `StrategySelector.observe`
 
@@ -66,7 +66,7 @@ class DecodeBatch:
         size = len(Rows._fields), max_batch_size
         self._state = torch.zeros(size, dtype=torch.int64, device=device)
         self._hidden_BD = torch.empty(0, model.config.hidden_size, dtype=dtype, device=device)
-        # of a step that sampled the next tokens already: how the host learns which rows have ended
+        # Tells which rows have ended, after a step that has sampled the next tokens already.
         self._read_ended: Callable[[], list[bool]] | None = None
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
         self._set_changed()

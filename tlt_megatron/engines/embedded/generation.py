@@ -81,7 +81,7 @@ class Generation:
         size = scheduler.max_batch_size
         self._batch = DecodeBatch(models, max_batch_size=size, speculation=speculation)
         self._wait = wait
-        self._step: _Step | None = None  # whose tokens the next `sample` draws
+        self._step: _Step | None = None  # the pass whose tokens the next `sample` draws
         # A GPU runs a plain pass while its tokens are awaited: the pass is its launch and their
         # sampling.
         self._step_s = 0.0

@@ -27,9 +27,9 @@ _MIN_LENGTH = 512  # shortest length bucket; each next one is twice as long
 # Driver memory per captured kernel: 63-66 KB measured with empty kernels on CUDA 11.2
 # (forums.developer.nvidia.com/t/244901).
 _KERNEL_BYTES = 64 << 10
-# Kernels of a decoder layer; of TARGET outside its layers, and more if it verifies; of DRAFT
-# outside its depths, of a depth beside its layer, and more of a tree. Counted from a bfloat16
-# model: torch calls that are not views, and fused kernels.
+# Kernels of a decoder layer. TARGET adds some outside its layers, and more if it verifies. DRAFT
+# adds some outside its depths, some for a depth beside its layer, and more for a tree. They were
+# counted from a bfloat16 model: torch calls that are not views, and fused kernels.
 _LAYER_KERNELS = 11
 _TARGET_KERNELS, _VERIFY_KERNELS = 75, 35
 _DRAFT_KERNELS, _DEPTH_KERNELS, _TREE_KERNELS = 20, 25, 10
@@ -63,11 +63,11 @@ class GraphKey:
     """
 
     role: Role
-    num_rows: int  # R, query tokens of each sequence; of DRAFT: pairs that are new to the drafter
+    num_rows: int  # R, query tokens of each sequence; for DRAFT, pairs that are new to the drafter
     batch_size: int  # B
     length: int  # S, positions read
     depth: int = 0  # of the trees that TARGET verifies
-    strategy: SpeculationStrategy | None = None  # of DRAFT
+    strategy: SpeculationStrategy | None = None  # for DRAFT
 
     @property
     def num_tokens(self) -> int:
@@ -182,7 +182,7 @@ class GraphPlan:
         attention = num_tokens * c.num_heads * (c.head_dim * item_bytes + num_parts * part_bytes)
         mlp = num_tokens * (3 if s is None else 4) * c.ffn_size * item_bytes
         bias = num_tokens * key.length * item_bytes
-        # Logits, wide logits, their log-probabilities; of a draft also the logits of the roots.
+        # Logits, wide logits and their log-probabilities. A draft also has the logits of the roots.
         head = num_sampled * c.vocab_size * (item_bytes + 2 * max(item_bytes, _WIDE_BYTES))
         head += 0 if s is None else key.batch_size * c.vocab_size * item_bytes
         return CaptureCost(

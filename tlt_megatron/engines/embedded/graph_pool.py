@@ -69,7 +69,7 @@ class GraphPool:
     def start_counts(self) -> None:
         self.num_replays: Counter[GraphKey] = Counter()
         self.num_captures = 0
-        self.eager_passes: Counter[str] = Counter()  # by model and reason
+        self.eager_passes: Counter[str] = Counter()  # keys are model and reason
 
     def bind(self, steps: LaneSteps) -> None:
         """Run these steps from now on. Drop all graphs if they read anything else."""

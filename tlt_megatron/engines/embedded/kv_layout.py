@@ -37,7 +37,7 @@ class KvLayout:
         self._draft_slots = draft_slots
         self._paged = models.policy.arithmetic.paged(models.cache)
         self._lane = 0  # slots of a lane; 0 while rows are in pages
-        self._view: LaneView | None = None  # of the current rows
+        self._view: LaneView | None = None  # a view of the current rows
         self.is_placed = False  # whether `place` has run since rows joined, left or took a page
 
     @property

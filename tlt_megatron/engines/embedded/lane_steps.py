@@ -52,10 +52,10 @@ class Rows(NamedTuple):
     token: Tensor  # the root
     seed: Tensor
     last: Tensor  # `count` at the final token
-    position: Tensor  # of the root in the whole sequence
-    count: Tensor  # of the root in the response; keys the noise
-    out: Tensor  # of the root in the outputs
-    slot: Tensor  # of the root in the KV
+    position: Tensor  # the position of the root in the whole sequence
+    count: Tensor  # the position of the root in the response, which keys the noise
+    out: Tensor  # the index of the root in the outputs
+    slot: Tensor  # the KV slot of the root
 
 
 class Report(NamedTuple):
@@ -64,7 +64,7 @@ class Report(NamedTuple):
     has_ended: list[bool]  # whether the last committed token completes the response
     num_committed: list[int]
     num_accepted: list[int]  # drafted tokens, also after the end
-    first_by_depth: list[int]  # of all rows together: see `verify.first_on_path`; 0 for a chain
+    first_by_depth: list[int]  # summed over rows: see `verify.first_on_path`; 0 for a chain
     # the ids that top-p and top-k kept at each committed token; [] without
     kept: list[list[Tensor]]
 
@@ -77,7 +77,7 @@ class Committed(NamedTuple):
     tokens_BS: Tensor
     logprobs_BS: Tensor
     policy_logprobs_BS: Tensor
-    root_B: Tensor  # the last of them
+    root_B: Tensor  # the last of these tokens
     report_BX: Tensor  # has_ended, num_committed, num_accepted, S - 1 times is_first, and S tables of kept ids
 
     @property

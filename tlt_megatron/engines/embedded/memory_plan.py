@@ -51,9 +51,11 @@ def _num_pages(
     lane_pages: int,
     longest_prompt_pages: int,
 ) -> int:
-    """`lane_pages`: of a whole sequence; 0 if responses lie in pages and share their prompt.
+    """Return the pages of the pool. ValueError if `kv_cache_tokens` is too small.
 
-    `longest_prompt_pages`: of a prompt that holds earlier turns or tokens, beside the lanes.
+    `lane_pages` are those of a whole sequence, or 0 if responses lie in pages and share their
+    prompt. `longest_prompt_pages` are those of a prompt that holds earlier turns or tokens, beside
+    the lanes.
     """
     if section.kv_cache_tokens:
         num_pages = section.kv_cache_tokens // PAGE_TOKENS

@@ -29,7 +29,7 @@ class PromptState:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_ever_computed: int = 0  # prefill of tokens below this is recomputation
-    # of its last token; siblings sample their first token from it
+    # The state of its last token, from which siblings sample their first token.
     last_hidden_D: Tensor | None = None
     num_running: int = 0
     num_unfinished: int = 0  # running and waiting siblings
@@ -61,7 +61,7 @@ class Request:
     kv: SequenceKv
     saved: DrawnTokens | None = None
     num_computed: int = 0  # saved tokens recomputed so far
-    last_hidden_D: Tensor | None = None  # of the last saved token, after recomputation
+    last_hidden_D: Tensor | None = None  # the state of the last saved token, after recomputation
     accept_lengths: list[int] = field(default_factory=list)
     # the ids that top-p and top-k kept at each token so far; empty without them
     kept: list[Tensor] = field(default_factory=list)
@@ -146,7 +146,7 @@ class Scheduler:
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._longest_later = longest_later
         self._lanes_end = 0  # pages of all lanes; 0 without lanes
-        # by draw_index and sample_index, oldest first
+        # Keys are (draw_index, sample_index), oldest first.
         self._kept_turns: dict[tuple[int, int], KeptTurn] = {}
         self.running: list[Request] = []  # oldest first
         self.num_preemptions = 0

@@ -47,7 +47,7 @@ class Speculation:
         self.selector = selector
         self.retriever = Retriever()
         self.draft_slots = draft_slots_of(drafting)
-        # of all responses, if the drafter proposes only the most frequent token ids
+        # Counts the tokens of all responses if the drafter proposes only the most frequent ids.
         self._token_counts: TokenCounts | None = None
         if draft is not None and draft.ids_C is not None:
             self._token_counts = TokenCounts(draft.config.vocab_size, len(draft.ids_C))

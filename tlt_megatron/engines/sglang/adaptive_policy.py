@@ -117,7 +117,7 @@ class SelectorPolicy:
         self._by_steps = {strategy.num_steps: strategy for strategy in (OFF, *strategies)}
         self._agree = agree
         self._graph_sizes: list[int] | None = None
-        self._chosen: _Step | None = None  # until its pass is launched
+        self._chosen: _Step | None = None  # kept until its pass is launched
         self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
         self._finished = 0.0
 

@@ -34,12 +34,12 @@ class Question(StrEnum):
 
     ALIVE = "alive"  # shows that the scheduler responds
     MISSING_HOOKS = "missing_hooks"  # targets of our hooks that SGLang did not patch
-    CHECKSUM = "checksum"  # of the loaded weights, as the sender computes it
+    CHECKSUM = "checksum"  # the checksum of the loaded weights, as the sender computes it
     BEGIN = "begin"  # a `generate` call; argument: temperature, top_p and top_k
     SELECTOR_STATE = "selector_state"
     LOAD_SELECTOR_STATE = "load_selector_state"  # argument: the state
     TURN_OFF = "turn_off"  # argument: whether to decode plainly; answer: True
-    PASSES = "passes"  # since the last such question or BEGIN
+    PASSES = "passes"  # the passes since the last such question or BEGIN
 
 
 class Answers:

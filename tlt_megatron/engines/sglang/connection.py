@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
 SGLANG_VERSION = "0.5.23"  # the plugin's hooks fit this release
-START_TIMEOUT_S = 1800.0  # of weights of hundreds of GB from a network disk, and captured graphs
+START_TIMEOUT_S = 1800.0  # covers hundreds of GB of weights from a network disk, and graphs
 TARGET, DRAFT = "target", "draft"  # values of SGLang's `selector`: which model's weights
 
 

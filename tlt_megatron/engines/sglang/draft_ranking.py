@@ -41,9 +41,8 @@ class DraftRanking:
         self._buffers: _Buffers | None = None
         self._drafting: object | None = None  # the runner whose draft loop is running
         self._ancestors = _AncestorSlots()
-        self._last: LogitsProcessorOutput | None = (
-            None  # logits output of the last draft pass outside a loop
-        )
+        # The logits output of the last draft pass outside a loop.
+        self._last: LogitsProcessorOutput | None = None
 
     # ---- hooks
 

@@ -21,7 +21,7 @@ def held_checksum(model: nn.Module, *, is_draft: bool) -> int:
 
 
 def named_held_tensors(model: nn.Module, *, is_draft: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors by name; of a drafter without embedding and LM head, the target's.
+    """Yield whole tensors by name. A drafter's leave out the embedding and LM head of the target.
 
     They have the dtype in which they were sent: SGLang keeps some routers in float32.
     """

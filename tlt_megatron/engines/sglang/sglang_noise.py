@@ -242,9 +242,8 @@ def _write_top(
     raw policy's log-probability, then the ids that top-p and top-k kept, with the same value.
     `kept` is a `kept_table`."""
     values, ids = list(policy_logprobs_B.unsqueeze(1)), list(tokens_B.unsqueeze(1))
-    if (
-        kept is not None
-    ):  # one read-back: ids of one dtype, and the bits of float32 log-probabilities
+    if kept is not None:
+        # One read-back: ids of one dtype, and the bits of float32 log-probabilities.
         bits_B = policy_logprobs_B.view(torch.int32)
         table = torch.cat((kept.int(), torch.stack((tokens_B, bits_B), dim=1).int()), dim=1).cpu()
         policy_B1 = table[:, -1:].contiguous().view(torch.float32)

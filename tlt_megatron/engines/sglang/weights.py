@@ -49,7 +49,7 @@ class WeightSender:
         self._borrowed: dict[str, Tensor] = {}
         self._offers_own = offers_own
         self._replica = replica
-        self._num_ranks = num_ranks  # of the engine's tensor parallelism
+        self._num_ranks = num_ranks  # size of the engine's tensor parallelism
         self._bucket_bytes = bucket_bytes
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], *, role: str, version: str) -> None:

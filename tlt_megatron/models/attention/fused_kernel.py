@@ -142,7 +142,7 @@ def triton_wide(dtype: torch.dtype) -> tl.dtype:
 # loaded ahead. Together they fit into the shared memory of compute capability 8.9, the smallest of
 # those that are compiled for in tests: 99 KiB.
 _BLOCKS = {2: (64, 64, 2), 4: (32, 64, 2), 8: (16, 32, 2)}
-_SCANNED_BIASES = 8192  # of one load, at most 64 for each thread
+_SCANNED_BIASES = 8192  # biases of one load, at most 64 for each thread
 
 
 def options_of(dtype: torch.dtype, num_queries: int, head_dim: int) -> dict[str, object]:

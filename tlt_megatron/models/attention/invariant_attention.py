@@ -85,7 +85,7 @@ class _Blocks:
         self.num_tokens = positions_XR.numel()
         self._num_blocks = int(positions_XR.max()) // block + 1
         width = self._num_blocks * block
-        table_XS = table_XS[:, :width]  # columns behind all positions may hold any slot
+        table_XS = table_XS[:, :width]  # columns after all positions may hold any slot
         self._slots = F.pad(table_XS, (0, width - table_XS.shape[1])).flatten()
         if self._num_queries > 1:  # otherwise one row of the bias serves all heads
             positions_XR = positions_XR.repeat_interleave(cache.num_heads_per_kv, dim=1)

@@ -20,7 +20,7 @@ from tlt_megatron.models.attention.sums import PART_KEYS, result_buffers
 from tlt_megatron.models.attention.tables import TableRead
 from tlt_megatron.models.kv_cache import KvCache
 
-_TOKENS = 512  # of one call: bounds the memory of their parts
+_TOKENS = 512  # tokens of one call: bounds the memory of their parts
 
 
 class OrderedAttention:

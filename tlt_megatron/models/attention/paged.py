@@ -31,7 +31,7 @@ class PrefillSegment:
     context_slots_S: Tensor  # slots of all positions up to and including them, in order
 
 
-_QUERIES = 512  # of one call with a cached start, which bounds the memory of bias and results
+_QUERIES = 512  # queries of one call with a cached start: bounds the memory of bias and results
 
 
 class PrefillAttention:
@@ -103,7 +103,7 @@ class PagedAttention:
         end, start = cache.response_end, cache.prompt_start
         owner = [0] * end  # a free page is computed for row 0, and its result is never read
         readers: list[list[int]] = [[] for _ in range(cache.num_pages - start)]
-        shared: list[list[tuple[int, int]]] = []  # of each row: prompt page, number as its reader
+        shared: list[list[tuple[int, int]]] = []  # for each row: prompt page, number as its reader
         for row, sequence in enumerate(sequences):
             for page in sequence.pages:
                 owner[page] = row
