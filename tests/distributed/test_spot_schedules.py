@@ -147,7 +147,7 @@ def test_kept_groups_serve_recurring_members(tmp_path: Path) -> None:
 
         step = 0
         spot = make_spot(min_idle_replicas=2, before=before)
-        spot._groups._max_kept = 4
+        spot._groups.max_kept = 4
         others = [rank for rank in range(3) if rank != 2]
         results, names = [], []
         for step in range(6):

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from tlt_megatron.models.attention.sums import wide_dtype
@@ -17,21 +17,20 @@ from tlt_megatron.models.matrix import Matrix
 Mlp = Callable[[Tensor, Tensor], Tensor]  # x [P, D], addend [P, D] -> [P, D]
 
 
+@dataclass(slots=True)
 class DenseMlp:
     """down(gate(x) * up(x)) + addend. `gate` is the activation of the arithmetic."""
 
-    def __init__(
-        self, gate_up: Matrix, down: Matrix, gate: Callable[[Tensor, Tensor], Tensor]
-    ) -> None:
-        self._gate_up = gate_up
-        self._down = down
-        self._gate = gate
+    gate_up: Matrix
+    down: Matrix
+    gate: Callable[[Tensor, Tensor], Tensor]
 
     def __call__(self, x_PD: Tensor, addend_PD: Tensor | None = None) -> Tensor:
-        gate_PF, up_PF = self._gate_up(x_PD).chunk(2, dim=-1)
-        return self._down(self._gate(gate_PF, up_PF), addend_PD)
+        gate_PF, up_PF = self.gate_up(x_PD).chunk(2, dim=-1)
+        return self.down(self.gate(gate_PF, up_PF), addend_PD)
 
 
+@dataclass(slots=True, kw_only=True)
 class ExpertsMlp:
     """The weighted sum of a token's experts, + the shared experts, + addend.
 
@@ -39,34 +38,24 @@ class ExpertsMlp:
     order of their scores. So with batch-invariant matrices a row does not depend on other rows.
     """
 
-    def __init__(
-        self,
-        config: ExpertsConfig,
-        *,
-        router: Matrix,
-        bias_E: Tensor | None,
-        parts: Sequence[DenseMlp],
-        shared: DenseMlp | None,
-    ) -> None:
-        """`router` is in at least float32, and so is `bias_E`, of a router of sigmoids."""
-        self._config = config
-        self._router = router
-        self._bias_E = bias_E
-        self._parts = parts
-        self._shared = shared
-        self.chosen_PK = torch.empty(0, config.num_per_token)  # experts of the newest call's tokens
+    config: ExpertsConfig
+    router: Matrix  # in at least float32
+    bias_E: Tensor | None  # in at least float32, for a router of sigmoids
+    parts: Sequence[DenseMlp]
+    shared: DenseMlp | None
+    chosen_PK: Tensor = field(init=False)  # experts of the newest call's tokens
 
     def __call__(self, x_PD: Tensor, addend_PD: Tensor) -> Tensor:
-        scores_PE = self._router(x_PD.to(wide_dtype(x_PD.dtype)))
-        weights_PK, chosen_PK = route(scores_PE, self._bias_E, self._config)
+        scores_PE = self.router(x_PD.to(wide_dtype(x_PD.dtype)))
+        weights_PK, chosen_PK = route(scores_PE, self.bias_E, self.config)
         self.chosen_PK = chosen_PK
         weights_PK = weights_PK.to(x_PD.dtype)
         out_PKD = x_PD.new_empty(*chosen_PK.shape, x_PD.shape[1])
         for expert in chosen_PK.unique().tolist():
             tokens, places = (chosen_PK == expert).nonzero(as_tuple=True)
-            out_PKD[tokens, places] = self._parts[expert](x_PD[tokens])
-        sum_PD = addend_PD if self._shared is None else self._shared(x_PD, addend_PD)
-        for place in range(self._config.num_per_token):
+            out_PKD[tokens, places] = self.parts[expert](x_PD[tokens])
+        sum_PD = addend_PD if self.shared is None else self.shared(x_PD, addend_PD)
+        for place in range(self.config.num_per_token):
             sum_PD = sum_PD + out_PKD[:, place] * weights_PK[:, place, None]
         return sum_PD
 

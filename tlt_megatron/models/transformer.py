@@ -166,7 +166,7 @@ class Transformer:
         if layer.shared_gate_up is not None and layer.shared_down is not None:
             shared = dense(layer.shared_gate_up, layer.shared_down)
         return ExpertsMlp(
-            experts,
+            config=experts,
             router=make(layer.router.to(wide_dtype(self.dtype)), None),
             bias_E=layer.router_bias,
             parts=[dense(*pair) for pair in zip(*weights, strict=True)],

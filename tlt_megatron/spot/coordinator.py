@@ -7,36 +7,31 @@ counts. So planning continues after the loss of any rank.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tlt_megatron.spot.rank_state import PhaseView, Plan, ReplicaLayout
 
 
+@dataclass(slots=True, eq=False)
 class Coordinator:
     """The rules for one rank in one phase. Times are seconds of one monotonic clock."""
 
-    def __init__(
-        self,
-        layout: ReplicaLayout,
-        rank: int,
-        *,
-        min_idle_replicas: int,
-        settle_s: float,
-        member_timeout_s: float,
-    ) -> None:
-        self.replica, place = divmod(rank, layout.replica_size)
-        self.is_speaker = place == 0
-        self.min_idle_replicas = min_idle_replicas
-        self.settle_s = settle_s  # members of a lost session report within this time
-        self.member_timeout_s = member_timeout_s
-        self._seen: tuple[int, bool] = (0, False)  # epoch, and whether a member has left it
-        self._since = 0.0
+    layout: ReplicaLayout
+    rank: int
+    min_idle_replicas: int
+    settle_s: float  # members of a lost session report within this time
+    member_timeout_s: float
+    _seen: tuple[int, bool] = (0, False)  # epoch, and whether a member has left it
+    _since: float = 0.0
 
     def plan_start(self, view: PhaseView, now: float) -> Plan | None:
         """Return a plan of all free replicas, or None. For a rank that waits."""
         free = view.free_replicas()
+        replica, place = divmod(self.rank, self.layout.replica_size)  # place 0 plans
         is_allowed = self._may_follow(view, now)  # always called: it also starts the clock
-        if view.is_over or not is_allowed or not self.is_speaker:
+        if view.is_over or not is_allowed or place > 0:
             return None
-        if self.replica not in free or len(free) < self.min_idle_replicas:
+        if replica not in free or len(free) < self.min_idle_replicas:
             return None
         return Plan(epoch=view.next_epoch, replicas=free)
 

@@ -75,6 +75,7 @@ class SessionRecord:
     stats: list[DrafterStats] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class GroupPool:
     """Private process groups of this rank, by member set. Keeps `max_kept` of them.
 
@@ -83,17 +84,14 @@ class GroupPool:
     read its last reduction.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, device: torch.device, *, timeout_s: float, max_kept: int
-    ) -> None:
-        self.num_formed = 0  # communicators since the start; a group of one member has none
-        self._store = store
-        self._rank = rank
-        self._device = device
-        self._timeout_s = timeout_s
-        self._max_kept = max_kept
-        self._groups: dict[frozenset[int], tuple[str, Group]] = {}  # in order of use
-        self._forgettable: list[tuple[str, Group]] = []
+    store: dist.Store
+    rank: int
+    device: torch.device
+    timeout_s: float
+    max_kept: int
+    num_formed: int = 0  # communicators since the start; a group of one member has none
+    _groups: dict[frozenset[int], tuple[str, Group]] = field(default_factory=dict)  # by last use
+    _forgettable: list[tuple[str, Group]] = field(default_factory=list)
 
     def name_of(self, members: Sequence[int]) -> str:
         """Return the name of the kept group of `members`, or "-"."""
@@ -106,13 +104,13 @@ class GroupPool:
         if self.name_of(members) != name:
             self.drop(members)
             group = form_private_group(
-                self._store, name, members, self._rank, self._device, self._timeout_s
+                self.store, name, members, self.rank, self.device, self.timeout_s
             )
             self.num_formed += group.size > 1
             self._groups[key] = (name, group)
             self._forgettable.append((name, group))
         self._groups[key] = self._groups.pop(key)
-        self._close_oldest(max(2, self._max_kept))
+        self._close_oldest(max(2, self.max_kept))
         return self._groups[key][1]
 
     def drop(self, members: Sequence[int]) -> None:
@@ -126,9 +124,9 @@ class GroupPool:
 
         Call it only when all sessions have ended on all ranks.
         """
-        self._close_oldest(self._max_kept)
+        self._close_oldest(self.max_kept)
         for name, group in self._forgettable:
-            forget_private_group(self._store, group, name)
+            forget_private_group(self.store, group, name)
         self._forgettable.clear()
 
     def _close_oldest(self, num_left: int) -> None:
@@ -145,29 +143,21 @@ class SessionLimits:
     watch_s: float  # the same during a step; 0: read at every point where a step can be abandoned
 
 
+@dataclass(kw_only=True, eq=False)
 class SpotSession:
     """This rank's part in one session."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        phase_log: PhaseLog,
-        coordinator: Coordinator,
-        trainer: DrafterTrainer,
-        source: DataBuffer,
-        groups: GroupPool,
-        limits: SessionLimits,
-    ) -> None:
-        self.plan = plan
-        self.members = phase_log.view.layout.ranks_of(*plan.replicas)
-        self.phase_log = phase_log
-        self.coordinator = coordinator
-        self.trainer = trainer
-        self.source = source
-        self.groups = groups
-        self.limits = limits
-        self.record = SessionRecord(epoch=plan.epoch, members=self.members)
+    plan: Plan
+    phase_log: PhaseLog
+    coordinator: Coordinator
+    trainer: DrafterTrainer
+    source: DataBuffer
+    groups: GroupPool
+    limits: SessionLimits
+
+    def __post_init__(self) -> None:
+        self.members = self.phase_log.view.layout.ranks_of(*self.plan.replicas)
+        self.record = SessionRecord(epoch=self.plan.epoch, members=self.members)
 
     @property
     def is_leader(self) -> bool:
@@ -285,6 +275,7 @@ class SpotSession:
         return (float(view.is_over), float(is_replaced))
 
 
+@dataclass(slots=True, eq=False)
 class StopWatch:
     """Returns whether the last rollout has ended. Called during work that is then abandoned.
 
@@ -293,20 +284,19 @@ class StopWatch:
     the members that finished their passes.
     """
 
-    def __init__(self, phase_log: PhaseLog, watch_s: float) -> None:
-        self.is_over = False
-        self._phase_log = phase_log
-        self._watch_s = watch_s
-        self._next_at = 0.0
-        self._read_s = math.inf  # time of a read
+    phase_log: PhaseLog
+    watch_s: float
+    is_over: bool = False
+    _next_at: float = 0.0
+    _read_s: float = math.inf  # time of a read
 
     def __call__(self) -> bool:
         asked = time.monotonic()
         if asked >= self._next_at and not self.is_over:
-            self.is_over = self._phase_log.read().is_over
+            self.is_over = self.phase_log.read().is_over
             now = time.monotonic()
             # Training must not wait for a slow store; one slow read must not delay the next much.
             self._read_s = min(now - asked, 2.0 * self._read_s)
-            if self._watch_s:
-                self._next_at = now + max(self._watch_s, _WATCH_SHARE * self._read_s)
+            if self.watch_s:
+                self._next_at = now + max(self.watch_s, _WATCH_SHARE * self._read_s)
         return self.is_over

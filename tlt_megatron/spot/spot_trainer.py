@@ -146,8 +146,8 @@ class SpotTrainer:
                 self._measure_candidate(watch)
         phase_log.append("ready", ranks.rank)
         coordinator = Coordinator(
-            ranks.layout,
-            ranks.rank,
+            layout=ranks.layout,
+            rank=ranks.rank,
             min_idle_replicas=ranks.min_idle_replicas,
             settle_s=_SETTLE_S,
             member_timeout_s=self.limits.member_timeout_s,
@@ -226,7 +226,7 @@ class SpotTrainer:
     ) -> SessionEnd:
         """Take part in the session of `plan`, and add its record."""
         session = SpotSession(
-            plan,
+            plan=plan,
             phase_log=phase_log,
             coordinator=coordinator,
             trainer=self.trainer,

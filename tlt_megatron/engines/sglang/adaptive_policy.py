@@ -10,6 +10,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -103,23 +104,21 @@ class _Step(NamedTuple):
     started: float  # on the clock of time.perf_counter
 
 
+@dataclass(eq=False)
 class SelectorPolicy:
     """Satisfies SGLang's `AdaptiveSpecPolicy`."""
 
-    def __init__(
-        self,
-        selector: StrategySelector,
-        strategies: Sequence[SpeculationStrategy],
-        agree: Callable[[int], int],
-    ) -> None:
-        self.selector = selector
-        self.is_off = False  # whether to decode plainly
-        self._by_steps = {strategy.num_steps: strategy for strategy in (OFF, *strategies)}
-        self._agree = agree
-        self._graph_sizes: list[int] | None = None
-        self._chosen: _Step | None = None  # kept until its pass is launched
-        self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
-        self._finished = 0.0
+    selector: StrategySelector
+    strategies: Sequence[SpeculationStrategy]
+    agree: Callable[[int], int]
+    is_off: bool = False  # whether to decode plainly
+    _graph_sizes: list[int] | None = None
+    _chosen: _Step | None = None  # kept until its pass is launched
+    _passes: deque[PassRecord] = field(default_factory=lambda: deque(maxlen=_MAX_PASSES))
+    _finished: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._by_steps = {strategy.num_steps: strategy for strategy in (OFF, *self.strategies)}
 
     @property
     def candidate_steps(self) -> list[int]:
@@ -140,7 +139,7 @@ class SelectorPolicy:
         if not self.is_off:
             decision = self.selector.choose(batch_size)
             chosen, reason = decision.strategy, decision.reason
-        strategy = self._by_steps[self._agree(chosen.num_steps)]
+        strategy = self._by_steps[self.agree(chosen.num_steps)]
         self._chosen = _Step(strategy, reason, started)
         return strategy.num_steps
 

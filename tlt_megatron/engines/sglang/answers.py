@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -42,13 +42,13 @@ class Question(StrEnum):
     PASSES = "passes"  # the passes since the last such question or BEGIN
 
 
+@dataclass(slots=True, eq=False)
 class Answers:
     """The answers of one scheduler process."""
 
-    def __init__(self, noise: NoiseSampling, adaptive: AdaptiveHooks, targets: set[str]) -> None:
-        self._noise = noise
-        self._adaptive = adaptive
-        self._targets = targets
+    noise: NoiseSampling
+    adaptive: AdaptiveHooks
+    targets: set[str]  # names that our hooks patch
 
     # ---- hooks
 
@@ -109,18 +109,18 @@ class Answers:
         self, question: Question, argument: Any, runner: ModelRunner, *, is_draft: bool
     ) -> object:
         """Return the answer; None without adaptive speculation if the question is about it."""
-        policy = self._adaptive.policy
+        policy = self.adaptive.policy
         match question:
             case Question.ALIVE:
                 return True
             case Question.MISSING_HOOKS:
                 from sglang.srt.plugins.hook_registry import HookRegistry
 
-                return sorted(self._targets - HookRegistry._patched)
+                return sorted(self.targets - HookRegistry._patched)
             case Question.CHECKSUM:
                 return held_checksum(runner.model, is_draft=is_draft)
             case Question.BEGIN:
-                self._noise.params = SamplingParams(**argument)
+                self.noise.params = SamplingParams(**argument)
                 if policy is not None:
                     policy.take_passes()
             case _ if policy is None:

@@ -97,10 +97,10 @@ class SglangEngine:
                 arguments, section, rank=rank, is_cpu=not device.is_cuda, num_ranks=self._num_ranks
             )
         self._weights = WeightSender(
-            self._sglang,
-            replica,
-            device.torch_device,
-            getattr(torch, rollout.dtype),
+            connection=self._sglang,
+            replica=replica,
+            device=device.torch_device,
+            dtype=getattr(torch, rollout.dtype),
             num_ranks=self._num_ranks,
             offers_own=device.is_cuda,
             has_drafter=self._plan is not None and self._plan.has_draft_model,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,34 +24,23 @@ _BUCKET_BYTES = 256 << 20
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
+@dataclass(eq=False)
 class WeightSender:
     """Weight sessions of one engine. Only the leader has a `connection`; followers wait.
 
     It also keeps copies of the embedding and LM head if there is a drafter, which borrows them."""
 
-    def __init__(
-        self,
-        connection: Connection | None,
-        replica: Group,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        num_ranks: int,
-        offers_own: bool,
-        has_drafter: bool = False,
-        bucket_bytes: int = _BUCKET_BYTES,
-    ) -> None:
-        """`offers_own`: every rank offers its own copy. False on a CPU, where all use the leader's:
-        only children of a process can open its shared memory."""
-        self._connection = connection
-        self.device = device
-        self.dtype = dtype
-        self.has_drafter = has_drafter
-        self._borrowed: dict[str, Tensor] = {}
-        self._offers_own = offers_own
-        self._replica = replica
-        self._num_ranks = num_ranks  # size of the engine's tensor parallelism
-        self._bucket_bytes = bucket_bytes
+    connection: Connection | None
+    replica: Group
+    device: torch.device
+    dtype: torch.dtype
+    num_ranks: int  # size of the engine's tensor parallelism
+    # Whether every rank offers its own copy. On a CPU all use the leader's, because only children
+    # of a process can open its shared memory.
+    offers_own: bool
+    has_drafter: bool = False
+    bucket_bytes: int = _BUCKET_BYTES
+    _borrowed: dict[str, Tensor] = field(default_factory=dict)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], *, role: str, version: str) -> None:
         """Cast named tensors and load them into the model of one role. All ranks must call it, with
@@ -58,10 +48,10 @@ class WeightSender:
         with self._session(role):
             for bucket, is_last in self._buckets(self.cast(tensors)):
                 # On a GPU `flat` is sent as an IPC handle and must outlive the update.
-                has_reader = self._connection is not None or self._offers_own
+                has_reader = self.connection is not None or self.offers_own
                 flat = _flatten(bucket) if has_reader else None
                 payloads = self._payloads(flat)
-                with in_step(f"sending {role} weights", self._replica):
+                with in_step(f"sending {role} weights", self.replica):
                     self._update(payloads, role, version if is_last else None)
 
     def cast(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -87,29 +77,29 @@ class WeightSender:
 
     @contextmanager
     def _session(self, role: str) -> Iterator[None]:
-        if self._connection is None:
+        if self.connection is None:
             yield
             return
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
-        self._connection.call("begin_weight_update", BeginWeightUpdateReqInput(selector=role))
+        self.connection.call("begin_weight_update", BeginWeightUpdateReqInput(selector=role))
         try:
             yield
         finally:
-            self._connection.call("end_weight_update", EndWeightUpdateReqInput())
+            self.connection.call("end_weight_update", EndWeightUpdateReqInput())
 
     def _payloads(self, flat: dict[str, object] | None) -> list[bytes]:
         """Return one payload per rank of the engine, as each can be read once. Followers: none."""
-        if self._replica.size == 1 and self._connection is not None:
-            return [_serialize(flat) for _ in range(self._num_ranks)]
-        offered = gather_objects(_serialize(flat) if self._offers_own else None, self._replica)
-        if self._connection is None:
+        if self.replica.size == 1 and self.connection is not None:
+            return [_serialize(flat) for _ in range(self.num_ranks)]
+        offered = gather_objects(_serialize(flat) if self.offers_own else None, self.replica)
+        if self.connection is None:
             return []
         return [_serialize(flat) if payload is None else payload for payload in offered]
 
     def _update(self, payloads: list[bytes], role: str, last_of: str | None) -> None:
         """Give SGLang one bucket. `last_of`: the version whose last bucket it is."""
-        if self._connection is None:
+        if self.connection is None:
             return
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
@@ -122,7 +112,7 @@ class WeightSender:
             flush_cache=is_complete,
             weight_version=last_of if is_complete else None,
         )
-        self._connection.call("update_weights_from_tensor", request)
+        self.connection.call("update_weights_from_tensor", request)
 
     def _buckets(
         self, tensors: Iterable[tuple[str, Tensor]]
@@ -132,7 +122,7 @@ class WeightSender:
         num_bytes = 0
         for name, tensor in tensors:
             tensor = tensor.detach().contiguous()
-            if bucket and num_bytes + tensor.nbytes > self._bucket_bytes:
+            if bucket and num_bytes + tensor.nbytes > self.bucket_bytes:
                 yield bucket, False
                 bucket, num_bytes = [], 0
             bucket.append((name, tensor))

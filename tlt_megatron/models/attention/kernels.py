@@ -70,10 +70,6 @@ def attend_grouped(
     """
     num_rows, num_queries, num_heads, head_dim = query_BRNH.shape
     groups = key_BKSH.shape[1], num_heads // key_BKSH.shape[1]
-    if num_queries == 1:  # heads are in order already
-        query = query_BRNH.view(num_rows, *groups, head_dim)
-        out, _ = attend_with_lse(query, key_BKSH, value_BKSH, bias)
-        return out.reshape(num_rows, num_heads * head_dim)
     query_BRKGH = query_BRNH.view(num_rows, num_queries, *groups, head_dim)
     query = query_BRKGH.transpose(1, 2).flatten(2, 3)
     out, _ = attend_with_lse(query, key_BKSH, value_BKSH, bias)
