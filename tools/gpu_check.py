@@ -2,7 +2,7 @@
 
     python tools/gpu_check.py --out results                     # every stage
     python tools/gpu_check.py --stage 0 1 2a --budget 330       # some stages, at most 330 s
-    python tools/gpu_check.py --pretend     # shows that the items run, without a GPU
+    python tools/gpu_check.py --device cpu --tiny  # shows that the items run, on a pretended GPU
 
 Each item is a process of its own with a time limit. As it ends, a JSON line with its figures goes
 to OUT/results.jsonl, and the end of its output to OUT/log.txt. Failures, crashes, hangs and missing
@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 REPO = Path(__file__).resolve().parent.parent
 _SCRATCH = REPO / "build" / "gpu_check_scratch"  # outside --out, which may be copied back
 _MARK = "TLT_GPU_CHECK_ITEM"  # names the item in the environment of all of its processes
-# Seconds of the budget to start one more item. Times the limits, which are for GPUs, without one.
+# Seconds of the budget to start one more item. Times the limits, which are for GPUs, on a CPU.
 _LEAST_S, _CPU_SLOWNESS = 5.0, 4
 _LOG_CHARACTERS, _ROW_CHARACTERS, _MOST_ROWS = 20_000, 320, 56
 _FAILURES = ("failed", "crashed", "hung", "interrupted")
@@ -77,15 +78,15 @@ class Runner:
         self.rows: list[dict[str, Any]] = []
         self.is_stopped = False
         self._record({"command": sys.argv, "python": sys.version, "time": time.ctime()})
-        paths = [self._own_packages(), str(REPO), *filter(None, [os.getenv("PYTHONPATH")])]
+        paths = [self._own_packages(), str(REPO), *self._wheels(options.wheels)]
         self._environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.getenv("PYTHONPATH")])]),
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
             "TRITON_CACHE_DIR": str(self.scratch / "triton"),
         }
-        if options.pretend:
+        if options.device == "cpu":
             self._environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 
     def _record(self, line: Mapping[str, object]) -> None:
@@ -102,6 +103,20 @@ class Runner:
             (site / name / "__init__.py").write_text(f"__path__ = [{str(REPO / name)!r}]\n")
         return str(site)
 
+    def _wheels(self, folder: str) -> list[str]:
+        """Unpack the wheels in `folder`. Return the folders for PYTHONPATH."""
+        paths = []
+        for wheel in sorted(Path(folder).glob("*.whl")) if folder else []:
+            target = self.scratch / "wheels" / wheel.stem
+            row: dict[str, Any] = {"stage": "-", "item": wheel.name, "status": "ok", "seconds": 0.0}
+            try:
+                zipfile.ZipFile(wheel).extractall(target)
+                paths.append(str(target))
+            except (OSError, zipfile.BadZipFile) as error:
+                row |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+            self._keep(row)
+        return paths
+
     def _keep(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         self._record(row)
@@ -113,7 +128,7 @@ class Runner:
     def run(self, item: Item) -> None:
         """Run an item in a process of its own, and keep its row whatever happens to it."""
         options, row = self._options, {"stage": item.stage, "item": item.name}
-        limit_s = item.limit_s * (_CPU_SLOWNESS if options.pretend else 1)
+        limit_s = item.limit_s * (_CPU_SLOWNESS if options.device == "cpu" else 1)
         if options.budget:
             left_s = options.budget - (time.monotonic() - self._started)
             if left_s < _LEAST_S:
@@ -126,7 +141,8 @@ class Runner:
         given = {
             **item._asdict(),
             "limit_s": limit_s,
-            "is_pretended": options.pretend,
+            "is_cpu": options.device == "cpu",
+            "is_tiny": options.tiny,
             "scratch": str(self.scratch),
             "figures": str(figures),
         }
@@ -230,7 +246,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--stage", nargs="+", default=[], help="stages, or items such as 2b.plain_2048")
     add("--budget", type=float, default=0.0, help="seconds, after which no item starts or goes on")
     add("--out", default=str(REPO / "build" / "gpu_check"), help="folder of results.jsonl")
-    add("--pretend", action="store_true", help="a pretended GPU, and tiny sizes")
+    add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a pretended GPU")
+    add("--tiny", action="store_true", help="sizes that only show that the items run")
+    add("--wheels", default="", help="folder of wheels to use where packages are missing")
     add("--also", nargs="+", default=[], metavar="MODULE:FUNCTION:SECONDS", help="further items")
     add("--scratch", default=str(_SCRATCH), help="folder that is kept between calls")
     options = parser.parse_args(arguments)

@@ -166,7 +166,6 @@ def check(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> None:
         ("tree", 12, 1, 7, 128, torch.float32),  # 84 queries: two blocks
         ("tree", 12, 2, 1, 80, torch.float32),
         ("tree", 12, 1, 4, 64, torch.float16),
-        ("tree", 17, 1, 7, 128, torch.float64),
     ],
 )
 def test_attention_is_that_of_the_torch_form(

@@ -1,11 +1,11 @@
-"""Measures what speculation gains on this machine, in three tables.
+"""Measures what speculation gains on this machine, in four tables.
 
     python -m tools.bench speculation --dtype both
 
 (a) speed by batch size, for fixed strategies and both selectors; the cost model also with a useless
-drafter (b) a long-tailed set of requests end to end, with the strategy that is best over all batch
-sizes and both selectors; `tools.bench ablate` judges them without noise (c) accept length by kind
-of tree and temperature
+drafter (b) a long-tailed set of requests end to end (c) accept length by kind of tree and
+temperature (d) the selectors against the strategy that is best over all batch sizes; `tools.bench
+ablate` judges them without noise
 
 It also measures what `rollout.batch_invariant` costs.
 
@@ -38,6 +38,7 @@ from tools.bench.speed import (
     bench_batch_sizes,
     bench_long_tail,
     best_fixed,
+    compare_selectors,
 )
 from tools.load_engine import LoadedPolicy, accept_length
 
@@ -84,6 +85,7 @@ def _bench_one_dtype(options: argparse.Namespace, dtype: str) -> dict[str, objec
             str(size): {name: record.ratio for name, record in each.records.items()}
             for size, each in by_batch.items()
         },
+        "over_best_single": compare_selectors(by_batch, best),
         "long_tail_speedup": {name: record.ratio for name, record in tail.records.items()},
         "mismatch_per_token": {
             name: mismatch_per_token([c.records[name] for c in comparisons if name in c.records])

@@ -22,7 +22,7 @@ from tools.bench.measure import (
     ratios,
     told,
 )
-from tools.bench.setting import load_policy, long_prompts, parse_strategies
+from tools.bench.setting import BEG_MAB, COST_MODEL, load_policy, long_prompts, parse_strategies
 from tools.load_engine import LoadedPolicy
 
 _LEAST_REQUESTS = 4  # of a run
@@ -108,6 +108,26 @@ def best_fixed(measured: Mapping[int, Comparison], fixed: Sequence[str]) -> str:
         name: [each.records[name].ratio["median"] for each in measured.values()] for name in fixed
     }
     return max(fixed, key=lambda name: statistics.harmonic_mean(rates[name]))
+
+
+def compare_selectors(measured: Mapping[int, Comparison], best: str) -> dict[str, float]:
+    """Return the speed of each selector over that of the strategy `best`, with equal weight for
+    each batch size.
+
+    Ratios are of the same round, because rounds have other prompts. Noise counts against the
+    selectors: the best of several strategies is partly the luckiest.
+    """
+    found = {}
+    for name in (COST_MODEL, BEG_MAB):
+        shares = [
+            statistics.median(
+                a / b for a, b in zip(r[name].ratios[1:], r[best].ratios[1:], strict=True)
+            )
+            for r in (each.records for each in measured.values())
+        ]
+        found[name] = statistics.harmonic_mean(shares)
+        print(f"(d) {name}: {found[name]:.3f} of {best}, the best over all batch sizes")
+    return found
 
 
 def bench_batch_invariant(

@@ -1,15 +1,16 @@
-"""Stage 0: what the machine is and has, what its memory and its matrix units reach, and what a
-launch costs.
+"""Stage 0: what the machine is and has, what its memory and its matrix units do, and whether
+kernels and graphs start.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from tools.gpu.machine import Figures, Machine, seconds_of
+from tools.gpu.machine import Figures, Machine, relative_error, seconds_of
 
 _QUERY = "name,memory.total,driver_version,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
 
@@ -23,7 +24,7 @@ def machine(machine: Machine) -> Iterator[Figures]:
     import torch
 
     yield {"torch": torch.__version__, "cuda": torch.version.cuda or "none"}
-    if not machine.is_pretended:
+    if not machine.is_cpu:
         gpu = torch.cuda.get_device_properties(0)
         yield {
             "gpu": gpu.name,
@@ -74,7 +75,7 @@ def rates(machine: Machine) -> Iterator[Figures]:
 
 
 def launches(machine: Machine) -> Iterator[Figures]:
-    """Yield what a launch costs, and whether a captured graph runs."""
+    """Yield whether a kernel of Triton and a captured graph run, and what a launch costs."""
     import torch
 
     with machine.gpu() as device:
@@ -96,6 +97,21 @@ def launches(machine: Machine) -> Iterator[Figures]:
         assert x[0].item() == count, f"a replay of {count} additions gives {x[0].item()}"
         yield {"in_graph_us": 1e6 * seconds_of(device, replay) / count}
         yield {"read_back_us": 1e6 * seconds_of(device, lambda: x[0].item())}
+    if importlib.util.find_spec("triton") is None:
+        yield {"triton": "missing"}
+        return
+    device = machine.kernel_device()
+    from tlt_megatron.models.layer_kernels import normalize
+
+    rows = torch.randn(8, machine.pick(3584, 64), device=device.torch_device)
+    weight, eps = torch.ones_like(rows[0]), torch.tensor(1e-6, device=device.torch_device)
+    started = time.perf_counter()
+    found = normalize(rows, weight, eps)
+    device.synchronize()
+    yield {"triton_first_s": time.perf_counter() - started}
+    expected = torch.nn.functional.rms_norm(rows.double(), rows.shape[1:], eps=1e-6)
+    yield {"triton_error": relative_error(found, expected)}
+    yield {"triton_us": 1e6 * seconds_of(device, lambda: normalize(rows, weight, eps))}
 
 
 def transformer_engine(_machine: Machine) -> Iterator[Figures]:

@@ -1,33 +1,34 @@
-"""Stages 2b and 2c: plain and speculative decode passes of a 7B with random weights, as the engine
-runs them.
+"""Stage 2b: plain decode passes of a 7B with random weights, as the engine runs them, and where
+their time goes.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from tlt_megatron.config.schema import SpeculationSection
-from tlt_megatron.config.strategy import OFF, SpeculationStrategy
-from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
-from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tools.gpu.machine import Figures, Machine, seconds_of
 from tools.gpu.random_engine import generate, make_engine
 from tools.gpu.shapes import QWEN_2_5_7B, TINY
 
-_ACCEPT_LENGTHS = (2.0, 4.5, 6.0)
-_WARM_UP = 2  # passes: the drafter reads the context in the first one
+_PROFILED = 10  # passes
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events in a trace
+_TOP = 15
 
 
 def plain(machine: Machine, context: str) -> Iterator[Figures]:
-    """Yield, by batch size, milliseconds of a pass and of its graph's replay, and the bytes of
-    graphs.
+    """Yield, by batch size, milliseconds of a pass, of its graph's replay and of its kernels, and
+    the bytes of graphs.
     """
     config, sizes = machine.pick((QWEN_2_5_7B, (1, 8, 64)), (TINY, (1, 3)))
     num_new = machine.pick(64, 16)
@@ -58,6 +59,10 @@ def plain(machine: Machine, context: str) -> Iterator[Figures]:
             summary += f" b{batch_size}: {1e3 * seconds:.2f} ms, graph {1e3 * replay_s:.2f} ms,"
             summary += f" {batch_size / seconds:.0f} tok/s"
             yield {f"b{batch_size}": figures, "summary": summary}
+            figures |= _profiled(engine, batch_size, given, seconds)
+            if "nodes" in figures:
+                summary += f", {figures['nodes']:.0f} nodes, idle {figures['idle_share']:.0%}"
+            yield {f"b{batch_size}": figures, "summary": summary}
         yield {
             "captures": len(graphs._captured),
             "capture_s": graphs.capture_s,
@@ -68,43 +73,50 @@ def plain(machine: Machine, context: str) -> Iterator[Figures]:
         }
 
 
-def drafted(machine: Machine, batch_size_text: str) -> Iterator[Figures]:
-    """Yield, by strategy, milliseconds of a step, and its speed over plain decoding at some accept
-    lengths.
+def _profiled(
+    engine: EmbeddedEngine, batch_size: int, given: Mapping[str, int], seconds: float
+) -> Figures:
+    """Return what the GPU did in a few passes that take `seconds` each without the profiler."""
+    if ProfilerActivity.CUDA not in supported_activities():
+        return {"profiler": "none"}
+    profiler, count = profile(activities=[ProfilerActivity.CUDA]), 0
 
-    The drafter is random, so little is accepted. A step costs the same whatever it accepts.
+    def count_pass() -> bool:
+        """Asked between two passes whether to stop."""
+        nonlocal count
+        count += 1
+        if count == 2:
+            profiler.start()
+        elif count == 2 + _PROFILED:
+            profiler.stop()
+        return False
+
+    generate(engine, batch_size=batch_size, **given, should_stop=count_pass)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text())
+    return kernel_figures(trace["traceEvents"], _PROFILED, seconds)
+
+
+def kernel_figures(
+    events: list[dict[str, Any]], num_passes: int, seconds: float, top: int = _TOP
+) -> Figures:
+    """Return kernels of a pass, their milliseconds, the share of `seconds` in which none runs, and
+    the longest ones.
     """
-    batch_size = machine.pick(int(batch_size_text), min(int(batch_size_text), 3))
-    config = machine.pick(QWEN_2_5_7B, TINY)
-    section = SpeculationSection(draft_vocab_size=machine.pick(None, 0))
-    texts = machine.pick(section.strategies, ["6_1_6", "4_2_8"])
-    strategies = [SpeculationStrategy.parse(text) for text in texts]
-    # Short enough for 2048 positions with a tree behind them, and several steps of 7 tokens.
-    num_new = machine.pick(100, 32)
-    given: dict[str, Any] = {"num_prompt": machine.pick(2000, 100) - num_new, "num_new": num_new}
-    with machine.gpu() as device, torch.no_grad():
-        engine = make_engine(config, device, batch_size=batch_size, **given)
-        embedding, head = engine.target_tensors()
-        draft_config = make_draft_config(config, "eagle", embedding)
-        model = DraftModel(
-            draft_config, embedding_VD=embedding, lm_head_VD=head, dtype=torch.bfloat16
-        )
-        num_ids = section.num_draft_ids(config.vocab_size)
-        draft = DraftInference(model, torch.bfloat16, num_ids=num_ids)
-        speculation = Speculation(draft, FixedSelector(OFF), strategies)
-        engine.set_speculation(speculation)
-        plain_s, summary = 0.0, ""
-        for strategy in (OFF, *strategies):  # all share one engine and its graphs
-            speculation.selector = FixedSelector(strategy)
-            generate(engine, batch_size=batch_size, **given)  # captures
-            _, passes = generate(engine, batch_size=batch_size, **given)
-            step_s = statistics.median(each.seconds for each in passes[_WARM_UP:])
-            plain_s = plain_s or step_s
-            reached = [n for n in _ACCEPT_LENGTHS if n <= strategy.depth + 1]
-            figures = {
-                "ms": 1e3 * step_s,
-                "over_plain": {f"{n:g}": n * plain_s / step_s for n in reached},
-                "eager": engine.stats().eager_passes,
-            }
-            summary += f" {strategy} {1e3 * step_s:.2f}ms"
-            yield {str(strategy): figures, "summary": summary.strip()}
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in _ON_GPU:
+            by_name[event["name"]].append(event["dur"])
+    if not by_name:
+        return {"profiler": "saw no kernel"}
+    sums = {name: sum(durations) / num_passes for name, durations in by_name.items()}
+    longest = sorted(sums, key=lambda name: -sums[name])[:top]
+    busy_s = 1e-6 * sum(sums.values())
+    return {
+        "nodes": sum(map(len, by_name.values())) / num_passes,
+        "kernels_ms": 1e3 * busy_s,
+        "idle_share": 1.0 - busy_s / seconds,
+        "top_us": {f"{n[:70]} x{len(by_name[n]) / num_passes:g}": sums[n] for n in longest},
+    }

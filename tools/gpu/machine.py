@@ -34,23 +34,24 @@ class NothingRan(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What an item may use."""
+    """What an item may use. On a CPU there is a pretended GPU (tests/pretend_cuda.py) and Triton's
+    interpreter.
+    """
 
-    # A CPU with tests/pretend_cuda.py and Triton's interpreter, and sizes that only show that the
-    # code runs.
-    is_pretended: bool
+    is_cpu: bool
+    is_tiny: bool  # sizes that only show that the code runs
     scratch: Path  # kept between calls
 
     def pick(self, real: _T, tiny: _T) -> _T:
-        """Return `real` on a GPU, and `tiny` on a pretended one."""
-        return tiny if self.is_pretended else real
+        """Return a size for this run."""
+        return tiny if self.is_tiny else real
 
     @contextmanager
     def gpu(self) -> Iterator[Device]:
         """Enter the GPU for code that takes its CUDA branches."""
         from tlt_megatron.runtime import device
 
-        if not self.is_pretended:
+        if not self.is_cpu:
             yield device.select_device("cuda")
             return
         from tests.pretend_cuda import pretend_device
@@ -67,10 +68,10 @@ class Machine:
         device.has_triton.cache_clear()
 
     def kernel_device(self) -> Device:
-        """Return the device for Triton kernels: without a GPU, the CPU with TRITON_INTERPRET=1."""
+        """Return the device for Triton kernels. On a CPU the runner has set TRITON_INTERPRET=1."""
         from tlt_megatron.runtime.device import select_device
 
-        return select_device("cpu" if self.is_pretended else "cuda")
+        return select_device("cpu" if self.is_cpu else "cuda")
 
 
 def seconds_of(device: Device, run: Callable[[], object], *, least_s: float = _LEAST_S) -> float:

@@ -26,7 +26,9 @@ def main(given: Mapping[str, Any]) -> int:
     """
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(given["limit_s"] - 1.0, 0.5))
-    machine = Machine(is_pretended=given["is_pretended"], scratch=Path(given["scratch"]))
+    machine = Machine(
+        is_cpu=given["is_cpu"], is_tiny=given["is_tiny"], scratch=Path(given["scratch"])
+    )
     module, _, name = given["function"].partition(":")
     arguments = [given["argument"]] if given["argument"] else []
     end = {"status": "ok"}

@@ -4,7 +4,7 @@ had to compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 from unittest.mock import patch
@@ -35,8 +35,12 @@ def make_engine(
     batch_size: int,
     num_prompt: int,
     num_new: int,
+    zeros: Sequence[str] = (),
 ) -> EmbeddedEngine:
-    """Return an engine in bfloat16 for prompts and responses of these lengths."""
+    """Return an engine in bfloat16 for prompts and responses of these lengths.
+
+    Weights whose names end with one of `zeros` are 0.
+    """
     section = RolloutSection(
         dtype="bfloat16",
         max_batch_size=batch_size,
@@ -50,8 +54,10 @@ def make_engine(
     def weights() -> Iterator[tuple[str, Tensor]]:
         """One at a time: two copies of a 7B need not fit."""
         for name, shape in tensor_shapes(config).items():
-            tensor = torch.ones(shape, dtype=torch.bfloat16, device=device.torch_device)
-            if not name.endswith("norm.weight"):
+            tensor = torch.zeros(shape, dtype=torch.bfloat16, device=device.torch_device)
+            if name.endswith("norm.weight"):
+                tensor.fill_(1.0)
+            elif not name.endswith(tuple(zeros)):
                 tensor.normal_(std=0.02)
             checksum.add(name, tensor)
             yield name, tensor
@@ -97,11 +103,16 @@ def generate(
     batch_size: int,
     num_prompt: int,
     num_new: int,
+    should_stop: Callable[[], bool] | None = None,
 ) -> tuple[list[list[int]], list[PassRecord]]:
-    """Return tokens and passes of `batch_size` responses to one prompt."""
-    ids = tuple((7 * i + 3) % 64 for i in range(num_prompt))
+    """Return tokens and passes of `batch_size` responses to one prompt, of low token ids and 0 at
+    its end.
+    """
+    ids = (*((7 * i + 3) % 64 for i in range(num_prompt - 1)), 0)
     prompt = Prompt(prompt_id="0", draw_index=0, token_ids=ids)
     params = SamplingParams(num_samples=batch_size, max_new_tokens=num_new, seed=1)
     with without_prefill():
-        (group,) = engine.generate([prompt], params, policy_version=_VERSION)
+        (group,) = engine.generate(
+            [prompt], params, policy_version=_VERSION, should_stop=should_stop
+        )
     return [r.token_ids.tolist() for r in group.rollouts], engine.take_passes()

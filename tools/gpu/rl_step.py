@@ -1,28 +1,25 @@
-"""Stage 3: RL steps of the whole program on one GPU, with a policy of the size of Qwen2.5-0.5B,
-speculation, offload, a checkpoint and a resume.
+"""Stage 3: RL steps of the whole program on one GPU, with speculation, offload, a checkpoint and a
+resume.
 
-The policy is random: what counts is that each phase runs, and its seconds. Megatron takes its local
-layers where Transformer Engine is missing.
+The policies are random: what counts is that each phase runs, and its seconds. Megatron takes its
+local layers where Transformer Engine is missing.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tools.gpu.machine import Figures, Machine
+from tools.gpu.shapes import MODEL_CONFIGS
 
-_SIZES = {
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_layers": 24,
-    "num_attention_heads": 14,
-    "max_position_embeddings": 32768,
-    "tied": True,
-}
+_REPO = Path(__file__).resolve().parents[2]
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}  # fmt: skip
 _SHOWN = ("timing_s/", "perf/", "actor/grad_norm", "rollout/accept_length", "memory/peak_gb/")
 _REWARD = """
 import random
@@ -33,39 +30,59 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def rl_step(machine: Machine) -> Iterator[Figures]:
+def rl_step(machine: Machine, policy: str) -> Iterator[Figures]:
     """Yield the metrics of one step, and of a second one after a resume from its checkpoint."""
-    from tests.tiny_models import make_tiny_hf
-    from tests.tiny_task import TLT, launch, make_tiny_task
-
-    folder = machine.scratch / "rl_step"
+    folder = machine.scratch / f"rl_{policy}"
     shutil.rmtree(folder, ignore_errors=True)
-    config = make_tiny_task(folder)
+    folder.mkdir()
     (folder / "reward.py").write_text(_REWARD)
-    if not machine.is_pretended:
-        make_tiny_hf(folder / "model", "qwen2", eos_token_id=1, pad_token_id=0, **_SIZES)
+    small = machine.scratch / "tiny_policy"
+    _python("-m", "tools.make_tiny_policy", "--out", str(small), "--steps", "2")
+    model = small
+    if policy == "half_b":
+        model = folder / "model"
+        config = json.loads((MODEL_CONFIGS / "qwen2.5-0.5b" / "config.json").read_text())
+        _write_random(model, config | machine.pick({}, _TINY), small)
+    elif not machine.is_tiny:
+        model = folder / "model"
+        _python("-m", "tools.expand_layers", f"--model={small}", "--extra=8", f"--out={model}")
     settings = {
+        "model.path": model,
         "model.dtype": "bfloat16",
+        "data.train": small / "train.jsonl",
         "data.eval": "",
+        "reward.function": f"{folder}/reward.py:compute_score",
         "rollout.dtype": "bfloat16",
         "rollout.max_new_tokens": machine.pick(512, 24),
         "rollout.num_prompts": machine.pick(8, 2),
         "rollout.num_samples": machine.pick(8, 2),
-        "rollout.max_batch_size": 64,
-        "mcore.micro_batch_tokens": 8192,
+        "speculation.measure_gain": "false",
         "mcore.offload_in_rollouts": "true",
         "logging.trackers": "[]",
-        "run.device": "cpu" if machine.is_pretended else "cuda",
+        "run.device": "cpu" if machine.is_cpu else "cuda",
         "run.dir": folder / "run",
     }
-    given = [*TLT, *(f"{name}={value}" for name, value in settings.items())]
-    for step in machine.pick((1, 2), (1,)):
-        words = [*given, f"run.num_steps={step}", "--resume", "auto"]
-        done = launch(1, "--config", config, *words)
-        print(done.stdout, done.stderr, sep="\n")
-        if done.returncode != 0:
-            raise RuntimeError(f"the run ended with exit code {done.returncode}: see log.txt")
-        yield {f"step_{step}": _metrics(folder / "run")}
+    given = [f"{name}={value}" for name, value in settings.items()]
+    _train([*given, "run.num_steps=1"])
+    yield {"step_1": _metrics(folder / "run")}
+    if not machine.is_tiny:
+        _train([*given, "run.num_steps=2", "--resume", "auto"])
+        yield {"step_2": _metrics(folder / "run")}
+
+
+def _train(arguments: Sequence[str]) -> None:
+    _python(
+        *("launch/torchrun.py", "--standalone", "--local-addr", "127.0.0.1"),
+        *("--nproc-per-node", "1", "launch/pretrain_rl.py", "--config", "examples/quickstart.yaml"),
+        *arguments,
+    )
+
+
+def _python(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, *arguments], cwd=_REPO, check=False)
+    if done.returncode != 0:
+        name = " ".join(arguments[:2])
+        raise RuntimeError(f"{name} ended with exit code {done.returncode}: see log.txt")
 
 
 def _metrics(run_dir: Path) -> Figures:
@@ -73,3 +90,26 @@ def _metrics(run_dir: Path) -> Figures:
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     *_, last = (row for row in rows if "timing_s/step" in row)
     return {name: value for name, value in last.items() if name.startswith(_SHOWN)}
+
+
+def _write_random(folder: Path, config: dict[str, object], tokenizer: Path) -> None:
+    """Write a Hugging Face folder of a model with random weights in bfloat16 and a tokenizer of few
+    tokens.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from tlt_megatron.config.model_shape import tensor_shapes
+    from tlt_megatron.models.config import load_model_config
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in _TOKENIZER:
+        shutil.copy(tokenizer / name, folder / name)
+    tensors = {
+        name: torch.ones(shape, dtype=torch.bfloat16)
+        if name.endswith("norm.weight")
+        else torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
+        for name, shape in tensor_shapes(load_model_config(folder)).items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

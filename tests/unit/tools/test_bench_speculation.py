@@ -8,7 +8,8 @@ import pytest
 
 from tools.bench.interleaved import PLAIN, Comparison, Record, with_plain
 from tools.bench.measure import first_differences
-from tools.bench.speed import best_fixed
+from tools.bench.setting import BEG_MAB, COST_MODEL
+from tools.bench.speed import best_fixed, compare_selectors
 from tools.load_engine import LoadedPolicy
 
 
@@ -39,8 +40,12 @@ def test_the_first_round_warms_up_and_does_not_count() -> None:
 
 def test_the_best_strategy_is_that_of_all_batch_sizes() -> None:
     policy = cast(LoadedPolicy, None)  # nothing is decoded
-    measured = {}
-    for size, ratios in ((1, {"a": 4.0, "b": 2.0}), (8, {"a": 1.0, "b": 1.5})):
-        measured[size] = Comparison(policy, {})
-        measured[size].records = {name: Record(ratios=[9.0, x]) for name, x in ratios.items()}
+    ratios = {1: {"a": 4.0, "b": 2.0, COST_MODEL: 3.0}, 8: {"a": 1.0, "b": 1.5, COST_MODEL: 1.5}}
+    measured = {size: Comparison(policy, {}) for size in ratios}
+    for size, by_name in ratios.items():
+        measured[size].records = {
+            name: Record(ratios=[9.0, ratio]) for name, ratio in (by_name | {BEG_MAB: 1.0}).items()
+        }
     assert best_fixed(measured, ["a", "b"]) == "b"
+    found = compare_selectors(measured, "b")
+    assert found[COST_MODEL] == pytest.approx(2 / (1 / 1.5 + 1))

@@ -8,9 +8,13 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import pytest
+
 from tests.tiny_task import REPO
+from tools.gpu.decoding import kernel_figures
 from tools.gpu.suites import read_junit
 
 PLANTED = """
@@ -38,6 +42,12 @@ def missing(machine):
     import no_such_package
 
     yield {}
+
+
+def brought(machine):
+    import a_wheel
+
+    yield {"value": a_wheel.VALUE}
 """
 
 
@@ -48,7 +58,7 @@ def rows_of(out: Path) -> dict[str, dict]:
 
 def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     (folder / "planted_items.py").write_text(PLANTED)
-    given = ["--pretend", "--out", f"{folder}/out", "--scratch", f"{folder}/scratch"]
+    given = ["--device", "cpu", "--out", f"{folder}/out", "--scratch", f"{folder}/scratch"]
     return subprocess.run(
         [sys.executable, REPO / "tools/gpu_check.py", *given, *arguments],
         cwd=folder,
@@ -60,17 +70,23 @@ def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_hangs_crashes_and_failures_are_rows(tmp_path: Path) -> None:
-    names = ["hang:1", "crash:20", "fail:20", "missing:20"]
+    with zipfile.ZipFile(tmp_path / "a_wheel-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("a_wheel.py", "VALUE = 7")
+    (tmp_path / "bad.whl").write_text("no zip")
+    names = ["hang:1", "crash:20", "fail:20", "missing:20", "brought:20"]
     also = [f"planted_items:{name}" for name in names]
-    done = check(tmp_path, "--stage", "also", "--also", *also)
+    done = check(tmp_path, "--wheels", str(tmp_path), "--stage", "also", "--also", *also)
     assert done.returncode == 1, done.stderr
     rows = rows_of(tmp_path / "out")
     statuses = {name: row["status"] for name, row in rows.items()}
     assert statuses == {
+        "a_wheel-1-py3-none-any.whl": "ok",
+        "bad.whl": "failed",
         "hang": "hung",
         "crash": "crashed",
         "fail": "failed",
         "missing": "missing",
+        "brought": "ok",
     }
     rank = Path(f"/proc/{rows['hang']['figures']['rank']}/cmdline")
     assert not rank.exists() or not rank.read_bytes()  # gone, or not yet waited for
@@ -80,6 +96,7 @@ def test_hangs_crashes_and_failures_are_rows(tmp_path: Path) -> None:
     }  # fmt: skip
     assert rows["fail"]["figures"] == {"sizes": {"a": 1, "b": 2}}
     assert rows["missing"]["error"] == "No module named 'no_such_package'"
+    assert rows["brought"]["figures"] == {"value": 7}
     table = (tmp_path / "out" / "table.md").read_text()
     assert table == done.stdout[-len(table) :]
     assert "| also | fail | failed | 0 | ValueError: a / b c sizes.a=1 sizes.b=2 |" in table
@@ -100,6 +117,21 @@ def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
     done = check(tmp_path, "--stage", "2d")
     assert done.returncode == 2
     assert "--stage 2d: must be of 0 0.launches" in done.stderr
+
+
+def test_kernels_of_a_trace_are_added_up() -> None:
+    def event(name: str, duration: float, kind: str = "kernel") -> dict[str, object]:
+        return {"ph": "X", "cat": kind, "name": name, "dur": duration, "ts": 0.0}
+
+    trace = [event("matmul", 300.0)] * 4 + [event("norm", 50.0)] * 2 + [event("copy", 20.0, "gpu_memcpy")] * 2  # fmt: skip
+    found = kernel_figures([*trace, event("launch", 9.0, "cuda_runtime")], 2, 1e-3, top=2)
+    assert found == {
+        "nodes": 4.0,
+        "kernels_ms": pytest.approx(0.67),
+        "idle_share": pytest.approx(0.33),
+        "top_us": {"matmul x2": 600.0, "norm x1": 50.0},
+    }
+    assert kernel_figures([], 2, 1e-3) == {"profiler": "saw no kernel"}
 
 
 def test_a_report_of_tests_is_read(tmp_path: Path) -> None:
