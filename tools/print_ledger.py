@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,7 +24,10 @@ from tlt_megatron.config.hub import CONFIG, load_fetched_config
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.memory_ledger import describe_checkpoint, make_ledger
+from tools.bench.roofline import GPUS
 from tools.planner.candidates import Candidate
+from tools.planner.computed_machine import ComputedMachine, read_slowness
+from tools.planner.machine_model import Machine
 from tools.planner.plan import print_plan
 
 
@@ -36,6 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--lengths", default="", metavar="MEDIAN,P99", help="assumed, in tokens")
     add("--machine", choices=["h100", "h200"], help="computed, where no run is recorded")
     add("--accept-rate", type=float, metavar="SHARE", help="of drafted tokens, with --machine")
+    add("--gpu-check", default="", metavar="results.jsonl", help="measured, with --machine")
     add("--against", action="append", default=[], metavar="RUN", help="finished; may be repeated")
     add(
         "--compare",
@@ -57,6 +62,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--ranks {given.ranks}: must be >= 1")
     if given.machine and (given.simulate or given.accept_rate is None or not given.lengths):
         raise ValueError("--machine needs --lengths and --accept-rate, and no --simulate")
+    if given.gpu_check and not given.machine:
+        raise ValueError("--gpu-check needs --machine, which names the GPU")
     needy = given.lengths or given.against or given.compare or given.figure
     if needy and not (given.simulate or given.machine):
         raise ValueError(
@@ -76,16 +83,28 @@ def main(arguments: list[str] | None = None) -> None:
     print("\n".join(candidates[0].ledger.lines()))
     print(describe_checkpoint(config, given.ranks))
     if given.simulate or given.machine:
+        gpu_bytes = GPUS[given.machine.upper()].num_bytes if given.machine else 0.0
         print_plan(
             candidates,
             given.simulate,
             lengths=given.lengths,
-            gpu=(given.machine or "").upper(),
-            accept_rate=given.accept_rate or 0.0,
+            computed=_computed(given) if given.machine else None,
             against=given.against,
-            memory_bytes=given.memory * 2**30,
+            memory_bytes=given.memory * 2**30 or gpu_bytes,
             figure=given.figure,
         )
+
+
+def _computed(given: argparse.Namespace) -> Callable[[Candidate], Machine]:
+    """Return what makes the machine of a candidate from the options."""
+    gpu = GPUS[given.machine.upper()]
+    slowness = read_slowness(Path(given.gpu_check), gpu) if given.gpu_check else {}
+
+    def make(candidate: Candidate) -> Machine:
+        config, rate = candidate.config, given.accept_rate
+        return ComputedMachine(gpu, config, candidate.ranks, accept_rate=rate, slowness=slowness)
+
+    return make
 
 
 def _candidate(files: list[str], words: list[str], ranks: int, name: str) -> Candidate:

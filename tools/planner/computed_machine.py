@@ -4,32 +4,71 @@ model. Real steps take longer: see tools/bench/roofline.py for what it leaves ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
+
+import numpy as np
 
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.sizes import ModelSizes
 from tools.bench.roofline import ITEM_BYTES, Decoding, Gpu
+from tools.gpu.shapes import QWEN_2_5_7B
 from tools.planner.machine_model import Accepted
+from tools.run_report.files import errors_named, read_lines
 
+_CHECKED = (1, 8, 64)  # batches of the GPU check
 _CONTEXT_STEP = 256  # tokens to which contexts are rounded, so that passes are computed once
+
+
+def read_slowness(path: Path, gpu: Gpu) -> dict[int, float]:
+    """Return by batch size how many times the seconds of the roofline a plain pass of the 7B takes.
+
+    `path` is the GPU check's results.jsonl. ValueError if its item 2b.plain_2048 did not end.
+    """
+    figures = {}
+    with errors_named(path):
+        for row in read_lines(path):
+            if (row["stage"], row["item"]) == ("2b", "plain_2048"):
+                figures = row.get("figures", {})
+    batches = [batch for batch in _CHECKED if "pass_ms" in figures.get(f"b{batch}", {})]
+    if len(batches) < len(_CHECKED):
+        raise ValueError(
+            f"--gpu-check {path}: has no pass_ms of all batches of item 2b.plain_2048, which needs a GPU"
+        )
+    found = {}
+    for batch in batches:
+        decoding = Decoding(model=QWEN_2_5_7B, num_gpus=1, batch=batch, context=2048)
+        found[batch] = 1e-3 * figures[f"b{batch}"]["pass_ms"] / decoding.pass_s(gpu, 1)
+    return found
 
 
 class ComputedMachine:
     """GPUs whose drafter has one acceptance, which is assumed."""
 
-    source = "computed, not measured"
     max_updates = updates_per_idle_s = 0.0  # how a drafter learns cannot be computed
 
-    def __init__(self, gpu: Gpu, config: RunConfig, ranks: int, accept_rate: float) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        config: RunConfig,
+        ranks: int,
+        *,
+        accept_rate: float,
+        slowness: Mapping[int, float],
+    ) -> None:
         """`accept_rate` is the chance that a pass accepts a depth if it accepts the one above.
+        `slowness` is that of `read_slowness`; {}: as fast as the roofline.
 
         ValueError for a mixture of experts or a critic, whose passes are not computed.
         """
         self.gpu, self.config, self.ranks = gpu, config, ranks
         self.accept_rate = accept_rate
+        self.slowness = dict(sorted(slowness.items())) or {1: 1.0}
+        scaled = ", scaled to measured passes of a 7B" if slowness else ", not measured"
+        self.source = f"computed{scaled}"
         self.model = load_model_config(config.model.path)
         if self.model.experts is not None or config.has_critic:
             raise ValueError("--machine: computes neither mixtures of experts nor a critic")
@@ -56,7 +95,9 @@ class ComputedMachine:
             context=context,
         )
         draft_s = decoding.pass_s(self.gpu, max(strategy.topk, 1), is_draft=True)
-        return strategy.num_steps * draft_s + decoding.pass_s(self.gpu, strategy.num_rows)
+        roofline_s = strategy.num_steps * draft_s + decoding.pass_s(self.gpu, strategy.num_rows)
+        batches, times = list(self.slowness), list(self.slowness.values())
+        return roofline_s * float(np.interp(batch_size, batches, times))
 
     def phase_seconds(self, phase: str, tokens: float) -> float:
         """Return the operations of the weights over the peak of all ranks, without attention; of a

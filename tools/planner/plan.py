@@ -7,14 +7,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tlt_megatron.config.load import load_config
 from tools.bench.measure import print_table
-from tools.bench.roofline import GPUS
 from tools.planner.candidates import PLAIN, Candidate, Plan, predict, variants
-from tools.planner.computed_machine import ComputedMachine
 from tools.planner.lengths import lognormal, resampled
 from tools.planner.machine_model import PHASES, Machine
 from tools.planner.plan_figure import draw
@@ -33,8 +31,7 @@ def print_plan(
     runs: Sequence[str],
     *,
     lengths: str = "",
-    gpu: str = "",
-    accept_rate: float = 0.0,
+    computed: Callable[[Candidate], Machine] | None = None,
     against: Sequence[str] = (),
     memory_bytes: float = 0.0,
     figure: str = "",
@@ -42,24 +39,20 @@ def print_plan(
     """Print the predictions from recorded `runs`. ValueError names what a run or an option lacks.
 
     The first candidate is shown by phase. `lengths`, "median,p99", assumes a lognormal
-    distribution; the default is that of the recorded runs. Without runs, `gpu` and `accept_rate`
-    make a `ComputedMachine`. Of each finished run of `against`, its own configuration is predicted
-    for its own lengths, and its seconds are printed beside the predicted ones. A candidate fits if
-    a rank has `memory_bytes`; 0.0: not known. `figure` is the SVG to write, with the
-    seconds by phase in a JSON beside it.
+    distribution; the default is that of the recorded runs. `computed` makes the machine of a
+    candidate where there are no runs. Of each finished run of `against`, its own configuration is
+    predicted for its own lengths, and its seconds are printed beside the predicted ones. A
+    candidate fits if a rank has `memory_bytes`; 0.0: not known. `figure` is the SVG to write, with
+    the seconds by phase in a JSON beside it.
     """
     finished = {run: read_recording(Path(run)) for run in against}
     recordings = [read_recording(Path(run)) for run in runs]
     recorded = [batch for recording in recordings for batch in recording.batches]
-    machines: list[Machine]
-    if runs:
-        _check_layouts(candidates, runs)
-        machines = [RecordedMachine(recordings)] * len(candidates)
+    if computed:
+        machines = list(map(computed, candidates))
     else:
-        machines = [
-            ComputedMachine(GPUS[gpu], each.config, each.ranks, accept_rate) for each in candidates
-        ]
-        memory_bytes = memory_bytes or GPUS[gpu].num_bytes
+        _check_layouts(candidates, runs)
+        machines: list[Machine] = [RecordedMachine(recordings)] * len(candidates)
     plans = []
     for each, machine in zip(candidates, machines, strict=True):
         rollout = each.config.rollout

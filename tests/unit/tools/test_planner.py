@@ -179,6 +179,24 @@ def test_without_a_recorded_run_a_roofline_is_computed_and_called_so(plan) -> No
     assert (code, "--accept-rate 1.5: must be in [0, 1)" in text) == (2, True)
 
 
+def test_measured_passes_of_the_gpu_check_scale_the_roofline(plan, tmp_path: Path) -> None:
+    words = ("--machine", "h100", "--accept-rate", "0.5", "--lengths", "4,8")
+    path = tmp_path / "results.jsonl"
+    gen = []
+    for pass_ms in (1e9, 3e9):  # so long that the passes of a tiny model take seconds
+        figures = {f"b{batch}": {"pass_ms": pass_ms} for batch in (1, 8, 64)}
+        _write(path, [{"stage": "2b", "item": "plain_2048", "figures": figures}])
+        code, text, table = plan(*words, "--gpu-check", str(path))
+        assert code == 0, text
+        gen.append(table["gen"][0])
+    assert "computed, scaled to measured passes of a 7B" in " ".join(text.split())
+    assert gen[1] / gen[0] == pytest.approx(3.0, rel=0.01)
+    del figures["b8"]
+    _write(path, [{"stage": "2b", "item": "plain_2048", "figures": figures}])
+    code, text, _ = plan(*words, "--gpu-check", str(path))
+    assert (code, "has no pass_ms of all batches of item 2b.plain_2048" in text) == (2, True)
+
+
 def test_partial_rollouts_end_a_step_with_enough_complete_groups(plan, tmp_path: Path) -> None:
     run = str(_record(tmp_path / "run"))
     words = ("rollout.partial_rollout_tokens=4", "algorithm.tis_cap=2")
@@ -215,6 +233,7 @@ def test_longer_responses_take_longer(plan, tmp_path: Path) -> None:
         (["--compare", "ranks=none"], "--compare ranks=none: must be >= 1"),
         (["parallel.context=2"], "unlike as given; record a run of each layout"),
         (["--machine", "h100"], "--machine needs --lengths and --accept-rate, and no --simulate"),
+        (["--gpu-check", "none"], "--gpu-check needs --machine"),
         (["--against", "nowhere"], "nowhere: has no metrics.jsonl"),
     ],
 )
