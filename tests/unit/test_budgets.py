@@ -35,7 +35,7 @@ CODE_LINES = {
     "tlt_megatron/speculation": 1_175,
     "tlt_megatron/spot": 1_020,
     "tlt_megatron/trainer": 3_294,
-    "tools": 6_815,
+    "tools": 6_855,
     "tests": 27_801,
 }
 NUM_SETTINGS = 117
