@@ -217,7 +217,7 @@ def make_lane_passes(device: torch.device, dtype: torch.dtype, *, num_lanes: int
         model.load_hf(name, noise * 0.3 + (1.0 if name.endswith("norm.weight") else 0.0))
     drafter = make_draft_model("eagle", dtype=dtype)
     drafter.embedding_VD, drafter.lm_head_VD = model.embedding, model.lm_head
-    draft = DraftInference(drafter.to(device), dtype)
+    draft = DraftInference(drafter.to(device))
     cache = KvCache(
         TARGET,
         num_pages=num_lanes * LANE // PAGE,

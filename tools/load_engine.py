@@ -88,7 +88,7 @@ class LoadedPolicy:
 
     def speculate(self, draft: DraftModel, strategy: SpeculationStrategy) -> None:
         """Decode with this drafter and strategy from now on."""
-        inference = DraftInference(draft, draft.lm_head_VD.dtype)
+        inference = DraftInference(draft)
         self.engine.set_speculation(Speculation(inference, FixedSelector(strategy), [strategy]))
 
     def load_drafter(self, folder: str | Path) -> DraftModel:

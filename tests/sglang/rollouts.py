@@ -157,7 +157,7 @@ def start_embedded(
         embedding, head = engine.target_tensors()
         model = load_drafter(drafter, embedding_VD=embedding, lm_head_VD=head)
         parsed = SpeculationStrategy.parse(strategy)
-        draft = DraftInference(model, torch.float32, num_ids=len(ids))
+        draft = DraftInference(model, num_ids=len(ids))
         speculation = Speculation(draft, FixedSelector(parsed), [parsed])
         counts = {"ids": list(ids), "counts": [10**6] * len(ids)}
         speculation.load_state_dict(speculation.state_dict() | {"token_counts": counts})

@@ -100,7 +100,7 @@ class Engine:
         draft = None
         if self._drafter is not None:
             model = load_drafter(self._drafter, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD)
-            draft = DraftInference(model, lm_head_VD.dtype)
+            draft = DraftInference(model)
         selector = make_selector("cost_model", self._strategies, max_batch_size=1)
         return Speculation(draft, selector, self._strategies)
 

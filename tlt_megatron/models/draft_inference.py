@@ -47,25 +47,18 @@ class DraftInference:
     def __init__(
         self,
         model: DraftModel,
-        dtype: torch.dtype,
         *,
         num_ids: int = 0,
         arithmetic: Arithmetic | None = None,
     ) -> None:
         """`num_ids`: draft only so many token ids, at first the lowest; 0 drafts all. `arithmetic`
         None is the fastest one.
-
-        ValueError unless `dtype` is that of the target's head.
         """
-        if model.lm_head_VD.dtype != dtype:
-            raise ValueError(
-                f"dtype={dtype}: must be that of the target's head, {model.lm_head_VD.dtype}"
-            )
         self._model = model
         self.num_loads = 0
         c = self.config = model.config
+        dtype, device = model.lm_head_VD.dtype, model.embedding_VD.device
         self.dtype = dtype
-        device = model.embedding_VD.device
         self.rotary = RotaryTable(c.rope, c.head_dim, dtype, device)
         self._num_rotated = c.num_heads + c.num_kv_heads
         self._num_fused = self._num_rotated + c.num_kv_heads

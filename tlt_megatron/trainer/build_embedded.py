@@ -55,7 +55,7 @@ def _speculation_over(
     if config.speculation.is_learned:
         drafter = make_drafter(config, target, embedding_VD, lm_head_VD)
         num_ids = config.speculation.num_draft_ids(target.vocab_size)
-        draft = DraftInference(drafter, lm_head_VD.dtype, num_ids=num_ids)
+        draft = DraftInference(drafter, num_ids=num_ids)
     return make_speculation(config, draft)
 
 

@@ -144,7 +144,7 @@ def _random_draft(target: Transformer, num_ids: int) -> DraftInference:
     head_VD = target.lm_head
     config = make_draft_config(target.config, "eagle", head_VD)
     model = DraftModel(config, embedding_VD=head_VD, lm_head_VD=head_VD)
-    draft = DraftInference(model, head_VD.dtype, num_ids=num_ids)
+    draft = DraftInference(model, num_ids=num_ids)
     draft.rotary.reserve(1)
     return draft
 

@@ -51,10 +51,7 @@ def make_drafts(policy: LoadedPolicy, drafter: str) -> dict[str, DraftInference]
     """Return drafters by name: the policy's own in the folder `drafter`, and an untrained one."""
     models = {GOOD: policy.load_drafter(drafter), RANDOM: policy.new_drafter(seed=1)}
     num_ids = SpeculationSection().num_draft_ids(models[GOOD].config.vocab_size)
-    return {
-        name: DraftInference(model, model.lm_head_VD.dtype, num_ids=num_ids)
-        for name, model in models.items()
-    }
+    return {name: DraftInference(model, num_ids=num_ids) for name, model in models.items()}
 
 
 def make_variants(

@@ -101,7 +101,7 @@ def speculate(
     if isinstance(strategies, str):
         strategies = [SpeculationStrategy.parse(text) for text in strategies.split()]
     model = drafter or make_drafter(engine)
-    draft = DraftInference(model, model.lm_head_VD.dtype, num_ids=num_ids)
+    draft = DraftInference(model, num_ids=num_ids)
     selector = selector or FixedSelector(strategies[0])
     speculation = Speculation(draft, selector, strategies)
     engine.set_speculation(speculation)

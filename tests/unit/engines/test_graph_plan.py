@@ -230,7 +230,7 @@ def test_estimate_is_what_a_dry_run_of_the_drafter_takes(
         length=length,
         strategy=parsed,
     )
-    check_estimate(model_config, key, DraftInference(drafter, torch.bfloat16, arithmetic=DRY))
+    check_estimate(model_config, key, DraftInference(drafter, arithmetic=DRY))
 
 
 class DryNorm(RmsNorm):

@@ -140,7 +140,7 @@ def test_whatever_moves_changes_what_is_read_and_new_weights_do_not(passes: Lane
     seen.add(reads())
     passes.model.embedding.set_(passes.model.embedding.clone())
     seen.add(reads())
-    other = DraftInference(make_draft_model("eagle"), torch.float64)
+    other = DraftInference(make_draft_model("eagle"))
     seen.add(dataclasses.replace(passes, draft=other).steps().reads())
     for params in (
         SamplingParams(num_samples=1, max_new_tokens=9, temperature=0.5),
