@@ -62,12 +62,6 @@ class BegMabSelector:
         window: int = 300,
         seed: int = 0,
     ) -> None:
-        if max_batch_size < 1:
-            raise ValueError(f"max_batch_size={max_batch_size}: must be >= 1")
-        if not 0.0 <= epsilon <= 1.0 or window < 1:
-            raise ValueError(f"epsilon={epsilon} must be in [0, 1], window={window} >= 1")
-        if len(set(strategies)) != len(strategies):
-            raise ValueError(f"strategies={', '.join(map(str, strategies))}: one is given twice")
         self._strategies = tuple(strategies)
         self._thresholds = automatic_thresholds(strategies, max_batch_size)
         budgets = sorted({s.num_nodes for s in strategies}, reverse=True)

@@ -127,8 +127,6 @@ class CostModelSelector:
 
     def __init__(self, strategies: Sequence[SpeculationStrategy]) -> None:
         drafting = sorted((s for s in strategies if not s.is_off), key=lambda s: s.num_rows)
-        if len(set(drafting)) != len(drafting):
-            raise ValueError(f"strategies={', '.join(map(str, strategies))}: one is given twice")
         learned = [s for s in drafting if s.is_learned]
         kinds = [[OFF], learned, [s for s in drafting if not s.is_learned]]
         self._kinds = [_Kind(kind) for kind in kinds if kind]

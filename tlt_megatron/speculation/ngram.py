@@ -56,10 +56,6 @@ class NgramIndex:
 
         An entry takes 60 to 100 bytes; a token adds at most two entries per size.
         """
-        if not sizes or min(sizes) < 1:
-            raise ValueError(f"sizes={tuple(sizes)}: must be one or more numbers >= 1")
-        if max_entries < 4:
-            raise ValueError(f"max_entries={max_entries}: must be >= 4")
         self._sizes = tuple(sorted(set(sizes), reverse=True))
         self._max_generation = max_entries // 2
         # Two generations: a full newer one replaces the older, whose entries are lost.

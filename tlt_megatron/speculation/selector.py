@@ -104,12 +104,14 @@ def make_selector(
     """Return a new selector over `strategies`. A selector that is not built in is called as
     `Selector(strategies)`.
 
-    ValueError names the methods of `StrategySelector` that it lacks, or what is wrong with the
-    import path.
+    ValueError for a strategy that is given twice, or names the methods of `StrategySelector` that
+    it lacks, or what is wrong with the import path.
     """
     selector = load_extension("speculation.selector", spec)
     if spec == "fixed":
         return selector(strategies[0])
+    if len(set(strategies)) != len(strategies):
+        raise ValueError(f"strategies={', '.join(map(str, strategies))}: one is given twice")
     if spec == "beg_mab":
         return selector(strategies, max_batch_size=max_batch_size)
     methods = [name for name in vars(StrategySelector) if not name.startswith("_")]

@@ -62,14 +62,3 @@ def test_epsilon_is_the_share_of_uniform_draws() -> None:
     chosen = [decision.strategy for decision in decisions]
     assert reasons.count("explore") == pytest.approx(800, abs=126)
     assert chosen.count(SHORT) == pytest.approx(400, abs=95)
-
-
-def test_settings_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="given twice"):
-        BegMabSelector([WIDE, WIDE])
-    with pytest.raises(ValueError, match=r"epsilon=1\.5"):
-        BegMabSelector([LONG], epsilon=1.5)
-    with pytest.raises(ValueError, match="window=0"):
-        BegMabSelector([LONG], window=0)
-    with pytest.raises(ValueError, match="max_batch_size=0"):
-        BegMabSelector([LONG], max_batch_size=0)

@@ -179,8 +179,3 @@ def test_retrieval_goes_on_while_learned_drafts_find_no_memory() -> None:
         selector.observe(strategy, 4, counts_by_depth(accepted, strategy), seconds)
         chosen.append(strategy)
     assert sum(s.num_retrieved > 0 for s in chosen) > 180
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="given twice"):
-        CostModelSelector([ARMS[0], ARMS[0]])

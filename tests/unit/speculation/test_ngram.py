@@ -151,12 +151,3 @@ def test_response_without_a_table_in_the_index_takes_no_room_from_others() -> No
     index.start("other", [7, 8, 6])
     index.append([old], [list(range(2000, 2200))])
     assert rows(index.propose([index.start("kept", [7, 8])], 1)) == [[5]]
-
-
-def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"sizes=\(\)"):
-        NgramIndex(sizes=())
-    with pytest.raises(ValueError, match=r"sizes=\(4, 0\)"):
-        NgramIndex(sizes=(4, 0))
-    with pytest.raises(ValueError, match="max_entries=3"):
-        NgramIndex(max_entries=3)

@@ -16,7 +16,7 @@ from tests.synthetic_decoding import (
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
-from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
+from tlt_megatron.speculation.selector import FixedSelector, StrategySelector, make_selector
 
 CHAIN = SpeculationStrategy.parse("2_1_2")
 TREE = SpeculationStrategy.parse("3_4_8")
@@ -86,3 +86,9 @@ def test_steps_of_unlisted_strategies_are_ignored(index: int) -> None:
     before = selector.state_dict()
     selector.observe(SpeculationStrategy.parse("5_1_5"), 4, [4, 4, 4, 4, 4], 0.1)
     assert selector.state_dict() == before
+
+
+@pytest.mark.parametrize("name", ["cost_model", "beg_mab"])
+def test_a_strategy_that_is_given_twice_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"strategies={TREE}, {TREE}: one is given twice"):
+        make_selector(name, [TREE, TREE], max_batch_size=8)
