@@ -54,7 +54,7 @@ def planted(machine: Machine, batch_size_text: str) -> Iterator[Figures]:
         zeros = ("o_proj.weight", "down_proj.weight")
         engine = make_engine(config, device, batch_size=batch_size, zeros=zeros, **given)
         num_ids = section.num_draft_ids(config.vocab_size)
-        draft = DraftInference(_make_drafter(engine, config), torch.bfloat16, num_ids=num_ids)
+        draft = DraftInference(_make_drafter(engine, config), num_ids=num_ids)
         selectors: dict[str, StrategySelector] = {
             str(s): FixedSelector(s) for s in (OFF, *strategies)
         }
