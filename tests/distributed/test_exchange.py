@@ -4,6 +4,7 @@ pickled.
 
 from __future__ import annotations
 
+import json
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -62,7 +63,7 @@ def batch_of(rank: int, num_groups: int) -> list[ScoredGroup]:
         holder = group % NUM_RANKS
         rollouts = [full_response(group, sample) for sample in range(2)]
         if holder != rank:
-            rows = [row_of(ScoredResponse(r, 0.5, {})) for r in rollouts]
+            rows = [json.loads(json.dumps(row_of(ScoredResponse(r, 0.5, {})))) for r in rollouts]
             outlines = [part_of(row).rollout for row in rows]
             assert [o.num_generated for o in outlines] == [r.num_generated for r in rollouts]
             rollouts = [
@@ -99,7 +100,7 @@ def test_an_owner_gets_what_was_generated_and_others_nothing(num_groups: int) ->
         rollouts = [rollout for each in batch for rollout in each.rollouts]
         owners = find_owners(rollouts, (), dp)
         fetched = fetch_tokens(batch, owners, ProcessGroups(world=everyone, dp=dp))
-        assert not any(b"tlt_megatron" in each for each in pickled)
+        assert not pickled
         right = []
         for rollout in (rollout for each in fetched for rollout in each.rollouts):
             whole = full_response(*key_of(rollout))
@@ -145,7 +146,7 @@ def test_a_rank_of_1024_receives_its_share_and_little_more() -> None:
     lengths = torch.exp(6.8 + 1.1 * torch.randn(num_replicas * per_replica, generator=generator))
     lengths = lengths.clamp(16, 16_384).int().tolist()
     rows = [
-        [i, 0, length, 0, FinishReason.STOP, ((812, length),), 1.0, {"acc": 1.0}]
+        [i, 0, length, 0, FinishReason.STOP, [[812, length]], 1.0, {"acc": 1.0}]
         for i, length in enumerate(lengths)
     ]
     rollouts = [part_of(row).rollout for row in rows]
@@ -156,7 +157,7 @@ def test_a_rank_of_1024_receives_its_share_and_little_more() -> None:
     numbers["passes"] = {"committed": 10**6, "drafting": [10**5] * 2, "learned": [10**5] * 2}
     numbers["passes"]["accepted"] = [10**5] * 8
     shares = [
-        pickle.dumps({"rows": rows[i * per_replica : (i + 1) * per_replica]} | numbers)
+        json.dumps({"rows": rows[i * per_replica : (i + 1) * per_replica]} | numbers)
         for i in range(num_replicas)
     ]
     received = num_replicas * max(map(len, shares)) + 2 * 8 * num_replicas  # sizes, twice

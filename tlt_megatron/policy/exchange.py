@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlt_megatron.policy.batching import RolloutKey, key_of
 from tlt_megatron.rewards.open_responses import ScoredResponse
-from tlt_megatron.runtime.collectives import exchange_bytes, gather_objects
+from tlt_megatron.runtime.collectives import exchange_bytes, gather_bytes, gather_json
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.types import FinishReason, KeptTokens, Rollout, ScoredGroup, Transcript
 
@@ -29,7 +29,7 @@ _TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask", "routes")
 
 
 def row_of(part: ScoredResponse) -> list[Any]:
-    """Return what all ranks know of a response, in about 60 bytes. `part_of` reads it."""
+    """Return what all ranks know of a response, in about 60 bytes of JSON. `part_of` reads it."""
     rollout = part.rollout
     num_tokens = rollout.token_ids.numel()
     return [
@@ -56,7 +56,7 @@ def part_of(row: Sequence[Any]) -> ScoredResponse:
         logprobs=absent_T,
         policy_logprobs=absent_T,
         finish_reason=FinishReason(reason),
-        versions=versions,
+        versions=tuple((version, count) for version, count in versions),
         num_observed=num_observed,
     )
     return ScoredResponse(rollout, reward, details)
@@ -126,7 +126,7 @@ def fetch_tokens(
     world = groups.world
     rollouts = [rollout for each in scored for rollout in each.rollouts]
     has_all = all(rollout.is_here for rollout in rollouts)
-    ranks = gather_objects((groups.dp.rank, has_all), world)
+    ranks = gather_json((groups.dp.rank, has_all), world)
     if all(has_all for _, has_all in ranks):
         return tuple(scored)
     ranks_of: dict[int, list[int]] = {}
@@ -156,18 +156,16 @@ def gather_values(
     out the observations.
     """
     known = {key_of(r): r for each in scored for r in each.rollouts}
-    own = [known[key].generated(values) for key, values in mine.items()]
-    share = list(mine), torch.cat([torch.empty(0), *own])
+    own = {_name(k): known[k].generated(values).contiguous() for k, values in mine.items()}
     found: dict[RolloutKey, Tensor] = {}
-    for keys, values_N in gather_objects(share, dp):
-        sizes = [known[key].num_generated for key in keys]
-        found |= zip(keys, values_N.split(sizes), strict=True)
+    for data in filter(None, gather_bytes(save(own) if own else b"", dp)):
+        found |= {_key(name): values_T for name, values_T in load(data).items()}
     return found | dict(mine)
 
 
 def share_with_all(parts: Sequence[ScoredResponse], group: Group) -> dict[RolloutKey, _Fields]:
     """Return the tokens of all ranks' `parts` by response: partial rollouts go on anywhere."""
-    own = gather_objects(to_bytes([part.rollout for part in parts]), group)
+    own = gather_bytes(to_bytes([part.rollout for part in parts]), group)
     return {key: row for data in own for key, row in from_bytes(data).items()}
 
 

@@ -34,7 +34,13 @@ from tlt_megatron.policy.exchange import fetch_tokens, gather_values
 from tlt_megatron.policy.health import EngineDifference, TrainingHealth
 from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.policy.policy_loss import kl_estimate, policy_loss
-from tlt_megatron.runtime.collectives import broadcast_object, gather_objects, sum_metrics
+from tlt_megatron.runtime.collectives import (
+    broadcast_bytes,
+    broadcast_object,
+    gather_json,
+    gather_objects,
+    sum_metrics,
+)
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import (
     LossResult,
@@ -294,7 +300,7 @@ class PolicyTrainer:
             if zeros.issuperset(key_of(rollout) for group in groups for rollout in group):
                 zeros -= {key_of(group[0]) for group in groups}
         keys = [key_of(rollout) for rollout in rollouts]
-        flags = broadcast_object(bytes(key in zeros for key in keys), self.groups.world)
+        flags = broadcast_bytes(bytes(key in zeros for key in keys), self.groups.world)
         return frozenset(key for key, flag in zip(keys, flags, strict=True) if flag)
 
     def _tap_skipped(self, minibatch: Minibatch, tap: HiddenStateTap) -> None:
@@ -340,8 +346,9 @@ class PolicyTrainer:
         """
         none, pp = torch.empty(0), self.groups.pp  # a rank may have no response
         mine = EngineDifference.over([EngineDifference.of(none, none), *differences.values()])
-        means = {key: each.logprob_mean for key, each in differences.items()}
-        self.engine_differences = gather_objects(means, pp)[-1]
+        means = [[*key, each.logprob_mean] for key, each in differences.items()]
+        newest = gather_json(means, pp)[-1]
+        self.engine_differences = {(draw, sample): mean for draw, sample, mean in newest}
         mine = broadcast_object(mine, pp, source=pp.size - 1)
         whole = EngineDifference.over(gather_objects(mine, self.groups.dp))
         if whole.num_tokens == 0:  # all are of earlier policies (partial rollouts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -74,6 +75,40 @@ def barrier(group: Group) -> None:
     """Wait until every member has called this."""
     if group.size > 1:
         dist.barrier(group=group.of_torch)
+
+
+def gather_bytes(value: bytes, group: Group) -> list[bytes]:
+    """Return the bytes of every member, in group order, on every member."""
+    if group.size == 1:
+        return [value]
+    device = _device_of(group)
+    size = torch.tensor([len(value)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(group.size)]
+    dist.all_gather(sizes, size, group=group.of_torch)
+    longest = max(int(each) for each in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(value)] = _as_tensor(value).to(device)
+    found = [torch.empty_like(padded) for _ in range(group.size)]
+    dist.all_gather(found, padded, group=group.of_torch)
+    return [
+        each[: int(size)].cpu().numpy().tobytes() for each, size in zip(found, sizes, strict=True)
+    ]
+
+
+def broadcast_bytes(value: bytes, group: Group) -> bytes:
+    """Return the bytes of the first member on every member. All have equally many."""
+    if group.size == 1:
+        return value
+    tensor = _as_tensor(value).to(_device_of(group))
+    dist.broadcast(tensor, src=group.global_ranks[0], group=group.of_torch)
+    return tensor.cpu().numpy().tobytes()
+
+
+def gather_json(value: T, group: Group) -> list[T]:
+    """Return the value of every member, in group order, on every member. It consists of JSON
+    types: what belongs to a batch is never pickled.
+    """
+    return [json.loads(each) for each in gather_bytes(json.dumps(value).encode(), group)]
 
 
 def exchange_bytes(outgoing: Sequence[bytes], group: Group) -> list[bytes]:

@@ -11,7 +11,7 @@ from math import comb
 from statistics import fmean
 
 from tlt_megatron.rewards.batch_rules import right_responses
-from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.collectives import gather_json
 from tlt_megatron.trainer.rollout_metrics import details_by_source
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.types import Prompt, Rollout, SamplingParams, ScoredGroup
@@ -60,7 +60,7 @@ class Evaluator:
             if group.rollouts[0].is_here
         }
         shares = {index: majority(answers, right[index]) for index, answers in own.items()}
-        found = gather_objects(list(shares.items()), self.worker.replicas)
+        found = gather_json(list(shares.items()), self.worker.replicas)
         majorities = [share for _, share in sorted(pair for part in found for pair in part)]
         lengths = [r.num_generated for g in groups for r in g.rollouts]
         return {

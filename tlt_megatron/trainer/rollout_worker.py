@@ -21,7 +21,7 @@ from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.rewards.open_responses import OpenResponses, ScoredResponse, carried_metrics
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool
-from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.collectives import gather_json
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.spot_trainer import merge_metrics
@@ -110,7 +110,7 @@ class RolloutWorker:
         batch = rules.select(complete)
         # With a limit on a round's tokens, all ranks have all tokens: one of them counts.
         is_counted = self.replicas.is_first or not rules.round_tokens
-        sums = gather_objects(token_sums(batch if is_counted else ()), self.replicas)
+        sums = gather_json(token_sums(batch if is_counted else ()), self.replicas)
         metrics = rollout_metrics(batch, sums, rules.max_prompt_tokens, rules.right_score)
         metrics |= rules.metrics(complete, len(rounds))
         if metrics.get("rollout/filler_groups") == rules.num_prompts and self.replicas.is_first:
@@ -173,10 +173,10 @@ class RolloutWorker:
             self.engine.free_kv()
         with self.phases("WAIT", "wait"):
             spot = drafter.run_until_preempted(step, number).metrics() if drafter else {}
-            shares = [each for each in gather_objects(share, self.replicas) if each is not None]
+            shares = [each for each in gather_json(share, self.replicas) if each is not None]
         if len(shares) < self.replicas.size:
             raise GenerationStopped("the rollouts of this phase are dropped")
-        ends, spots = zip(*gather_objects((finished_at, spot), self.replicas), strict=True)
+        ends, spots = zip(*gather_json((finished_at, spot), self.replicas), strict=True)
         parts = [part_of(row) for each in shares for row in each["rows"]]
         start = sum(len(each["rows"]) for each in shares[: self.replicas.rank])
         parts[start : start + len(own)] = own
