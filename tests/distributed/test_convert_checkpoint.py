@@ -239,7 +239,7 @@ def test_verification_finds_weights_that_megatron_takes_for_others(tmp_path: Pat
         return logits_difference(tmp_path / "megatron", other, torch.float32)
 
     [share] = run_ranks(1, run, has_world=False)
-    assert share > 1000 * MOST_DIFFERENCE
+    assert share > 100 * MOST_DIFFERENCE
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
