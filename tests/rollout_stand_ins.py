@@ -82,7 +82,7 @@ def make_worker(
     """A worker for which the text of a response is its number of tokens."""
     phases = Phases(
         timeline or Timeline(None, world.rank),
-        Progress("none", 1, enabled=False),
+        Progress("none", 1),
         select_device("cpu"),
         on_phase=lambda: None,
     )

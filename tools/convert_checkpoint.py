@@ -202,7 +202,7 @@ class _Shown:
     """How many tensors are done, with the time that is left."""
 
     def __init__(self, num_tensors: int) -> None:
-        self._progress = Progress("auto", num_tensors, unit="tensor", enabled=True)
+        self._progress = Progress("auto", num_tensors, unit="tensor")
         self._num_done = 0
         self.close = self._progress.close
 

@@ -179,7 +179,7 @@ def train(
     model: LlamaForCausalLM, batches: Iterator[tuple[Tensor, Tensor]], settings: Settings
 ) -> None:
     """Train for `settings.steps` steps in fp32."""
-    progress = Progress("auto", settings.steps, enabled=True)
+    progress = Progress("auto", settings.steps)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01
     )

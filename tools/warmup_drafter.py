@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = policy.new_drafter(architecture, aux_layer_ids, dtype=torch.float32, seed=seed)
     trainer = DrafterTrainer(model, config.drafter)
     batches = _batches(sequences, config.drafter.batch_tokens, seed)
-    progress = Progress("auto", options.steps, enabled=True)
+    progress = Progress("auto", options.steps)
     measured: list[dict[str, float]] = []
     trained_s = 0.0
     while True:
@@ -109,7 +109,7 @@ def _generate(
 ) -> list[DraftSequence]:
     """Return the responses to `prompts`, or to the first of them if half of `minutes` is over."""
     started = time.monotonic()
-    progress = Progress("auto", len(prompts), unit="prompt", enabled=True)
+    progress = Progress("auto", len(prompts), unit="prompt")
     sequences: list[DraftSequence] = []
     for first in range(0, len(prompts), _PROMPTS_AT_ONCE):
         sequences += policy.draft_sequences(prompts[first : first + _PROMPTS_AT_ONCE], params)

@@ -7,6 +7,7 @@ tests/faults kills and freezes ranks of whole runs.
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import re
 import signal
@@ -19,11 +20,12 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.spot_phases import begin_phase, world_group
-from tlt_megatron.runtime import rank_process
+from tlt_megatron.runtime import heartbeat as heartbeat_module
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, running_heartbeat
 from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.runtime.rank_process import RankProcess
 from tlt_megatron.runtime.stop import StopRequest
 
 pytestmark = pytest.mark.waits
@@ -127,7 +129,9 @@ def test_a_rank_that_dies_is_named_at_once_or_after_the_timeout_if_it_was_alone_
 
     def body() -> None:
         if is_alone:
-            monkeypatch.setattr(rank_process, "machine_id", lambda: f"machine {dist.get_rank()}")
+            machine = f"machine {dist.get_rank()}"
+            alone = functools.partial(RankProcess, machine=machine)
+            monkeypatch.setattr(heartbeat_module, "RankProcess", alone)
         with one_rank(timeout_s) as (world, heartbeat):
             begin_phase(heartbeat, "ROLLOUT")
             barrier(world)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -50,41 +51,48 @@ _ETA_WINDOW = 20  # newest steps whose mean duration predicts the rest
 _FILE_WIDTH = 120  # of a table without a terminal
 
 
-class Progress:
-    """Display of `num_steps` RL steps; `first_step` of them are already done. Mode auto is live on
-    a terminal, else lines.
-
-    The live display names the phase of the loop in `status`. A tool may count something else and
-    names it in `unit`. With 0 steps (an evaluation), responses are counted. With `enabled` False
-    (every rank but the first) or mode none it does nothing. `console` is for tests.
+class _Console(Console):
+    """Silences itself when the reader of a pipe closes it. rich's own console would end the
+    process.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        num_steps: int,
-        *,
-        first_step: int = 0,
-        unit: str = "step",
-        status: RankStatus | None = None,
-        enabled: bool,
-        console: Console | None = None,
-    ) -> None:
-        self.num_steps = num_steps
-        self._unit = unit
-        self._done = first_step
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with contextlib.suppress(OSError):  # a stdout that is not a file needs nothing
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        log.warning("nobody reads the display any more; the run goes on")
+
+
+def _stdout_console() -> Console:
+    is_terminal = sys.stdout.isatty()
+    return _Console(force_terminal=is_terminal, width=None if is_terminal else _FILE_WIDTH)
+
+
+@dataclass
+class Progress:
+    """Display of RL steps. Mode auto is live on a terminal, else lines; none does nothing."""
+
+    mode: str
+    num_steps: int  # 0 is an evaluation, of which responses are counted
+    _: KW_ONLY
+    first_step: int = 0  # steps that are already done
+    unit: str = "step"  # a tool may count something else
+    # the live display names its phase of the loop
+    status: RankStatus = field(default_factory=lambda: RankStatus(rank=0, num_ranks=1))
+    console: Console = field(default_factory=_stdout_console)
+
+    def __post_init__(self) -> None:
+        self._done = self.first_step
         self._metrics: dict[str, float] = {}
-        self._status = status or RankStatus(rank=0, num_ranks=1)
         self._started = self._step_ended = time.monotonic()
         self._step_seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
         self._spinner = Spinner("dots")
         self._live: Live | None = None
-        self._console = console or _stdout_console()
-        if not enabled or mode == "none":
-            self._console = Console(quiet=True, force_interactive=False)
-        if mode == "auto" and self._console.is_interactive:
+        if self.mode == "none":
+            self.console = Console(quiet=True, force_interactive=False)
+        if self.mode == "auto" and self.console.is_interactive:
             live = self._live = Live(
-                get_renderable=self._render, console=self._console, refresh_per_second=4
+                get_renderable=self._render, console=self.console, refresh_per_second=4
             )
             self._draw(lambda: live.start(refresh=True))
             atexit.register(self.close)  # Ctrl-C of a tool: the cursor comes back
@@ -100,7 +108,7 @@ class Progress:
         if self._live is not None:
             self._draw(self._live.refresh)
         else:
-            facts = [f"{self._unit} {step}/{self.num_steps}", *self._facts(), self._eta()]
+            facts = [f"{self.unit} {step}/{self.num_steps}", *self._facts(), self._eta()]
             self.message(" | ".join(facts))
 
     def add_response(self) -> None:
@@ -110,14 +118,14 @@ class Progress:
         """
         if self._live is not None or self.num_steps:
             return
-        done, total = self._status.num_done, self._status.num_responses
+        done, total = self.status.num_done, self.status.num_responses
         if done * 10 // total > (done - 1) * 10 // total:
             self.message(f"{self._responses_text()} | {self._eta()}")
 
     def message(self, text: str) -> None:
         """Print a line of text, above the live display if there is one."""
         is_wrapped = self._live is not None  # lines above a live display must not exceed the width
-        self._draw(lambda: self._console.print(Text(text), soft_wrap=not is_wrapped))
+        self._draw(lambda: self.console.print(Text(text), soft_wrap=not is_wrapped))
 
     def print_table(
         self,
@@ -146,7 +154,7 @@ class Progress:
         for row in picked:
             table.add_row(*(format_number(row.get(column)) for column in shown))
         self.message(f"{title}{cut}")
-        self._draw(lambda: self._console.print(table, crop=False))
+        self._draw(lambda: self.console.print(table, crop=False))
 
     def close(self) -> None:
         """End the live display and leave its last state visible.
@@ -167,18 +175,18 @@ class Progress:
                 live, self._live = self._live, None
                 with contextlib.suppress(OSError, UnicodeError, ValueError):
                     live.stop()
-            self._console = Console(quiet=True)
+            self.console = Console(quiet=True)
 
     def _render(self) -> RenderableType:
         """Return the live display. It is called again at every refresh, so its clocks advance."""
-        status, parts = self._status, []
+        status, parts = self.status, []
         if self.num_steps:
             done, total, count = (
                 self._done,
                 self.num_steps,
-                f"{self._unit} {self._done}/{self.num_steps}",
+                f"{self.unit} {self._done}/{self.num_steps}",
             )
-            parts = self._facts() or [f"no {self._unit} has ended yet"]
+            parts = self._facts() or [f"no {self.unit} has ended yet"]
             if status.num_done < status.num_responses:
                 parts.append(self._responses_text())
         else:
@@ -205,27 +213,15 @@ class Progress:
         ]
 
     def _responses_text(self) -> str:
-        return f"{self._status.num_done:,} of {self._status.num_responses:,} responses of rank 0"
+        return f"{self.status.num_done:,} of {self.status.num_responses:,} responses of rank 0"
 
     def _eta(self) -> str:
-        status, seconds = self._status, sum(self._step_seconds)
+        status, seconds = self.status, sum(self._step_seconds)
         done, left = len(self._step_seconds), max(0, self.num_steps - self._done)
         if not self.num_steps:
             done, left = status.num_done, status.num_responses - status.num_done
             seconds = time.time() - status.loop_phase_began_s
         return f"ETA {_clock(seconds / done * left)}" if done else "ETA -"
-
-
-class _Console(Console):
-    """Silences itself when the reader of a pipe closes it. rich's own console would end the
-    process.
-    """
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        with contextlib.suppress(OSError):  # a stdout that is not a file needs nothing
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        log.warning("nobody reads the display any more; the run goes on")
 
 
 def pick_evenly(num_rows: int, max_rows: int) -> list[int]:
@@ -235,11 +231,6 @@ def pick_evenly(num_rows: int, max_rows: int) -> list[int]:
     if num_rows <= max_rows:
         return list(range(num_rows))
     return [round(i * (num_rows - 1) / (max_rows - 1)) for i in range(max_rows)]
-
-
-def _stdout_console() -> Console:
-    is_terminal = sys.stdout.isatty()
-    return _Console(force_terminal=is_terminal, width=None if is_terminal else _FILE_WIDTH)
 
 
 def _header(column: str) -> str:

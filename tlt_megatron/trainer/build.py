@@ -184,11 +184,10 @@ def _build_worker(
     timeline = Timeline(path if config.logging.trace else None, world.rank, status)
     stack.callback(timeline.close)
     progress = Progress(
-        config.logging.progress,
+        config.logging.progress if world.is_first else "none",
         config.run.num_steps,
         first_step=first_step,
         status=status,
-        enabled=world.is_first,
     )
     stack.callback(progress.close)
     conversations = None

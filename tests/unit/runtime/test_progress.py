@@ -38,14 +38,14 @@ def text_of(console: Console) -> str:
 def table(rows: list[dict], columns: Sequence[str], width: int = 100, **options: int) -> list[str]:
     """The lines of a table that are not empty."""
     console = make_console(terminal=width < 100, width=width)
-    progress = Progress("lines", 100, enabled=True, console=console)
+    progress = Progress("lines", 100, console=console)
     progress.print_table(rows, columns, **options)
     return [line.strip() for line in text_of(console).splitlines() if line.strip()]
 
 
 def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     console = make_console(terminal=False, width=20)
-    progress = Progress("auto", 5, enabled=True, console=console)
+    progress = Progress("auto", 5, console=console)
     progress.step(1, METRICS)
     progress.message("step 1: held-out accuracy [0.5]")
     progress.step(2, METRICS | {"eval/accuracy": 0.5})
@@ -61,7 +61,7 @@ def test_a_terminal_shows_a_live_display_that_ends_with_the_last_state() -> None
     console = make_console(terminal=True)
     status = RankStatus(rank=0, num_ranks=1)
     status.begin("DRAFT-TRAIN")
-    progress = Progress("auto", 4, status=status, enabled=True, console=console)
+    progress = Progress("auto", 4, status=status, console=console)
     progress.message("a message")
     frame = text_of(console).partition("a message\n")[2]
     assert "step 0/4" in frame
@@ -79,7 +79,7 @@ def test_a_terminal_shows_a_live_display_that_ends_with_the_last_state() -> None
 
 def test_lines_on_a_terminal_stay_lines_and_a_resumed_run_counts_from_where_it_is() -> None:
     console = make_console(terminal=True)
-    Progress("lines", 12, first_step=10, enabled=True, console=console).step(11, METRICS)
+    Progress("lines", 12, first_step=10, console=console).step(11, METRICS)
     assert text_of(console).startswith("step 11/12 | ")
     assert text_of(console).endswith("ETA 0:00:30\n")
     assert text_of(console).count("\n") == 1
@@ -96,7 +96,7 @@ def test_log_lines_and_prints_stand_whole_above_the_live_display(
     console = make_console(terminal=True)
     try:
         configure_logging(0, None)  # before the display, as the launcher does
-        progress = Progress("auto", 4, enabled=True, console=console)
+        progress = Progress("auto", 4, console=console)
         logging.getLogger("tlt_megatron.x").info("from the log")
         print("from a print")
         progress.close()
@@ -112,10 +112,9 @@ def test_log_lines_and_prints_stand_whole_above_the_live_display(
     assert "from the log" not in sys.stderr.getvalue()
 
 
-@pytest.mark.parametrize("mode, enabled", [("auto", False), ("lines", False), ("none", True)])
-def test_disabled_or_none_shows_nothing(mode: str, enabled: bool) -> None:
+def test_mode_none_shows_nothing() -> None:
     console = make_console(terminal=True)
-    progress = Progress(mode, 4, enabled=enabled, console=console)
+    progress = Progress("none", 4, console=console)
     progress.step(1, METRICS)
     progress.message("text")
     progress.print_table([{"step": 1, **METRICS}], COLUMNS)
@@ -129,7 +128,7 @@ def test_an_evaluation_shows_its_responses() -> None:
         console = make_console(terminal=is_terminal, width=120)
         status = RankStatus(rank=0, num_ranks=1)
         status.begin("ROLLOUT")
-        progress = Progress("auto", 0, status=status, enabled=True, console=console)
+        progress = Progress("auto", 0, status=status, console=console)
         status.expect_responses(30)
         for _ in range(30):
             status.add_response(num_tokens=7)
@@ -150,7 +149,7 @@ def test_a_tool_counts_what_it_names_and_may_skip_some(monkeypatch: pytest.Monke
     console = make_console(terminal=False)
     times = iter([0.0, 10.0])
     monkeypatch.setattr("time.monotonic", lambda: next(times))
-    progress = Progress("auto", 100, unit="tensor", enabled=True, console=console)
+    progress = Progress("auto", 100, unit="tensor", console=console)
     progress.step(5, {"loss": 0.5})
     assert text_of(console) == "tensor 5/100 | loss 0.5 | ETA 0:03:10\n"
 
@@ -214,7 +213,7 @@ def test_a_terminal_that_goes_away_ends_the_display_not_the_run(
     console = Console(file=file, force_terminal=mode == "auto", width=80, color_system=None)
     stdout, stderr = sys.stdout, sys.stderr
     with caplog.at_level(logging.WARNING):
-        progress = Progress(mode, 4, enabled=True, console=console)
+        progress = Progress(mode, 4, console=console)
         for step in range(1, 5):
             progress.message(f"step {step}")
             progress.step(step, METRICS)

@@ -22,7 +22,7 @@ def make_phases(run_dir: Path) -> tuple[Phases, StatusWriter]:
     """Of rank 3, with a writer of its status."""
     timeline = Timeline(None, 3, RankStatus(rank=3, num_ranks=8))
     writer = StatusWriter(run_dir, timeline.status)
-    progress = Progress("none", 1, enabled=False)
+    progress = Progress("none", 1)
     return Phases(timeline, progress, select_device("cpu"), lambda: None), writer
 
 

@@ -65,7 +65,7 @@ def test_utilization_is_left_out_where_the_peak_is_not_known(tmp_path: Path) -> 
 def test_a_step_on_known_gpus(tmp_path: Path) -> None:
     peaks = iter([5_000_000_000, 9_000_000_000, 7_000_000_000])
     gpu = SimpleNamespace(reset_peak=lambda: None, peak_bytes=lambda: next(peaks))
-    phases = Phases(Timeline(None, 0), Progress("none", 1, enabled=False), gpu, on_phase=str)
+    phases = Phases(Timeline(None, 0), Progress("none", 1), gpu, on_phase=str)
     report = RunReport(
         phases=phases,
         world=SINGLE,
