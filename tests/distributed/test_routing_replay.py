@@ -50,7 +50,10 @@ def _replay(path: Path, layout: Layout, shares: tuple[int, ...], recompute: str)
     """Log-probs with routes and without, what the routers chose with them, and three steps."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    policy, groups = build_policy(path, layout, recompute=recompute)
+    mcore: dict[str, Any] = {"recompute": recompute}
+    if recompute == "moe":
+        mcore = {"recompute": "selective", "transformer": {"recompute_modules": ["moe"]}}
+    policy, groups = build_policy(path, layout, **mcore)
     share = share_of(_routed_batch(1), groups, shares)
     first = sum(shares[: groups.dp.rank])
     chosen: list[torch.Tensor] = []
@@ -92,6 +95,7 @@ def test_routers_choose_the_replayed_experts(replayed_on_one_rank: dict[str, Any
     [
         (EP2, (5, 0), "none"),
         (EP2, (3, 2), "full"),
+        (EP2, (3, 2), "moe"),
         (Layout(world=2, tensor=2, expert=2), ALL, "none"),
         (Layout(world=4, pipeline=2, expert=2), (4, 1), "full"),
         (Layout(world=4, pipeline=2, virtual=2, expert=2), (4, 1), "full"),
