@@ -27,7 +27,7 @@ from tlt_megatron.mcore.optimizer import PolicyOptimizer
 from tlt_megatron.mcore.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from tlt_megatron.runtime.collectives import barrier, broadcast_object, gather_objects
 from tlt_megatron.runtime.durable import sync_path
-from tlt_megatron.runtime.process_groups import ProcessGroups
+from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 
 _EXTRA = "_extra_state"  # how such keys of a state dict end
 
@@ -56,8 +56,6 @@ def save_checkpoint(
     ValueError if the folder is not empty, RuntimeError if a weight is not finite, OSError if a rank
     cannot write.
     """
-    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-
     _require_finite(stage, groups)
     is_used = False
     if groups.world.is_first:
@@ -65,16 +63,26 @@ def save_checkpoint(
         is_used = any(path.iterdir())
     if broadcast_object(is_used, groups.world):
         raise ValueError(f"checkpoint path={str(path)!r}: must be an empty folder")
-    # The steps of `dist_checkpointing.save`, whose plain values are in other places in other
-    # versions of Megatron.
-    sharded, common = save_preprocess(_sharded_state(stage, optimizer, is_loading=False))
+    write_state(path, _sharded_state(stage, optimizer, is_loading=False), groups.world)
+
+
+def write_state(path: Path, state: dict[str, Any], world: Group) -> None:
+    """Write Megatron sharded tensors and plain values to the empty folder `path`. A collective of
+    the world.
+
+    These are the steps of `dist_checkpointing.save`, whose plain values are in other places in
+    other versions of Megatron.
+    """
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+    sharded, common = save_preprocess(state)
     try:
         _write_shards(path, sharded)
     except CheckpointException as error:
         raise OSError(first_failure(error)) from None
-    if groups.world.is_first:
+    if world.is_first:
         write_common(path, common)
-    barrier(groups.world)
+    barrier(world)
 
 
 def write_common(path: Path, common: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from types import ModuleType
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; ranks inherit it
 
 _BENCHES = ("rollout", "speculation", "step", "partial", "llm")
-_BENCHES += ("drafter", "ablate", "costs", "roofline", "paper")
+_BENCHES += ("drafter", "ablate", "costs", "roofline", "paper", "convert")
 
 
 def main(arguments: Sequence[str]) -> None:
