@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import re
 import resource
 from pathlib import Path
@@ -152,6 +153,10 @@ def test_what_megatron_saves_itself_becomes_a_model(tmp_path: Path) -> None:
         policy, _ = build_policy(source, EP2_TP2)
         [chunk] = policy._stage
         dist_checkpointing.save({"model": chunk.sharded_state_dict()}, str(stored))
+        # Megatron's queue of results is a process, which a forked rank would leave behind.
+        for child in multiprocessing.active_children():
+            child.terminate()
+            child.join()
 
     run_ranks(2, save)
     command = ("--from", stored, "--to", tmp_path / "back", "--model", source)
