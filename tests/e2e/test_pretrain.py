@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from tests.tiny_task import (
+    TLT,
     answers,
+    make_tiny_task,
     metric_rows,
     python,
     rollouts,
@@ -107,6 +109,17 @@ def test_other_layouts_train_to_the_same_weights(
     run(2, config, tmp_path, layout, "run.num_steps=3", "data.eval=")
     for name, tensor in weights(straight).items():
         torch.testing.assert_close(weights(tmp_path)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_virtual_pipeline_changes_no_answer(tmp_path: Path) -> None:
+    """With the drafter's tap on layers of both stages, and a resume without it."""
+    config = make_tiny_task(tmp_path, num_layers=4)
+    settings = ("data.eval=", "parallel.pipeline=2", *TLT, "drafter.algorithm=eagle3")
+    plain, virtual = tmp_path / "plain", tmp_path / "virtual"
+    run(2, config, plain, *settings)
+    run(2, config, virtual, *settings, "parallel.virtual_pipeline=2", "run.num_steps=2")
+    run(2, config, virtual, *settings, "checkpoint.resume=auto")
+    assert answers(virtual) == answers(plain)
 
 
 @pytest.mark.parametrize(

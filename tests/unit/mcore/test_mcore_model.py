@@ -53,6 +53,14 @@ def test_recompute_maps_to_megatrons_fields(
     assert fields.recompute_num_layers == num_layers
 
 
+def test_interleaved_stages_keep_what_they_send_until_it_is_sent() -> None:
+    """Over gloo, outputs that Megatron frees are freed before they are sent."""
+    fields = _transformer(parallel=ParallelSection(pipeline=2, virtual_pipeline=2))
+    assert not fields.deallocate_pipeline_outputs
+    assert fields.overlap_p2p_comm
+    assert not fields.batch_p2p_comm  # two tensors for the same stage would be mixed up
+
+
 def test_users_fields_win_over_ours() -> None:
     section = McoreSection(
         recompute="full",
