@@ -48,7 +48,7 @@ from tools.verify_conversion import (
 )
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
-_COMMON_FILE = "common.pt"  # Megatron's plain values
+_INDEX_FILE = ".metadata"  # of a torch_dist folder
 
 
 def main() -> int:
@@ -106,7 +106,7 @@ def is_hf_folder(path: Path) -> bool:
 def find_policy(path: Path) -> Path:
     """Return the torch_dist folder in `path`, as `find_saved`."""
     wanted = "a Hugging Face model, a run with a checkpoint, or a torch_dist checkpoint"
-    return find_saved(path, "policy", (_COMMON_FILE,), wanted)
+    return find_saved(path, "policy", (_INDEX_FILE,), wanted)
 
 
 def find_model(path: Path) -> Path:

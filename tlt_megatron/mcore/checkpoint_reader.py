@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, Metadata
 
+COMMON_FILE = "common.pt"
 # The classes that torch 2.11 to 2.14 pickle into `.metadata`. Only Python 3.13 names pathlib's
 # classes pathlib._local.
 _ALLOWED = {
@@ -95,7 +96,7 @@ def read_common(path: Path) -> dict[str, Any]:
     """Return the plain values in `common.pt`. ValueError if it is damaged or holds anything
     else.
     """
-    file = path / "common.pt"
+    file = path / COMMON_FILE
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes make torch.load raise any type
@@ -120,7 +121,8 @@ def load_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
     force_all_tensors_to_non_fp8(state)
     state, local, factories = load_preprocess(state)
     sharded, _ = extract_sharded_base(state)
-    loaded: Any = read_common(path)
+    # Without plain values megatron-core 0.19 writes no such file.
+    loaded: Any = read_common(path) if (path / COMMON_FILE).is_file() else {}
     for part in (local, _load_shards(sharded, path)):
         merge(loaded, part)
     apply_factory_merges(loaded, factories)  # pyright: ignore[reportArgumentType]  # a list in a list

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, 
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from tlt_megatron.mcore.checkpoint_reader import load_state, read_common, read_metadata
+from tlt_megatron.mcore.checkpoint_reader import COMMON_FILE, load_state, read_common, read_metadata
 from tlt_megatron.mcore.optimizer import PolicyOptimizer
 from tlt_megatron.mcore.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from tlt_megatron.runtime.collectives import barrier, broadcast_object, gather_objects
@@ -91,9 +91,9 @@ def write_common(path: Path, common: dict[str, Any]) -> None:
 
     data = io.BytesIO()
     torch.save(common, data)
-    (path / "common.pt").write_bytes(data.getvalue())
+    (path / COMMON_FILE).write_bytes(data.getvalue())
     save_config(CheckpointingConfig("torch_dist", 1), str(path))
-    for name in ("common.pt", "metadata.json", "."):
+    for name in (COMMON_FILE, "metadata.json", "."):
         sync_path(path / name)
 
 
