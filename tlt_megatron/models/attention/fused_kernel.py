@@ -15,6 +15,19 @@ from tlt_megatron.models.attention.sums import PART_KEYS, wide_dtype
 
 
 @triton.jit
+def add_keys(scores, values, largest, total, summed, WIDE: tl.constexpr):
+    """Add a block of keys to a softmax: its largest score, the sum of its weights, and the values
+    that they weigh. A query that has seen no key keeps a largest score of -inf.
+    """
+    larger = tl.maximum(largest, tl.max(scores, axis=1))
+    shift = tl.where(larger == -float("inf"), 0.0, larger)  # -inf minus -inf is not a number
+    weights = tl.exp(scores - shift[:, None])
+    kept = tl.exp(largest - shift)
+    added = tl.dot(weights.to(values.dtype), values, input_precision="ieee", out_dtype=WIDE)
+    return larger, total * kept + tl.sum(weights, axis=1), summed * kept[:, None] + added
+
+
+@triton.jit
 def _attend_part(
     query,
     key,
@@ -82,16 +95,9 @@ def _attend_part(
         scores = tl.dot(queries, turned, input_precision="ieee", out_dtype=WIDE) * scale
         is_pair = is_row[:, None] & is_key[None, :]
         scores += tl.load(biases + at[None, :], mask=is_pair, other=-float("inf")).to(WIDE)
-        larger = tl.maximum(largest, tl.max(scores, axis=1))
-        shift = tl.where(larger == -float("inf"), 0.0, larger)  # -inf minus -inf is not a number
-        weights = tl.exp(scores - shift[:, None])
-        kept = tl.exp(largest - shift)
         values_at = value + at[:, None] * value_row + dims[None, :]
         chunk = tl.load(values_at, mask=is_key[:, None] & is_dim[None, :], other=0.0)
-        added = tl.dot(weights.to(chunk.dtype), chunk, input_precision="ieee", out_dtype=WIDE)
-        summed = summed * kept[:, None] + added
-        total = total * kept + tl.sum(weights, axis=1)
-        largest = larger
+        largest, total, summed = add_keys(scores, chunk, largest, total, summed, WIDE)
 
     cells = (pair.to(tl.int64) * num_queries + rows) * num_parts + part
     summed /= tl.where(total == 0.0, 1.0, total)[:, None]

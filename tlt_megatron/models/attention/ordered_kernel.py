@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tlt_megatron.models.attention.fused_kernel import merge_parts, triton_wide
+from tlt_megatron.models.attention.fused_kernel import add_keys, merge_parts, triton_wide
 from tlt_megatron.models.attention.sums import PART_KEYS, result_buffers
 from tlt_megatron.models.attention.tables import TableRead
 from tlt_megatron.models.kv_cache import KvCache
@@ -95,18 +95,12 @@ def _attend_ordered(
         )
         scores = tl.dot(queries, turned, input_precision="ieee", out_dtype=WIDE) * scale
         scores = tl.where(is_key[None, :], scores, -float("inf"))
-        larger = tl.maximum(largest, tl.max(scores, axis=1))
-        weights = tl.exp(scores - larger[:, None])
-        kept = tl.exp(largest - larger)
         chunk = tl.load(
             value + slots[:, None] + dims[None, :],
             mask=is_key[:, None] & is_dim[None, :],
             other=0.0,
         )
-        added = tl.dot(weights.to(chunk.dtype), chunk, input_precision="ieee", out_dtype=WIDE)
-        summed = summed * kept[:, None] + added
-        total = total * kept + tl.sum(weights, axis=1)
-        largest = larger
+        largest, total, summed = add_keys(scores, chunk, largest, total, summed, WIDE)
 
     cells = ((token * num_heads + head) * REPEAT + heads) * num_parts + part
     summed /= tl.where(total == 0.0, 1.0, total)[:, None]
