@@ -18,25 +18,25 @@ from tlt_megatron.config.schema import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 # Lines with a token that is neither a comment nor part of a docstring. Without what was added since
 # (API, Hub, mixtures, exchange, planner, server, routing replay, context parallelism, conversion by
-# tensor, steps as graphs) the wish was 18,800 for the package, 5,200 for tools and 25,000 for
-# tests.
+# tensor and its check, steps as graphs, virtual pipeline, FP8, dry run) the wish was 18,800 for the
+# package, 5,200 for tools and 25,000 for tests.
 CODE_LINES = {
-    "tlt_megatron": 22_010,
-    "tlt_megatron/api": 305,
+    "tlt_megatron": 21_765,
+    "tlt_megatron/api": 299,
     "tlt_megatron/config": 1_951,
-    "tlt_megatron/data": 490,
-    "tlt_megatron/drafter": 775,
-    "tlt_megatron/engines": 3_975,
-    "tlt_megatron/mcore": 2_530,
-    "tlt_megatron/models": 2_451,
-    "tlt_megatron/policy": 1_090,
-    "tlt_megatron/rewards": 950,
-    "tlt_megatron/runtime": 1_745,
-    "tlt_megatron/speculation": 1_175,
-    "tlt_megatron/spot": 1_020,
-    "tlt_megatron/trainer": 3_294,
+    "tlt_megatron/data": 467,
+    "tlt_megatron/drafter": 768,
+    "tlt_megatron/engines": 3_894,
+    "tlt_megatron/mcore": 2_526,
+    "tlt_megatron/models": 2_386,
+    "tlt_megatron/policy": 1_034,
+    "tlt_megatron/rewards": 949,
+    "tlt_megatron/runtime": 1_718,
+    "tlt_megatron/speculation": 1_100,
+    "tlt_megatron/spot": 990,
+    "tlt_megatron/trainer": 3_274,
     "tools": 6_996,
-    "tests": 27_801,
+    "tests": 27_686,
 }
 NUM_SETTINGS = 117
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things
