@@ -60,10 +60,12 @@ def verify_noise_keyed(
     # The first stop token and the limit cut what is committed.
     slots_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     num_committed_B = torch.minimum(num_accepted_B + 1, max_commit_B)
-    is_stop_BS = (tokens_BS.unsqueeze(2) == stop_token_ids).any(dim=2)
-    first_stop_B = torch.where(is_stop_BS, slots_S, tokens_BS.shape[1]).amin(dim=1)
-    is_stopped_B = first_stop_B < num_committed_B
-    num_committed_B = torch.minimum(num_committed_B, first_stop_B + 1)
+    is_stopped_B = torch.zeros_like(num_committed_B, dtype=torch.bool)
+    if stop_token_ids.numel() > 0:  # else a captured pass has fewer nodes
+        is_stop_BS = (tokens_BS.unsqueeze(2) == stop_token_ids).any(dim=2)
+        first_stop_B = torch.where(is_stop_BS, slots_S, tokens_BS.shape[1]).amin(dim=1)
+        is_stopped_B = first_stop_B < num_committed_B
+        num_committed_B = torch.minimum(num_committed_B, first_stop_B + 1)
     is_committed_BS = slots_S < num_committed_B.unsqueeze(1)
     return Verdict(
         num_accepted_B=num_accepted_B,
