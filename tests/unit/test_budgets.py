@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # tensor and its check, steps as graphs, virtual pipeline, FP8, dry run) the wish was 18,800 for the
 # package, 5,200 for tools and 25,000 for tests.
 CODE_LINES = {
-    "tlt_megatron": 21_765,
+    "tlt_megatron": 21_770,
     "tlt_megatron/api": 299,
     "tlt_megatron/config": 1_951,
     "tlt_megatron/data": 467,
@@ -32,7 +32,7 @@ CODE_LINES = {
     "tlt_megatron/policy": 1_034,
     "tlt_megatron/rewards": 949,
     "tlt_megatron/runtime": 1_718,
-    "tlt_megatron/speculation": 1_100,
+    "tlt_megatron/speculation": 1_105,
     "tlt_megatron/spot": 990,
     "tlt_megatron/trainer": 3_274,
     "tools": 6_996,
