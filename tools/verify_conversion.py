@@ -16,8 +16,8 @@ from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.hf_io import HfReader, companions, dtype_of
 
 NUM_TOKENS = 64  # of the prompt
-# Of the largest logit. Sums of another order differ by less (a mixture of 1.1 billion random
-# weights by 1.4e-5), and a wrong layout by far more.
+# The largest allowed difference, as a share of the largest logit. Sums in another order differ by
+# less (1.4e-5 in a mixture of 1.1 billion random weights), and a wrong layout by far more.
 MOST_DIFFERENCE = 1e-3
 # A model in float32 takes 4 bytes a parameter. Megatron joins gate and up projections of all layers
 # while it loads.

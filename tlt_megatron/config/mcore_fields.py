@@ -20,7 +20,7 @@ _STAGE_FIELDS = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeli
 
 class _Fields(NamedTuple):
     allowed: frozenset[str]
-    values: dict[str, list[str]]  # that a field may have; recompute_modules has a list of them
+    values: dict[str, list[str]]  # allowed for a field; recompute_modules is a list of them
     instead: dict[str, str]  # field that may not be set -> what to do instead
 
 

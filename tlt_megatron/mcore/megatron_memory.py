@@ -144,10 +144,10 @@ class Sharding:
         return int(layer * (1 if is_recomputed else max(self._layers_held(sizes))))
 
     def _layers_held(self, sizes: ModelSizes) -> list[float]:
-        """Return of how many layers each stage holds the activations, summed over the micro-batches
-        that are done forward and not yet backward.
+        """Return, for each stage, the number of layers whose activations it holds. A layer counts
+        once for each micro-batch between its forward and its backward pass.
 
-        Interleaved passes are those of one chunk (Megatron's get_pp_rank_microbatches).
+        An interleaved pass runs one chunk (Megatron's get_pp_rank_microbatches).
         """
         num_stages, virtual = self.parallel.pipeline, self.parallel.virtual_pipeline
         held = []

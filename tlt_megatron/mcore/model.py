@@ -209,10 +209,11 @@ def transformer_config(
 
 
 def fp8_fields(section: McoreSection, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the fields of FP8. ValueError where this rank's GPU or Transformer Engine has none.
+    """Return Megatron's settings for FP8. ValueError if this rank's GPU or Transformer Engine does
+    not support it.
 
-    Scales are those of the tensors themselves. So a pass gives the same numbers again, also after
-    a resume.
+    Each tensor's scale is computed from that tensor, so a pass gives the same numbers after a
+    resume.
     """
     if section.fp8 == "none":
         return {}

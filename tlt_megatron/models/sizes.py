@@ -21,7 +21,7 @@ class ModelSizes:
         rest += num_fused * c.head_dim * c.has_qkv_bias + 2 * c.head_dim * c.has_qk_norm
         dense = attention + 3 * self.hidden * self.ffn
         self.layer = dense + rest
-        # For a mixture: all experts of a layer, and such a layer without them.
+        # A mixture has layers with experts: the sizes of all their experts, and of the rest.
         self.sparse_layers = frozenset(c.experts.layers if c.experts else ())
         self.experts = rest_of_mlp = self.num_routed = 0
         self.active_ffn = self.ffn  # the most that one token uses in a layer

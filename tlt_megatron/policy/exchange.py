@@ -149,11 +149,11 @@ def fetch_tokens(
 def gather_values(
     scored: Sequence[ScoredGroup], mine: Mapping[RolloutKey, Tensor], dp: Group
 ) -> dict[RolloutKey, Tensor]:
-    """Exchange values per token, such as a critic's, and return them for every response of the
-    batch. A collective of the data-parallel ranks.
+    """Exchange values per token, such as a critic's. Return the values of the whole batch by
+    response. A collective of the data-parallel ranks.
 
-    `mine` has those of this rank's share, [T]. They come back unchanged. Those of other ranks leave
-    out the observations.
+    `mine` holds the values of this rank's share, [T]; they are returned unchanged. The values from
+    other ranks leave out the observations.
     """
     known = {key_of(r): r for each in scored for r in each.rollouts}
     own = {_name(k): known[k].generated(values).contiguous() for k, values in mine.items()}

@@ -89,7 +89,7 @@ class GroupPool:
     device: torch.device
     timeout_s: float
     max_kept: int
-    num_formed: int = 0  # communicators since the start; a group of one member has none
+    num_formed: int = 0  # communicators created so far; a group of one member needs no communicator
     _groups: dict[frozenset[int], tuple[str, Group]] = field(default_factory=dict)  # by last use
     _forgettable: list[tuple[str, Group]] = field(default_factory=list)
 

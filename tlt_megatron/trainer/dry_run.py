@@ -65,7 +65,7 @@ def dry_run(
             rendezvous = JobRendezvous(*place, "dry run", int(timeout_s))
             deadline = time.monotonic() + timeout_s
             store = _meet(rendezvous, report.host, shared)
-            # For what node 0 tells after it has waited for the others and for their checks.
+            # Node 0 answers only after it has waited for the others and for their checks.
             store.set_timeout(datetime.timedelta(seconds=timeout_s + _CHECKS_S + 4 * _CONNECT_S))
             where = f"{place.host}:{place.port}" if place.port else place.host
             report.checks.append(Check(name="ports", found=f"node 0 is reached at {where}"))
@@ -132,7 +132,7 @@ def take_within(limit_s: float, checks: Iterator[Check]) -> list[Check]:
 
 
 def _meet(rendezvous: JobRendezvous, host: str, shared: str) -> dist.Store:
-    """Return the store of the launchers, after connecting to that which ranks would have."""
+    """Return the launchers' store. Other nodes first connect to the port of the ranks' store."""
     info = rendezvous.next_rendezvous()
     ranks = info.bootstrap_store_info
     assert ranks is not None

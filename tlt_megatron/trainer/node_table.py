@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tlt_megatron.trainer.node_checks import Check
 
-_NUM_GROUPS = 8  # lines of a row with differences; a cluster may have a value per node
+_NUM_GROUPS = 8  # lines of a row with differences: each node may have a value of its own
 _NUM_HOSTS = 4  # hosts named after the numbers of nodes
 _NAME_WIDTH = 20
 

@@ -4,7 +4,7 @@
     python -m tools.bench speculation --help
 
 Each benchmark prints tables and writes build/bench/NAME.json. Its file has `run(options)`,
-which returns what goes into the JSON, and may have `add_options(add)`.
+which returns what goes into the JSON, and optionally `add_options(add)`.
 """
 
 from __future__ import annotations

@@ -157,7 +157,8 @@ def _own_bytes(pid: int) -> int:
     """Return the resident memory of a process that no file backs."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     sizes = dict(line.split(":", 1) for line in status.splitlines())
-    return 1024 * int(sizes.get("RssAnon", "0").split()[0])  # it has none while it ends
+    # The line is missing while the process ends.
+    return 1024 * int(sizes.get("RssAnon", "0").split()[0])
 
 
 def _save_sharded(model: Path, target: Path, parallel: ParallelSection) -> None:

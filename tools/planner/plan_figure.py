@@ -13,13 +13,14 @@ from tools.planner.simulation import Lane, Prediction
 from tools.run_report.palette import BLUE, GREEN, GREY, INK, ORANGE, OTHER, PURPLE, SKY, VERMILLION
 
 _WIDTH, _LEFT, _RIGHT, _LANE, _BAR = 860, 190, 20, 26, 20
-# Of the timeline, where the height of a pass is its running requests. Of the bars, by phase.
+# Colours of the timeline, where the height of a pass is its number of running requests.
 _DECODING = {
     "plain passes": BLUE,
     "speculative passes": SKY,
     "idle": GREY,
     "idle, trains the drafter": ORANGE,
 }
+# Colours of the bars.
 _COLOURS = {
     "gen": BLUE,
     "old_log_prob": PURPLE,

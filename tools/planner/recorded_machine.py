@@ -108,7 +108,7 @@ def _fit(
     x_NC = np.column_stack([np.ones(len(y)), *columns]) * root_N[:, None]
     y_N = np.asarray(y) * root_N
     best, least = np.zeros(len(columns) + 1), np.inf
-    # Of the columns that the best fit takes, it is the free one.
+    # The best fit equals the unconstrained fit over the columns that it uses, so try all subsets.
     for taken in product((True, False), repeat=len(best)):
         own = np.flatnonzero(taken)
         values, *_ = np.linalg.lstsq(x_NC[:, own], y_N, rcond=None)
