@@ -198,7 +198,7 @@ class SglangEngine:
                 flushed = self._sglang.run(manager.flush_cache(timeout_s=_IDLE_TIMEOUT_S))
                 if not flushed.success:
                     raise RuntimeError(f"sglang cannot drop its keys and values: {flushed.message}")
-                self._memory(self._sglang, "release")
+                self._memory(self._sglang, "release_memory_occupation")
         self._is_asleep = True
         self._version = None if self._is_cuda else self._version
 
@@ -208,16 +208,19 @@ class SglangEngine:
             return
         with in_step("waking the engine", self._replica):
             if self._sglang is not None:
-                self._memory(self._sglang, "resume")
+                self._memory(self._sglang, "resume_memory_occupation")
         self._is_asleep = False
 
-    def _memory(self, sglang: Connection, verb: str) -> None:
+    def _memory(self, sglang: Connection, method: str) -> None:
         if not self._is_cuda:
             return  # SGLang's memory saver does nothing on a CPU
         from sglang.srt.managers import io_struct
 
-        request = getattr(io_struct, f"{verb.title()}MemoryOccupationReqInput")
-        sglang.call(f"{verb}_memory_occupation", request(tags=list(MEMORY_TAGS)))
+        requests = {
+            "release_memory_occupation": io_struct.ReleaseMemoryOccupationReqInput,
+            "resume_memory_occupation": io_struct.ResumeMemoryOccupationReqInput,
+        }
+        sglang.call(method, requests[method](tags=list(MEMORY_TAGS)))
         # The first rank's scheduler has answered for all. This all of them answer, when done.
         sglang.ask(Question.ALIVE)
 
