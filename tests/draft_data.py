@@ -10,7 +10,8 @@ import torch
 
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
-from tlt_megatron.drafter.packing import DraftBatch, DraftSequence
+from tlt_megatron.drafter.packing import DraftBatch
+from tlt_megatron.types import DraftSequence
 
 HIDDEN_SIZE = 4
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import tiny_config
-from tlt_megatron.drafter.packing import DraftSequence
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.types import DraftSequence
 
 TARGET = tiny_config()
 VOCAB_SIZE, HIDDEN_SIZE = TARGET.vocab_size, TARGET.hidden_size

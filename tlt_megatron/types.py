@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-
+MIN_DRAFT_TOKENS = 3  # a shorter DraftSequence has no row
 Message = Mapping[str, object]  # of a chat: at least the texts role and content
 
 
@@ -184,6 +184,50 @@ class Rollout:
     def policy_version(self) -> int:
         """Return the version of the policy that drew the last token."""
         return self.versions[-1][0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSequence:
+    """A prompt with its response and the policy's hidden states, for the training of a drafter.
+
+    drafter/packing.py makes rows of it. The state at the last token is never used, because no token
+    follows it, so it may be missing.
+    """
+
+    token_ids: Tensor  # [T] int64
+    # [T or T-1, D] after the final norm (EAGLE, HASS), or [.., 3D] low, middle, high (EAGLE-3)
+    features: Tensor
+    final_hidden: Tensor | None = None  # [T or T-1, D] after the final norm; None: `features`
+    loss_start: int = 0  # first token whose prediction is trained, usually the response's first
+    # [T] bool, False on observations, which are context alone; None: there are none
+    loss_mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        num_tokens = self.token_ids.numel()
+        for name in ("features", "final_hidden"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape[0] not in (num_tokens, num_tokens - 1):
+                raise ValueError(
+                    f"{name} has {tensor.shape[0]} rows for {num_tokens} tokens: must be as many or one less"
+                )
+
+    def window(self, start: int, num_rows: int) -> DraftSequence:
+        """Return these rows as a sequence of its own, which attends to nothing before `start`."""
+        states = slice(start, start + num_rows + 1)
+        tokens = slice(start, start + num_rows + MIN_DRAFT_TOKENS - 1)
+        hidden, mask = self.final_hidden, self.loss_mask
+        return DraftSequence(
+            token_ids=self.token_ids[tokens],
+            features=self.features[states],
+            final_hidden=None if hidden is None else hidden[states],
+            loss_start=max(0, self.loss_start - start),
+            loss_mask=None if mask is None else mask[tokens],
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows of the sequence in a batch."""
+        return max(0, self.token_ids.numel() - MIN_DRAFT_TOKENS + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

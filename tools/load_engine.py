@@ -17,7 +17,7 @@ from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.data.prompts import load_prompts
 from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.drafter.eagle_folder import load_drafter
-from tlt_megatron.drafter.packing import DraftSequence
+from tlt_megatron.drafter.packing import draft_sequence
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
@@ -26,7 +26,7 @@ from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import checksum_tensors, policy_tensors
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+from tlt_megatron.types import DraftSequence, Prompt, Rollout, RolloutGroup, SamplingParams
 from tools.expand_layers import with_identity_layers
 
 VERSION = 0  # of the weights that are loaded
@@ -127,7 +127,7 @@ class LoadedPolicy:
 
         def keep(rollout: Rollout, features_TF: torch.Tensor) -> None:
             features_TF = features_TF.float().cpu()
-            sequence = DraftSequence.of_rollout(rollout, features_TF, self._config.hidden_size)
+            sequence = draft_sequence(rollout, features_TF, self._config.hidden_size)
             if sequence.num_rows > 0:
                 sequences.append(sequence)
 

@@ -32,11 +32,11 @@ from tlt_megatron.config.hub import load_fetched_config
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import save_drafter
-from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_sequences
+from tlt_megatron.drafter.packing import DraftBatch, pack_sequences
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.progress import Progress
-from tlt_megatron.types import Prompt, SamplingParams
+from tlt_megatron.types import DraftSequence, Prompt, SamplingParams
 from tools.load_engine import LoadedPolicy, accept_length
 
 _PROMPTS_AT_ONCE = 32  # after which the time is checked

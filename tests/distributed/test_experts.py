@@ -26,8 +26,9 @@ from tests.mcore_policy import (
 )
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
-from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.types import DraftSequence
 
 ALL = (len(LENGTHS),)
 TOLERANCE = 5e-6  # relative, of losses, gradient norms and weights after three steps
@@ -44,7 +45,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _pass_and_train(path: Path, layout: Layout, shares: tuple[int, ...]) -> dict[str, Any]:
     """Log-probs and tapped states of this rank's share, then three steps."""
     policy, groups = build_policy(path, layout)
-    tapped: list[TappedSequence] = []
+    tapped: list[DraftSequence] = []
     tap = HiddenStateTap(
         on_sequence=tapped.append, max_bytes=1 << 20, hidden_size=64, aux_layer_ids=(1,)
     )

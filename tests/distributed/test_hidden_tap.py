@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.mcore_policy import LENGTHS, Layout, build_policy, make_batch, share_of
 from tests.ranks import run_ranks
-from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 from tlt_megatron.mcore.policy_model import McorePolicyModel
-from tlt_megatron.types import MicroBatch
+from tlt_megatron.types import DraftSequence, MicroBatch
 
 AUX_LAYERS = (0, 1, 2)  # of four: with two stages on both of them
 LAYOUTS = [
@@ -52,8 +52,8 @@ def expected(model_path: Path) -> dict[tuple[int, ...], tuple[int, list[Tensor]]
 
 def _record(
     policy: McorePolicyModel, batches: list[MicroBatch], **settings: Any
-) -> tuple[list[TappedSequence], list[Tensor]]:
-    kept: list[TappedSequence] = []
+) -> tuple[list[DraftSequence], list[Tensor]]:
+    kept: list[DraftSequence] = []
     tap = HiddenStateTap(
         on_sequence=kept.append, **{"max_bytes": 1 << 20, "hidden_size": 64} | settings
     )
@@ -97,7 +97,7 @@ def test_states_at_any_layout_equal_a_plain_forward(
         assert {tuple(s.token_ids.tolist()) for s in tapped} == learnable
         for sequence in tapped:
             prompt_length, states = expected[tuple(sequence.token_ids.tolist())]
-            assert sequence.prompt_length == prompt_length
+            assert sequence.loss_start == prompt_length
             if kind == "final":
                 assert sequence.final_hidden is None
                 wanted = [(sequence.features, states[-1])]
@@ -115,7 +115,7 @@ def test_states_at_any_layout_equal_a_plain_forward(
 def test_bfloat16_policy_is_tapped_under_sequence_parallelism(
     model_path: Path, expected: dict[tuple[int, ...], Any]
 ) -> None:
-    def on_rank() -> list[TappedSequence]:
+    def on_rank() -> list[DraftSequence]:
         layout = Layout(world=2, tensor=2)
         policy, _ = build_policy(model_path, layout, dtype="bfloat16")
         return _record(policy, make_batch(1))[0]

@@ -17,8 +17,8 @@ from tests.no_shortcuts import WithEveryPass, WithLogprobPass, WithoutSkipping
 from tests.policy_batches import make_trainer, random_batch
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
-from tlt_megatron.types import ScoredGroup
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap
+from tlt_megatron.types import DraftSequence, ScoredGroup
 
 
 def _run(
@@ -33,7 +33,7 @@ def _run(
     policy, groups = build_policy(path, layout, **options)
     settings = {"micro_batch_tokens": micro_batch_tokens, "temperature": 0.8}
     trainer = make_trainer(policy, section, groups, **settings)
-    tapped: list[TappedSequence] = []
+    tapped: list[DraftSequence] = []
     steps = []
     for batch in batches:
         tap = HiddenStateTap(
@@ -41,7 +41,7 @@ def _run(
         )
         inference = trainer.infer_logprobs(trainer.plan(batch), tap)
         steps.append(inference.metrics | trainer.update(inference))
-    states = [(s.token_ids, s.features, s.final_hidden, s.prompt_length) for s in tapped]
+    states = [(s.token_ids, s.features, s.final_hidden, s.loss_start) for s in tapped]
     return steps, states, export(policy)
 
 

@@ -21,10 +21,11 @@ from tests.spot_phases import (
     world_group,
 )
 from tlt_megatron.drafter.drafter_trainer import DrafterStats
-from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch
+from tlt_megatron.drafter.packing import DraftBatch, pack_batch
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.spot.session import SessionEnd, StateVersion, StopWatch, version_of
 from tlt_megatron.spot.spot_trainer import SpotReport
+from tlt_megatron.types import DraftSequence
 
 NUM_UPDATES = 4
 

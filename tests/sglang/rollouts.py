@@ -24,7 +24,7 @@ from tlt_megatron.config.schema import (
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import load_drafter, save_drafter
-from tlt_megatron.drafter.packing import DraftSequence, pack_sequences
+from tlt_megatron.drafter.packing import draft_sequence, pack_sequences
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
@@ -34,7 +34,7 @@ from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+from tlt_megatron.types import DraftSequence, Prompt, Rollout, RolloutGroup, SamplingParams
 
 VERSION = 1
 MAX_PROMPT_TOKENS = 16
@@ -180,7 +180,7 @@ def train_drafter(policy: Path, folder: Path, *, num_steps: int = 120) -> Path:
     sequences: list[DraftSequence] = []
 
     def keep(rollout: Rollout, features_TF: Tensor) -> None:
-        sequence = DraftSequence.of_rollout(rollout, features_TF, embedding.shape[1])
+        sequence = draft_sequence(rollout, features_TF, embedding.shape[1])
         if sequence.num_rows > 0:
             sequences.append(sequence)
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import SpotSection
-from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch
+from tlt_megatron.drafter.packing import DraftBatch, pack_batch
+from tlt_megatron.types import DraftSequence
 
 log = logging.getLogger(__name__)
 

@@ -12,67 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt_megatron.types import Rollout
-
-_MIN_TOKENS = 3  # a shorter sequence has no row
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftSequence:
-    """A prompt with its response, and the target's hidden states.
-
-    The state at the last token is never used, because no token follows it, so it may be missing.
-    """
-
-    token_ids: Tensor  # [T] int64
-    # [T or T-1, D] after the final norm (EAGLE, HASS), or [.., 3D] low, middle, high (EAGLE-3)
-    features: Tensor
-    final_hidden: Tensor | None = None  # [T or T-1, D] after the final norm; None: `features`
-    loss_start: int = 0  # first token whose prediction is trained, usually the response's first
-    # [T] bool, False on observations, which are context alone; None: there are none
-    loss_mask: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        num_tokens = self.token_ids.numel()
-        for name in ("features", "final_hidden"):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.shape[0] not in (num_tokens, num_tokens - 1):
-                raise ValueError(
-                    f"{name} has {tensor.shape[0]} rows for {num_tokens} tokens: must be as many or one less"
-                )
-
-    @staticmethod
-    def of_rollout(rollout: Rollout, features_TF: Tensor, hidden_size: int) -> DraftSequence:
-        """Build from the engine's states [T - 1, F]: the final state (D columns), then any taps."""
-        has_taps = features_TF.shape[1] > hidden_size
-        mask = rollout.loss_mask
-        if mask is not None:
-            mask = torch.cat((mask.new_zeros(len(rollout.prompt_ids)), mask))
-        return DraftSequence(
-            token_ids=torch.cat((torch.tensor(rollout.prompt_ids), rollout.token_ids)),
-            features=features_TF[:, hidden_size:] if has_taps else features_TF,
-            final_hidden=features_TF[:, :hidden_size] if has_taps else None,
-            loss_start=len(rollout.prompt_ids),
-            loss_mask=mask,
-        )
-
-    def window(self, start: int, num_rows: int) -> DraftSequence:
-        """Return these rows as a sequence of its own, which attends to nothing before `start`."""
-        states = slice(start, start + num_rows + 1)
-        tokens = slice(start, start + num_rows + _MIN_TOKENS - 1)
-        hidden, mask = self.final_hidden, self.loss_mask
-        return DraftSequence(
-            token_ids=self.token_ids[tokens],
-            features=self.features[states],
-            final_hidden=None if hidden is None else hidden[states],
-            loss_start=max(0, self.loss_start - start),
-            loss_mask=None if mask is None else mask[tokens],
-        )
-
-    @property
-    def num_rows(self) -> int:
-        """Return the number of rows of the sequence in a batch."""
-        return max(0, self.token_ids.numel() - _MIN_TOKENS + 1)
+from tlt_megatron.types import MIN_DRAFT_TOKENS, DraftSequence, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +42,29 @@ class DraftBatch:
         return DraftBatch(lengths=self.lengths, **moved)
 
 
+def draft_sequence(rollout: Rollout, features_TF: Tensor, hidden_size: int) -> DraftSequence:
+    """Return a rollout with the engine's states [T - 1, F]: the final state (D columns), then any
+    taps.
+    """
+    has_taps = features_TF.shape[1] > hidden_size
+    mask = rollout.loss_mask
+    if mask is not None:
+        mask = torch.cat((mask.new_zeros(len(rollout.prompt_ids)), mask))
+    return DraftSequence(
+        token_ids=torch.cat((torch.tensor(rollout.prompt_ids), rollout.token_ids)),
+        features=features_TF[:, hidden_size:] if has_taps else features_TF,
+        final_hidden=features_TF[:, :hidden_size] if has_taps else None,
+        loss_start=len(rollout.prompt_ids),
+        loss_mask=mask,
+    )
+
+
 def pack_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
     """Return one batch of all `sequences`. ValueError for none, or for one without a row."""
     short = [s.token_ids.numel() for s in sequences if s.num_rows < 1]
     if short or not sequences:
         raise ValueError(
-            f"sequences of {short} tokens: a batch needs sequences of at least {_MIN_TOKENS}"
+            f"sequences of {short} tokens: a batch needs sequences of at least {MIN_DRAFT_TOKENS}"
         )
     lengths = tuple(sequence.num_rows for sequence in sequences)
     hidden = [s.features if s.final_hidden is None else s.final_hidden for s in sequences]

@@ -22,24 +22,12 @@ from tlt_megatron.mcore.token_places import TokenPlaces, place_tokens
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.device import HostCopies
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
-from tlt_megatron.types import MicroBatch
+from tlt_megatron.types import MIN_DRAFT_TOKENS, DraftSequence, MicroBatch
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 FINAL = -1  # used as a layer number: the states after the final norm
-_MIN_TOKENS = 3  # fewer tokens hold nothing to train on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TappedSequence:
-    """A prompt with its response, and the policy's state h_t at every token x_t except the last."""
-
-    token_ids: Tensor  # [T] int64, CPU
-    prompt_length: int
-    features: Tensor  # [T-1, D] after the final norm or [T-1, nD] after n layers, on the host
-    final_hidden: Tensor | None  # [T-1, D] after the final norm; None if `features` holds it
-    loss_mask: Tensor | None  # [T] bool, False on observations; None if there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +58,7 @@ def plan_tap(
     found = []
     for micro_batch, parts in enumerate(lengths):
         for length, end in zip(parts, itertools.accumulate(parts), strict=True):
-            if length >= _MIN_TOKENS:
+            if length >= MIN_DRAFT_TOKENS:
                 found.append((-length, micro_batch, end - length))
     peers = [(part, stage) for part in range(num_parts) for stage in range(pp_size)]
     loads = dict.fromkeys(peers, 0)
@@ -101,7 +89,7 @@ class HiddenStateTap:
     def __init__(
         self,
         *,
-        on_sequence: Callable[[TappedSequence], None],
+        on_sequence: Callable[[DraftSequence], None],
         max_bytes: int,
         hidden_size: int,
         aux_layer_ids: Sequence[int] = (),
@@ -292,15 +280,18 @@ def _find_holders(stage: Sequence[GPTModel], sources: Sequence[int], pp: Group) 
     return {source: holders[source] for source in sources}
 
 
-def _tapped(place: TapPlace, batch: MicroBatch, states: Sequence[Tensor]) -> TappedSequence:
+def _tapped(place: TapPlace, batch: MicroBatch, states: Sequence[Tensor]) -> DraftSequence:
+    """Return a tapped sequence, without the state at its last token. All its tensors are on the
+    host.
+    """
     *aux, final_TD = states
     rows = slice(place.start, place.end)
     is_label = batch.loss_mask[rows].cpu() > 0
     prompt_length = int(is_label.int().argmax()) + 1
     loss_mask = is_label.roll(1)  # of the tokens; the last token has no label
-    return TappedSequence(
+    return DraftSequence(
         token_ids=batch.token_ids[rows].cpu(),
-        prompt_length=prompt_length,
+        loss_start=prompt_length,
         features=torch.cat(aux, dim=1) if aux else final_TD,
         final_hidden=final_TD if aux else None,
         loss_mask=None if loss_mask[prompt_length:].all() else loss_mask,

@@ -29,9 +29,9 @@ from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, PassAbandoned, interruptible
 from tlt_megatron.drafter.eagle_folder import config_of, write_drafter
-from tlt_megatron.drafter.packing import DraftSequence
+from tlt_megatron.drafter.packing import draft_sequence
 from tlt_megatron.engines.base import RolloutEngine
-from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.durable import new_folder, save_tensors
@@ -111,27 +111,15 @@ class DrafterLifecycle:
     def add_features(self, rollout: Rollout, features: Tensor) -> None:
         """Add a finished response. `features` [T - 1, F] are the engine's hidden states."""
         hidden_size = self.trainer.model.config.hidden_size
-        sequence = DraftSequence.of_rollout(rollout, features, hidden_size)
-        self.buffer.add(sequence)
+        self.buffer.add(draft_sequence(rollout, features, hidden_size))
 
     def make_tap(self) -> HiddenStateTap:
         """Make the tap for the policy's first forward pass of a step.
 
         It gets passes of its own only if the engine gave no hidden states: sessions need the data.
         """
-
-        def add(tapped: TappedSequence) -> None:
-            sequence = DraftSequence(
-                token_ids=tapped.token_ids,
-                features=tapped.features,
-                final_hidden=tapped.final_hidden,
-                loss_start=tapped.prompt_length,
-                loss_mask=tapped.loss_mask,
-            )
-            self.buffer.add(sequence)
-
         return HiddenStateTap(
-            on_sequence=add,
+            on_sequence=self.buffer.add,
             max_bytes=self._tap_bytes,
             hidden_size=self.trainer.model.config.hidden_size,
             aux_layer_ids=self.trainer.model.config.aux_layer_ids,

@@ -29,11 +29,12 @@ from safetensors.torch import save_file
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import config_of
-from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch, pack_sequences
+from tlt_megatron.drafter.packing import DraftBatch, pack_batch, pack_sequences
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.spot.drafter_checkpoint import AsyncDrafterCheckpointer, DrafterCheckpoint
+from tlt_megatron.types import DraftSequence
 from tools.bench.measure import (
     add_policy_options,
     cpu_seconds,

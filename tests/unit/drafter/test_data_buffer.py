@@ -27,7 +27,7 @@ from tests.draft_data import (
 )
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
-from tlt_megatron.drafter.packing import DraftSequence
+from tlt_megatron.types import DraftSequence
 
 
 def test_budget_is_never_exceeded_and_everything_is_accounted_for() -> None:

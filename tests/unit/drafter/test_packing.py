@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from tests.slow_draft import make_draft_model, make_sequence
-from tlt_megatron.drafter.packing import (
-    DraftSequence,
-    pack_batch,
-    pack_sequences,
-)
+from tlt_megatron.drafter.packing import pack_batch, pack_sequences
+from tlt_megatron.types import DraftSequence
 
 
 def test_packed_sequences_fill_batches_without_padding() -> None:

@@ -27,12 +27,12 @@ from tests.unit.engines.conftest import (
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
-from tlt_megatron.drafter.packing import DraftSequence, pack_sequences
+from tlt_megatron.drafter.packing import draft_sequence, pack_sequences
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
-from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+from tlt_megatron.types import DraftSequence, Prompt, Rollout, RolloutGroup, SamplingParams
 
 HIDDEN_SIZE = 64
 STRATEGIES = [
@@ -101,7 +101,7 @@ def drafters(tiny_path: Path) -> dict[str, Weights]:
     sequences: list[DraftSequence] = []
 
     def keep(rollout: Rollout, features_TF: Tensor) -> None:
-        sequences.append(DraftSequence.of_rollout(rollout, features_TF.float(), HIDDEN_SIZE))
+        sequences.append(draft_sequence(rollout, features_TF.float(), HIDDEN_SIZE))
 
     prompts = draw_prompts(32, 20, random.Random(1))
     params = SamplingParams(num_samples=4, max_new_tokens=40, seed=1)

@@ -32,13 +32,13 @@ from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_loss import draft_loss, make_objective
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, interruptible
-from tlt_megatron.drafter.packing import DraftSequence, pack_batch
+from tlt_megatron.drafter.packing import draft_sequence, pack_batch
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.runtime.device import Device, has_triton
-from tlt_megatron.types import Prompt, Rollout, SamplingParams
+from tlt_megatron.types import DraftSequence, Prompt, Rollout, SamplingParams
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real one")
 SIZES = {"max_batch_size": 4, "num_samples": 2, "max_new_tokens": 32}
@@ -258,7 +258,7 @@ def test_a_drafter_is_judged(deep_path: Path, device: PretendDevice, algorithm: 
         def keep(
             rollout: Rollout, features: Tensor, to: list = sequences, size: int = size
         ) -> None:
-            to.append(DraftSequence.of_rollout(rollout, features.cpu(), size))
+            to.append(draft_sequence(rollout, features.cpu(), size))
 
         engine.generate(PROMPTS, PARAMS, policy_version=1, on_features=keep)
         batch = pack_batch(sequences).to(CUDA if where else torch.device("cpu"))

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.pretend_cuda import CUDA, PretendGpu
-from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
-from tlt_megatron.types import MicroBatch
+from tlt_megatron.types import DraftSequence, MicroBatch
 
 HIDDEN_SIZE, LENGTHS = 8, (5, 9)
 
@@ -64,9 +64,9 @@ def batch_of(lengths: tuple[int, ...]) -> MicroBatch:
     )
 
 
-def tap(device: torch.device, aux_layer_ids: tuple[int, ...]) -> list[TappedSequence]:
+def tap(device: torch.device, aux_layer_ids: tuple[int, ...]) -> list[DraftSequence]:
     """One micro-batch of two sequences, through a stage on `device`."""
-    kept: list[TappedSequence] = []
+    kept: list[DraftSequence] = []
     recorder = HiddenStateTap(
         on_sequence=kept.append,
         max_bytes=1 << 20,

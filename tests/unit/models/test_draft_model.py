@@ -15,7 +15,6 @@ from tests.slow_draft import (
 )
 from tests.tiny_models import tiny_config
 from tlt_megatron.config.draft_folder import default_aux_layer_ids
-from tlt_megatron.drafter.packing import DraftSequence
 from tlt_megatron.models.attention.kernels import attend_with_lse
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import (
@@ -23,6 +22,7 @@ from tlt_megatron.models.draft_model import (
     fingerprint_target,
     make_draft_config,
 )
+from tlt_megatron.types import DraftSequence
 
 
 class GrowingKv:
