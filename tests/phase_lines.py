@@ -1,11 +1,21 @@
-"""Views of a rollout phase with spot training, made of the lines of its log."""
+"""Ranks of spot training, and views of a rollout phase made of the lines of its log."""
 
 from __future__ import annotations
 
-from tlt_megatron.spot.rank_state import PhaseView, ReplicaLayout
+from typing import Any
+
+from torch.distributed import HashStore
+
+from tlt_megatron.spot.rank_state import PhaseView, ReplicaLayout, SpotRanks
 
 FOUR = ReplicaLayout(4)
 MACHINE = "m"
+
+
+def make_ranks(rank: int, layout: ReplicaLayout, **settings: Any) -> SpotRanks:
+    return SpotRanks(
+        store=HashStore(), layout=layout, rank=rank, phase_timeout_s=180.0, **settings
+    )
 
 
 def make_view(*lines: str, layout: ReplicaLayout = FOUR) -> PhaseView:

@@ -83,7 +83,7 @@ def train_until_all_are_done(
     )
     if shares_gpu:
         host = torch.device("cpu")
-        spot._groups = GroupPool(store, world.rank, host, timeout_s=60.0, max_kept=0)
+        spot._groups = GroupPool(spot.ranks, host, max_kept=0)
     reports, checksums = [], []
     for step in range(1, num_phases + 1):
         dist.barrier()

@@ -9,29 +9,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tlt_megatron.spot.rank_state import PhaseView, Plan, ReplicaLayout
+from tlt_megatron.spot.rank_state import PhaseView, Plan, SpotRanks
 
 
 @dataclass(slots=True, eq=False)
 class Coordinator:
     """The rules for one rank in one phase. Times are seconds of one monotonic clock."""
 
-    layout: ReplicaLayout
-    rank: int
-    min_idle_replicas: int
-    settle_s: float  # members of a lost session report within this time
-    member_timeout_s: float
+    ranks: SpotRanks
+    settle_s: float = 0.25  # members of a lost session report within this time
     _seen: tuple[int, bool] = (0, False)  # epoch, and whether a member has left it
     _since: float = 0.0
 
     def plan_start(self, view: PhaseView, now: float) -> Plan | None:
         """Return a plan of all free replicas, or None. For a rank that waits."""
         free = view.free_replicas()
-        replica, place = divmod(self.rank, self.layout.replica_size)  # place 0 plans
+        replica, place = divmod(self.ranks.rank, self.ranks.layout.replica_size)  # place 0 plans
         is_allowed = self._may_follow(view, now)  # always called: it also starts the clock
         if view.is_over or not is_allowed or place > 0:
             return None
-        if replica not in free or len(free) < self.min_idle_replicas:
+        if replica not in free or len(free) < self.ranks.min_idle_replicas:
             return None
         return Plan(epoch=view.next_epoch, replicas=free)
 
@@ -58,4 +55,4 @@ class Coordinator:
             # Members report that the session broke. The lost one cannot; late ones join the next.
             return len(absent) == 1 or waited_s >= self.settle_s
         # No plan has added this rank. A leader that still trains adds it within one step.
-        return waited_s >= self.member_timeout_s
+        return waited_s >= self.ranks.member_timeout_s

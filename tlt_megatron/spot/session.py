@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
-import torch.distributed as dist
 
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.drafter_trainer import DrafterStats, DrafterTrainer, Flags
@@ -29,7 +28,7 @@ from tlt_megatron.runtime.process_groups import (
     form_private_group,
 )
 from tlt_megatron.spot.coordinator import Coordinator
-from tlt_megatron.spot.rank_state import PhaseLog, Plan
+from tlt_megatron.spot.rank_state import PhaseLog, Plan, SpotRanks
 
 log = logging.getLogger(__name__)
 
@@ -84,10 +83,8 @@ class GroupPool:
     read its last reduction.
     """
 
-    store: dist.Store
-    rank: int
+    ranks: SpotRanks
     device: torch.device
-    timeout_s: float
     max_kept: int
     num_formed: int = 0  # communicators created so far; a group of one member needs no communicator
     _groups: dict[frozenset[int], tuple[str, Group]] = field(default_factory=dict)  # by last use
@@ -103,8 +100,9 @@ class GroupPool:
         key = frozenset(members)
         if self.name_of(members) != name:
             self.drop(members)
+            ranks = self.ranks
             group = form_private_group(
-                self.store, name, members, self.rank, self.device, self.timeout_s
+                ranks.store, name, members, ranks.rank, self.device, ranks.member_timeout_s
             )
             self.num_formed += group.size > 1
             self._groups[key] = (name, group)
@@ -126,21 +124,12 @@ class GroupPool:
         """
         self._close_oldest(self.max_kept)
         for name, group in self._forgettable:
-            forget_private_group(self.store, group, name)
+            forget_private_group(self.ranks.store, group, name)
         self._forgettable.clear()
 
     def _close_oldest(self, num_left: int) -> None:
         for members in list(self._groups)[: max(0, len(self._groups) - num_left)]:
             self.drop(tuple(members))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLimits:
-    """Limits of a session. Times are in seconds."""
-
-    member_timeout_s: float  # a member that does not answer for this long is lost
-    poll_s: float  # pause between two reads of the store
-    watch_s: float  # the same during a step; 0: read at every point where a step can be abandoned
 
 
 @dataclass(kw_only=True, eq=False)
@@ -153,7 +142,8 @@ class SpotSession:
     trainer: DrafterTrainer
     source: DataBuffer
     groups: GroupPool
-    limits: SessionLimits
+    poll_s: float  # pause between two reads of the store
+    watch_s: float  # see StopWatch
 
     def __post_init__(self) -> None:
         self.members = self.phase_log.view.layout.ranks_of(*self.plan.replicas)
@@ -204,7 +194,8 @@ class SpotSession:
         own = version_of(self.trainer)
         kept = self.groups.name_of(self.members)
         log_of_answers.append("here", self.phase_log.rank, own.num_updates, own.checksum, kept)
-        deadline = time.monotonic() + self.limits.member_timeout_s
+        timeout_s = self.coordinator.ranks.member_timeout_s
+        deadline = time.monotonic() + timeout_s
         answers: dict[int, list[str]] = {}  # rank -> updates, checksum, name of the kept group
         while True:
             for kind, *words in log_of_answers.read_lines():
@@ -226,12 +217,12 @@ class SpotSession:
                     missing,
                     self.plan.epoch,
                     self.phase_log.step,
-                    self.limits.member_timeout_s,
+                    timeout_s,
                 )
             if is_late or view.is_over:
                 log_of_answers.append("cancel", *missing)
             else:
-                time.sleep(self.limits.poll_s)
+                time.sleep(self.poll_s)
 
     def _decide(self, answers: dict[int, list[str]]) -> tuple[int, str]:
         """Return the leader's verdict: the rank that sends its drafter to all, and the group."""
@@ -243,7 +234,7 @@ class SpotSession:
         return (_LEVEL if len(versions) == 1 else newest), name
 
     def _train(self) -> SessionEnd:
-        watch = StopWatch(self.phase_log, self.limits.watch_s)
+        watch = StopWatch(self.phase_log, self.watch_s)
         # Read just before the reduction, so an event during a step ends the session with that step.
         read_flags = self._read_flags if self.is_leader else lambda: (float(watch.is_over), 0.0)
         while True:
@@ -285,7 +276,7 @@ class StopWatch:
     """
 
     phase_log: PhaseLog
-    watch_s: float
+    watch_s: float  # shortest pause between two reads; 0: read at every call
     is_over: bool = False
     _next_at: float = 0.0
     _read_s: float = math.inf  # time of a read

@@ -22,7 +22,6 @@ from tlt_megatron.spot.rank_state import PhaseLog, Plan, SpotRanks
 from tlt_megatron.spot.session import (
     GroupPool,
     SessionEnd,
-    SessionLimits,
     SessionRecord,
     SpotSession,
     StateVersion,
@@ -34,7 +33,6 @@ log = logging.getLogger(__name__)
 
 # A rank with so many in one phase stays idle, because the network is probably at fault.
 _MAX_BROKEN_SESSIONS = 5
-_SETTLE_S = 0.25
 _KEPT_NCCL_GROUPS = 4
 
 
@@ -109,19 +107,15 @@ class SpotTrainer:
         self.source = source
         self.ranks = ranks
         self.timeline = timeline
-        num_ranks = ranks.layout.world_size
-        self.limits = SessionLimits(
-            member_timeout_s=ranks.member_timeout_s,
-            # The store answers about ten thousand requests per second, and all idle ranks poll it.
-            poll_s=max(0.002, 0.0001 * num_ranks),
-            watch_s=max(0.002, 0.001 * num_ranks),  # a tenth of the rate, all session
-        )
+        # Pauses between two reads of the store. It answers about ten thousand requests per second,
+        # and all idle ranks poll it.
+        self.poll_s = max(0.002, 0.0001 * ranks.layout.world_size)
+        # During a step, at a tenth of the rate: a session has many steps.
+        self.watch_s = max(0.002, 0.001 * ranks.layout.world_size)
         self._measure_candidate = measure_candidate
         self._groups = GroupPool(
-            ranks.store,
-            ranks.rank,
+            ranks,
             trainer.device,
-            timeout_s=ranks.member_timeout_s,
             max_kept=_KEPT_NCCL_GROUPS if trainer.device.type == "cuda" else 0,
         )
         self._level: StateVersion | None = None  # the version of all ranks after the last phase
@@ -140,18 +134,12 @@ class SpotTrainer:
         phase_log.announce_finished()
         num_formed = self._groups.num_formed
         self._left_phases.append(phase_log)
-        watch = StopWatch(phase_log, self.limits.watch_s)
+        watch = StopWatch(phase_log, self.watch_s)
         if self._measure_candidate is not None and not watch():
             with self.timeline.span("IDLE", step=step):
                 self._measure_candidate(watch)
         phase_log.append("ready", ranks.rank)
-        coordinator = Coordinator(
-            layout=ranks.layout,
-            rank=ranks.rank,
-            min_idle_replicas=ranks.min_idle_replicas,
-            settle_s=_SETTLE_S,
-            member_timeout_s=self.limits.member_timeout_s,
-        )
+        coordinator = Coordinator(ranks)
         records: list[SessionRecord] = []
         while (plan := self._await_plan(phase_log, coordinator, records)) is not None:
             if self._train(plan, phase_log, coordinator, records) == SessionEnd.STOPPED:
@@ -214,8 +202,8 @@ class SpotTrainer:
                     phase_log.propose(proposal)
                     continue
                 # Poll less often with time: the rank that hosts the store may still generate.
-                pause_s = max(self.limits.poll_s, 0.01 * (now - started))
-                time.sleep(min(pause_s, 5 * self.limits.poll_s))
+                pause_s = max(self.poll_s, 0.01 * (now - started))
+                time.sleep(min(pause_s, 5 * self.poll_s))
 
     def _train(
         self,
@@ -232,7 +220,8 @@ class SpotTrainer:
             trainer=self.trainer,
             source=self.source,
             groups=self._groups,
-            limits=self.limits,
+            poll_s=self.poll_s,
+            watch_s=self.watch_s,
         )
         records.append(session.record)
         members = len(session.members)

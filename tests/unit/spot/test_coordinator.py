@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.phase_lines import FOUR, MACHINE, make_view
+from tests.phase_lines import FOUR, MACHINE, make_ranks, make_view
 from tlt_megatron.spot.coordinator import Coordinator
 from tlt_megatron.spot.rank_state import Plan, ReplicaLayout
 
@@ -12,9 +12,8 @@ from tlt_megatron.spot.rank_state import Plan, ReplicaLayout
 def make_coordinator(
     rank: int, *, min_idle_replicas: int = 1, layout: ReplicaLayout = FOUR
 ) -> Coordinator:
-    return Coordinator(
-        layout, rank, min_idle_replicas=min_idle_replicas, settle_s=1.0, member_timeout_s=10.0
-    )
+    settings = {"min_idle_replicas": min_idle_replicas, "member_timeout_s": 10.0}
+    return Coordinator(make_ranks(rank, layout, **settings), settle_s=1.0)
 
 
 def test_session_starts_when_enough_replicas_are_idle() -> None:

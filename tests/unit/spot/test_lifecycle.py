@@ -96,7 +96,7 @@ class Rank:
             run_dir=folder,
         )
         self.spot = self.lifecycle.spot
-        self.spot.limits = replace(self.spot.limits, watch_s=0.0)
+        self.spot.watch_s = 0.0
 
     def begin(self, step: int) -> None:
         """Step `step`, and the answers of this rank."""

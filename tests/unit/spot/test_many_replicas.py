@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from tests.phase_lines import MACHINE
+from tests.phase_lines import MACHINE, make_ranks
 from tlt_megatron.spot.coordinator import Coordinator
 from tlt_megatron.spot.rank_state import PhaseView, Plan, ReplicaLayout
 
@@ -24,9 +24,7 @@ class Rank:
     def __init__(self, layout: ReplicaLayout, rank: int) -> None:
         self.rank = rank
         self.view = PhaseView(layout, MACHINE)
-        self.coordinator = Coordinator(
-            layout, rank, min_idle_replicas=1, settle_s=0.25, member_timeout_s=1.0
-        )
+        self.coordinator = Coordinator(make_ranks(rank, layout, member_timeout_s=1.0))
         self.num_read = 0
         self.proposal: Plan | None = None  # decided on, not yet in the log: others may be faster
 

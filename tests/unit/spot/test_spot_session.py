@@ -36,7 +36,7 @@ class Player:
             ranks=SpotRanks(store=self.store, layout=TWO, rank=0, phase_timeout_s=180.0),
             timeline=Timeline(None, 0),
         )
-        self.spot.limits = replace(self.spot.limits, watch_s=0.0)
+        self.spot.watch_s = 0.0
 
     def before(self, count: int) -> None:
         assert count < 1000, "the session does not end"
