@@ -110,38 +110,30 @@ class _WeightPlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False)
         self._config, self._source, self._dtype = config, source, dtype
         self._on_tensor = on_tensor
-        self._rows = {self._index(row): row for row in _rows(config)}
-
-    def _place(self, row: Row) -> tuple[str, tuple[int, ...]]:
-        """Return the name of the whole tensor, and the indices of `row` on its first axes."""
-        places = list(_places(row.mcore_names[0 if row.is_expert else -1]))
-        # Megatron stacks the layers of a model without experts.
-        return places[-1 if self._config.experts is None else 0]
-
-    def _index(self, row: Row) -> MetadataIndex:
-        name, place = self._place(row)
-        shape = shard_shape(row, self._config, 1)
-        return MetadataIndex(name, torch.Size((*place, *(0 for _ in shape))))
+        self._rows: dict[MetadataIndex, Row] = {}
 
     def create_local_plan(self) -> SavePlan:
-        items = []
-        for index, row in self._rows.items():
-            shape, (_, place) = shard_shape(row, self._config, 1), self._place(row)
-            axes = (self._config.num_layers,) if self._config.experts is None else ()
-            if row.is_expert:
-                assert self._config.experts is not None
-                axes = (self._config.experts.num_experts,)
-            assert index.offset is not None
-            about = TensorWriteData(
-                chunk=ChunkStorageMetadata(
-                    offsets=index.offset, sizes=torch.Size((*(1 for _ in place), *shape))
-                ),
-                properties=TensorProperties(dtype=dtype_of(row.hf_names[0], self._dtype)),
-                size=torch.Size((*axes[: len(place)], *shape)),
-            )
-            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=about))
-        self.plan = SavePlan(items)
+        self.plan = SavePlan([self._item(row) for row in _rows(self._config)])
         return self.plan
+
+    def _item(self, row: Row) -> WriteItem:
+        """Return where a parameter lies in a tensor that has one axis in front at most."""
+        experts, shape = self._config.experts, shard_shape(row, self._config, 1)
+        places = list(_places(row.mcore_names[0 if row.is_expert else -1]))
+        # Megatron stacks the layers of a model without experts.
+        name, place = places[-1 if experts is None else 0]
+        num_stacked = self._config.num_layers if experts is None else experts.num_experts
+        offsets = torch.Size((*place, *(0 for _ in shape)))
+        about = TensorWriteData(
+            chunk=ChunkStorageMetadata(
+                offsets=offsets, sizes=torch.Size((*(1 for _ in place), *shape))
+            ),
+            properties=TensorProperties(dtype=dtype_of(row.hf_names[0], self._dtype)),
+            size=torch.Size((*(num_stacked for _ in place), *shape)),
+        )
+        index = MetadataIndex(name, offsets)
+        self._rows[index] = row
+        return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=about)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         row = self._rows[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
@@ -174,13 +166,11 @@ class _StoredTensors:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._metadata = read_metadata(path)
-        abouts = self._metadata.state_dict_metadata.items()
-        tensors = [
-            a
-            for name, a in abouts
-            if isinstance(a, TensorStorageMetadata) and not name.startswith("optimizer.")
-        ]
-        self.num_left = sum(about.size.numel() for about in tensors)  # numbers that were not read
+        self.num_left = sum(  # numbers that were not read
+            about.size.numel()
+            for name, about in self._metadata.state_dict_metadata.items()
+            if isinstance(about, TensorStorageMetadata) and not name.startswith("optimizer.")
+        )
 
     def read(self, row: Row) -> Tensor:
         """Return the parameter of `row`, of all tensor-parallel ranks."""
