@@ -16,6 +16,7 @@ from tlt_megatron.config.schema import McoreSection, ParallelSection
 from tlt_megatron.mcore.checkpoint_reader import load_state
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.model import build_stage
+from tlt_megatron.mcore.schedule import packing_of
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import init_world
@@ -46,24 +47,11 @@ def checkpoint_logits(
         model.load_state_dict(load_state({"model": wanted}, path)["model"], strict=False)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(rounded_to).float()
-        return _logits(model, token_ids_P)
+        num_tokens = token_ids_P.numel()
+        packing = packing_of(torch.tensor([0, num_tokens], dtype=torch.int32), token_ids_P.device)
+        inputs = token_ids_P[None], torch.arange(num_tokens)[None], None
+        with torch.no_grad():
+            return model(*inputs, packed_seq_params=packing)[0]
     finally:
         destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def _logits(model: torch.nn.Module, token_ids_P: Tensor) -> Tensor:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    num_tokens = token_ids_P.numel()
-    bounds = torch.tensor([0, num_tokens], dtype=torch.int32)
-    packing = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=num_tokens,
-        max_seqlen_kv=num_tokens,
-    )
-    position_ids_P = torch.arange(num_tokens)
-    with torch.no_grad():
-        return model(token_ids_P[None], position_ids_P[None], None, packed_seq_params=packing)[0]

@@ -320,21 +320,27 @@ def _model_inputs(
     """Return token ids, position ids [1, P] of this context-parallel rank, and the sequences'
     bounds.
     """
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     def own(values_P: Tensor) -> Tensor:
         return places.fill(values_P).chunk(groups.cp.size)[groups.cp.rank][None].to(device)
 
-    longest = int(places.bounds.diff().max())
-    bounds = places.bounds.to(device)
-    packing = PackedSeqParams(
+    packing = packing_of(places.bounds, device)
+    return own(micro_batch.token_ids), own(micro_batch.position_ids), packing
+
+
+def packing_of(bounds: Tensor, device: torch.device) -> PackedSeqParams:
+    """Return how sequences with the cumulative lengths `bounds`, on the CPU, follow each other."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    longest = int(bounds.diff().max())
+    bounds = bounds.to(device)
+    return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    return own(micro_batch.token_ids), own(micro_batch.position_ids), packing
 
 
 def _to_device(record: Tensors, device: torch.device) -> Tensors:
