@@ -75,7 +75,7 @@ def drafter(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_draft_config(load_model_config(policy), "eagle", embedding)
     folder = tmp_path_factory.mktemp("drafter")
     model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
-    save_drafter(folder, model, dtype=torch.bfloat16)
+    save_drafter(folder, model.bfloat16())
     return folder
 
 

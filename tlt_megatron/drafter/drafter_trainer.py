@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.drafter_loss import DraftLoss, Objective, draft_loss, make_objective
+from tlt_megatron.drafter.drafter_loss import DraftLoss, draft_loss, make_objective
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.device import QueueLimit
@@ -110,15 +110,7 @@ def _go_on() -> None:
 class DrafterTrainer:
     """AdamW over the drafter's own parameters. All members must call `step` equally often."""
 
-    def __init__(
-        self,
-        model: DraftModel,
-        section: DrafterSection,
-        group: Group = SINGLE,
-        *,
-        objective: Objective | None = None,
-    ) -> None:
-        """`objective`: None for that of `section.algorithm`."""
+    def __init__(self, model: DraftModel, section: DrafterSection) -> None:
         is_eagle3 = section.algorithm == "eagle3"
         if is_eagle3 != model.config.is_eagle3:
             raise ValueError(
@@ -126,19 +118,19 @@ class DrafterTrainer:
                 f" {model.config.architecture!r}: must be {'eagle3' if model.config.is_eagle3 else 'eagle or hass'}"
             )
         self.model = model
-        self.group = group
+        self.group = SINGLE
+        self.batch_tokens = section.batch_tokens
         self.num_updates = 0
         self.num_skipped = 0
-        self._section = section
-        self._objective = objective or make_objective(section)
-        self.num_unroll_steps = self._objective.num_steps
+        self._lr = section.lr
+        self._objective = make_objective(section)
         self._parameters = dict(model.named_parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(), lr=section.lr, betas=_BETAS, weight_decay=0.0, fused=True
         )
         self._num_weights = sum(p.numel() for p in self._parameters.values())
         # Gradients, loss sum, rows, three sums by unroll step, flags: all that a step reduces.
-        num_sums = 2 + 3 * self.num_unroll_steps + 2
+        num_sums = 2 + 3 * self._objective.num_steps + 2
         self._flat = next(model.parameters()).new_zeros(self._num_weights + num_sums)
         self.device = self._flat.device
         offset = 0
@@ -149,10 +141,6 @@ class DrafterTrainer:
             moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
             step = torch.zeros((), device=parameter.device)
             self._optimizer.state[parameter] = {"step": step, **moments}
-
-    @property
-    def batch_tokens(self) -> int:
-        return self._section.batch_tokens
 
     @contextmanager
     def in_group(self, group: Group) -> Iterator[None]:
@@ -179,7 +167,7 @@ class DrafterTrainer:
         does not depend on how rows are distributed. If `batch` is None on all members, only the
         flags are exchanged.
         """
-        num_steps, sums, is_out_of_memory = self.num_unroll_steps, None, False
+        num_steps, sums, is_out_of_memory = self._objective.num_steps, None, False
         try:
             with interruptible(self.model, should_abandon) as ask:
                 sums = self._backward(batch, ask)
@@ -199,7 +187,7 @@ class DrafterTrainer:
         loss_sum, count, *rest, norm_sum = torch.cat((sums, norm)).tolist()
         counts, agreed, accepted = (rest[i * num_steps : (i + 1) * num_steps] for i in range(3))
         grad_norm = norm_sum / count if count else math.nan
-        lr = self._section.lr * min(1.0, (self.num_updates + 1) / _NUM_WARMUP)
+        lr = self._lr * min(1.0, (self.num_updates + 1) / _NUM_WARMUP)
         is_skipped = not math.isfinite(grad_norm)
         if not is_skipped:
             self._update(count, grad_norm, lr)
@@ -244,7 +232,7 @@ class DrafterTrainer:
             loss.loss_sum.backward()
         sums[0] = loss.loss_sum.detach()
         sums[1] = loss.count
-        num_steps = self.num_unroll_steps
+        num_steps = self._objective.num_steps
         sums[2 : 2 + 3 * num_steps] = torch.cat((loss.counts_K, loss.agreed_K, loss.accepted_K))
         return sums
 

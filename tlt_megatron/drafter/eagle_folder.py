@@ -46,14 +46,10 @@ def config_of(model: DraftModel) -> DraftConfig:
 
 
 def save_drafter(
-    path: Path,
-    model: DraftModel,
-    trainer_state: Mapping[str, Tensor] | None = None,
-    *,
-    dtype: torch.dtype | None = None,
+    path: Path, model: DraftModel, trainer_state: Mapping[str, Tensor] | None = None
 ) -> None:
     """Write a drafter that is in training or was just made. See `write_drafter`."""
-    write_drafter(path, config_of(model), model.state_dict(), trainer_state, dtype=dtype)
+    write_drafter(path, config_of(model), model.state_dict(), trainer_state)
 
 
 def write_drafter(
@@ -61,15 +57,13 @@ def write_drafter(
     config: DraftConfig,
     weights: Mapping[str, Tensor],
     trainer_state: Mapping[str, Tensor] | None = None,
-    *,
-    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write config.json, weights (in `dtype`, default their own) and the trainer's state if given.
+    """Write config.json, the weights, and the trainer's state if given: all in their own precision.
 
-    `trainer_state` is `DrafterTrainer.state_dict()`, written in its own precision.
+    `trainer_state` is `DrafterTrainer.state_dict()`.
     """
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {name: _to_disk(tensor, dtype) for name, tensor in weights.items()}
+    tensors = {name: _to_disk(tensor) for name, tensor in weights.items()}
     save_tensors(tensors, path / WEIGHTS_FILE, metadata={"format": "pt"})
     save_draft_config(path, config, next(iter(tensors.values())).dtype)
     if trainer_state is not None:
@@ -84,8 +78,8 @@ def save_draft_config(path: Path, config: DraftConfig, dtype: torch.dtype) -> No
     (path / "config.json").write_text(text, encoding="utf-8")
 
 
-def _to_disk(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return tensor.detach().to("cpu", dtype).contiguous()
+def _to_disk(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
 
 
 def _to_hf_config(config: DraftConfig, dtype_name: str) -> dict[str, Any]:

@@ -27,7 +27,9 @@ def world_group() -> Group:
 def make_trainer(algorithm: str = "eagle", group: Group = SINGLE, **settings) -> DrafterTrainer:
     model = make_draft_model("eagle3" if algorithm == "eagle3" else "eagle")
     section = DrafterSection(algorithm=algorithm, **settings)
-    return DrafterTrainer(model, section, group)
+    trainer = DrafterTrainer(model, section)
+    trainer.group = group
+    return trainer
 
 
 def make_batches(model: DraftModel) -> list[DraftBatch]:

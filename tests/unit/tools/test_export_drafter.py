@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import sys
@@ -38,7 +39,7 @@ ROPE = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_max_position_em
 
 
 def save(path: Path, model: DraftModel) -> Path:
-    save_drafter(path, model, dtype=torch.float32)
+    save_drafter(path, copy.deepcopy(model).float())
     return path
 
 
