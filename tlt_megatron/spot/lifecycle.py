@@ -4,7 +4,7 @@ Called by the loop and the rollout worker if the run has spot training. In the o
 
     add_features         data: a response with its hidden states    -> drafter/data_buffer.py
     run_until_preempted  session: this rank's idle time              -> spot_trainer.py, session.py
-      _measure_candidate   measurement: before the rank trains       -> holdout.py
+      _measure_candidate   measurement: before the rank trains       -> publisher.py
     publish              publication: the decision of all ranks      -> publisher.py
     make_tap             data: the hidden states of the whole batch  -> mcore/hidden_tap.py
     save_into            checkpoint                                  -> drafter_checkpoint.py
@@ -42,8 +42,7 @@ from tlt_megatron.spot.drafter_checkpoint import (
     DrafterCheckpoint,
     logging_failed_writes,
 )
-from tlt_megatron.spot.holdout import HoldoutResult, measure_holdout
-from tlt_megatron.spot.publisher import DrafterPublisher
+from tlt_megatron.spot.publisher import DrafterPublisher, HoldoutResult, measure_holdout
 from tlt_megatron.spot.rank_state import SpotRanks
 from tlt_megatron.spot.session import StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer

@@ -13,8 +13,7 @@ from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.models.hf_io import checksum_tensors
-from tlt_megatron.spot.holdout import HoldoutResult, measure_holdout
-from tlt_megatron.spot.publisher import DrafterPublisher
+from tlt_megatron.spot.publisher import DrafterPublisher, HoldoutResult, measure_holdout
 
 
 def make_result(counts: list[float], accepted: list[float]) -> HoldoutResult:
