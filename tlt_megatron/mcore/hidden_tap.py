@@ -47,20 +47,21 @@ class TapPlace:
 
 
 def plan_tap(
-    lengths: Sequence[Sequence[int]], *, num_parts: int, pp_size: int, max_tokens: int
+    lengths: Sequence[Sequence[int]], groups: ProcessGroups, max_tokens: int
 ) -> list[TapPlace]:
     """Return the sequences to tap, longest first.
 
     `lengths` holds the sequence lengths of each micro-batch. `max_tokens` is the most that all
-    stages of one of the `num_parts` may hold together. The longest go first: a drafter already gets
-    short responses from the rollout itself.
+    stages of one part may hold together. The longest go first: a drafter already gets short
+    responses from the rollout itself.
     """
+    num_parts = groups.num_parts
     found = []
     for micro_batch, parts in enumerate(lengths):
         for length, end in zip(parts, itertools.accumulate(parts), strict=True):
             if length >= MIN_DRAFT_TOKENS:
                 found.append((-length, micro_batch, end - length))
-    peers = [(part, stage) for part in range(num_parts) for stage in range(pp_size)]
+    peers = [(part, stage) for part in range(num_parts) for stage in range(groups.pp.size)]
     loads = dict.fromkeys(peers, 0)
     of_stages = [0] * num_parts  # of all stages of a part
     places = []
@@ -110,12 +111,7 @@ class HiddenStateTap:
         """
         if not self._has_own_passes:
             return []
-        places = plan_tap(
-            [[length] for length in lengths],
-            num_parts=groups.num_parts,
-            pp_size=groups.pp.size,
-            max_tokens=self._max_tokens,
-        )
+        places = plan_tap([[length] for length in lengths], groups, self._max_tokens)
         chosen, num_tokens = [], 0
         for place in places:  # longest first
             if 2 * num_tokens < sum(lengths):
@@ -134,12 +130,8 @@ class HiddenStateTap:
         ValueError for a layer that the model does not have.
         """
         holders = _find_holders(stage, self._sources, groups.pp)
-        places = plan_tap(
-            [batch.cu_seqlens.diff().tolist() for batch in micro_batches],
-            num_parts=groups.num_parts,
-            pp_size=groups.pp.size,
-            max_tokens=self._max_tokens,
-        )
+        lengths = [batch.cu_seqlens.diff().tolist() for batch in micro_batches]
+        places = plan_tap(lengths, groups, self._max_tokens)
         held: dict[TapPlace, list[Tensor]] = defaultdict(list)
         copies = HostCopies()
         points = _tap_points(stage)
@@ -267,12 +259,7 @@ def _is_in_backward() -> bool:
 def _find_holders(stage: Sequence[GPTModel], sources: Sequence[int], pp: Group) -> dict[int, int]:
     """Return the pipeline stage that has each source. ValueError on all stages if none has it."""
     by_stage = gather_objects(sorted(_tap_points(stage)), pp)
-    holders = {
-        source: rank
-        for rank, numbers in enumerate(by_stage)
-        for source in numbers
-        if source in sources
-    }
+    holders = {source: rank for rank, numbers in enumerate(by_stage) for source in numbers}
     missing = [source for source in sources if source not in holders]
     if missing:
         num_layers = stage[0].config.num_layers

@@ -7,7 +7,16 @@ import random
 import pytest
 
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TapPlace, plan_tap
-from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
+from tlt_megatron.runtime.process_groups import SINGLE, Group, ProcessGroups
+
+
+def plan(
+    lengths: list[list[int]], max_tokens: int, num_parts: int = 1, pp_size: int = 1
+) -> list[TapPlace]:
+    tp, pp = (
+        Group(handle=None, rank=0, global_ranks=tuple(range(n))) for n in (num_parts, pp_size)
+    )
+    return plan_tap(lengths, ProcessGroups(world=SINGLE, tp=tp, pp=pp), max_tokens)
 
 
 def lengths_of(places: list[TapPlace]) -> list[int]:
@@ -15,17 +24,17 @@ def lengths_of(places: list[TapPlace]) -> list[int]:
 
 
 def test_places_are_where_the_sequences_stand() -> None:
-    places = plan_tap([[5, 2, 9], [], [4]], num_parts=1, pp_size=1, max_tokens=100)
+    places = plan([[5, 2, 9], [], [4]], 100)
     # Two tokens teach nothing.
     assert [(p.micro_batch, p.start, p.end) for p in places] == [(0, 7, 16), (0, 0, 5), (2, 0, 4)]
-    assert plan_tap([], num_parts=2, pp_size=2, max_tokens=100) == []
+    assert plan([], 100, num_parts=2, pp_size=2) == []
 
 
 def test_budget_goes_to_the_longest_first() -> None:
     lengths = [[30, 8], [20, 50, 11]]
-    places = plan_tap(lengths, num_parts=1, pp_size=1, max_tokens=49 + 19 + 7)
+    places = plan(lengths, 49 + 19 + 7)
     assert lengths_of(places) == [50, 20, 8]  # 30 no more, and nor 11 after 20
-    assert plan_tap(lengths, num_parts=1, pp_size=1, max_tokens=3) == []
+    assert plan(lengths, 3) == []
 
 
 @pytest.mark.parametrize(
@@ -50,7 +59,7 @@ def test_peers_get_equal_parts_and_no_column_of_stages_holds_too_much(
     chance = random.Random(2)
     lengths = [[chance.randint(3, 60) for _ in range(9)] for _ in range(5)]
     budget = 400
-    places = plan_tap(lengths, num_parts=num_parts, pp_size=pp_size, max_tokens=budget)
+    places = plan(lengths, budget, num_parts, pp_size)
     loads = {(t, p): 0 for t in range(num_parts) for p in range(pp_size)}
     for place in places:
         loads[place.part, place.pp_rank] += place.num_states
