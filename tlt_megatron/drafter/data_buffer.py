@@ -69,7 +69,7 @@ class DataBuffer:
         self.num_bytes = 0
         self.dtype = dtype  # the dtype of the states
         self._section = section
-        self._samples: dict[str, _Sample] = {}  # what was trained on: in the order of its last use
+        self._samples: dict[str, _Sample] = {}  # those trained on: in the order of last use
         self._num_batches = 0  # batches that were trained on
         self._given: list[_Sample] = []  # samples of the last batch, until it was trained on
 

@@ -116,8 +116,8 @@ def _use_no_kernel_of_transformer_engine(moe_utils: ModuleType) -> None:
 
 
 def _use_no_stream(token_dispatcher: ModuleType) -> None:
-    """Leave out the copies to the host, and pass gloo's all-to-all numbers, as they would
-    become.
+    """Leave out the copies to the host. They would also make numbers of the counts, which gloo's
+    all-to-all needs.
     """
 
     def counts_as_numbers(

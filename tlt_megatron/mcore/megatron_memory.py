@@ -61,11 +61,11 @@ class Sharding:
         return _ITEM_BYTES[self.model.dtype]
 
     def parameters(self, sizes: ModelSizes) -> int:
-        """Return those of a rank of the fullest stage."""
+        """Return the number of parameters of a rank of the fullest stage."""
         return sum(self._cut_parameters(sizes))
 
     def optimizer_parameters(self, sizes: ModelSizes) -> int:
-        """Return those of them whose optimizer state is on one rank.
+        """Return the number of these parameters whose optimizer state is on one rank.
 
         Experts have copies on fewer ranks than the rest, and share their state with those alone.
         """
@@ -189,8 +189,8 @@ def policy_claims(
     critic_own = 0 if critic is None else sharding.parameters(critic)
     critic_state = 0 if critic is None else sharding.optimizer_parameters(critic)
     larger, larger_state = max(own, critic_own), max(own_state, critic_state)
-    # With mcore.offload_in_rollouts, each model is away in the update of the other. On a CPU its
-    # optimizer stays.
+    # With mcore.offload_in_rollouts, the optimizer of a model is in host memory while the other
+    # model updates. On a CPU it stays where it is.
     offloads, moves = mcore.offload_in_rollouts, mcore.offload_in_rollouts and is_cuda
     update = {Phase.UPDATE}
     outside = ALL_PHASES - update

@@ -258,7 +258,7 @@ def _expert_fields(experts: ExpertsConfig, num_layers: int) -> dict[str, Any]:
         "moe_router_topk": experts.num_per_token,
         "moe_ffn_hidden_size": experts.ffn_size,
         "moe_layer_freq": [int(layer in experts.layers) for layer in range(num_layers)],
-        # softmax over all experts, or over the chosen ones: the same as to normalize
+        # Megatron's softmax is over all experts, or over the chosen ones, which normalizes.
         "moe_router_pre_softmax": not experts.normalizes,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",

@@ -64,7 +64,7 @@ class PolicyOptimizer:
         dtype: torch.dtype,
         num_updates: int,
     ) -> None:
-        """`num_updates`: of the whole run, at whose end a decay has reached `min_lr`."""
+        """A decay of the learning rate reaches `min_lr` at update `num_updates`, the run's last."""
         from megatron.core.optimizer import (
             ChainedOptimizer,
             OptimizerConfig,

@@ -103,8 +103,8 @@ def _load_part(part: MegatronOptimizer, loaded: dict[str, Any]) -> None:
 
 
 def _kind(group: dict[str, Any]) -> tuple[object, ...]:
-    """Return what sets a parameter group apart from the others of its optimizer, in every
-    version.
+    """Return the settings that identify a parameter group in its optimizer, in every version of
+    Megatron.
     """
     return tuple(
         group[key] for key in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")

@@ -141,10 +141,10 @@ def run_forward_backward(
 def _equal_passes(
     micro_batches: Sequence[MicroBatch], groups: ProcessGroups, num_chunks: int
 ) -> Sequence[MicroBatch]:
-    """Add empty micro-batches where data-parallel ranks share experts: as many passes on each rank.
-    Interleaved passes come in groups of as many as there are stages.
+    """Add empty micro-batches, so that all data-parallel ranks that share experts run equally many
+    passes. Interleaved passes come in groups of as many as there are stages.
 
-    In every layer of a pass, the ranks exchange tokens, so a pass more would hang. An
+    In every layer of a pass these ranks exchange tokens, so one pass more on a rank would hang. An
     empty micro-batch has one token without a label, which gives no gradient.
     """
     num_passes = len(micro_batches)

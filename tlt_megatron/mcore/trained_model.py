@@ -75,7 +75,7 @@ class TrainedModel:
             self._replay = RoutingReplay(self._stage, self._config.experts, groups)
         self._model = [wrap_data_parallel(chunk) for chunk in wrapped]
         self._optimizer = PolicyOptimizer(self._model, optimizer, dtype, num_updates)
-        # of the loss, for the gradients so far; None: there are none
+        # What divides the gradients accumulated so far; None: there are no gradients.
         self._count: int | None = None
         self._device = device
         self._offloads = mcore.offload_in_rollouts

@@ -22,7 +22,7 @@ from tlt_megatron.runtime.collectives import exchange_bytes, gather_bytes, gathe
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.types import FinishReason, KeptTokens, Rollout, ScoredGroup, Transcript
 
-_Fields = dict[str, Any]  # of `Rollout`, by name
+_Fields = dict[str, Any]  # fields of `Rollout` by name
 _TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask", "routes")
 
 # ---- rows

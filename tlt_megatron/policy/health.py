@@ -52,8 +52,8 @@ class EngineDifference:
 
     @classmethod
     def of_newest(cls, training_T: Tensor, rollout: Rollout) -> EngineDifference:
-        """Compare a response's tokens of its newest policy, which are its last: earlier ones
-        differ.
+        """Compare the tokens that the newest policy drew, the last ones of the response. Tokens of
+        earlier policies differ in any case.
         """
         first = rollout.token_ids.numel() - rollout.versions[-1][1]
         return cls.of(

@@ -102,5 +102,5 @@ class CriticModel(TrainedModel, Protocol):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss_fn: ValueLossFunction
     ) -> dict[str, float]:
-        """As that of PolicyModel, with values."""
+        """See `PolicyModel.forward_backward`. `loss_fn` gets values."""
         ...

@@ -107,10 +107,10 @@ class PolicyTrainer:
     temperature: float
     max_new_tokens: int
     health: TrainingHealth
-    # given where `section.has_critic`, unless the run has no steps
+    # None without `section.has_critic`, and in a run without steps
     critic: CriticTrainer | None = None
-    # mean absolute difference of the two engines' log-probs, of each response of this rank's share
-    # of the newest batch that had a pass
+    # By response, the mean absolute difference of the two engines' log-probs. It holds the
+    # responses of this rank's share of the newest batch that had a pass.
     engine_differences: dict[RolloutKey, float] = field(default_factory=dict, init=False)
 
     @property

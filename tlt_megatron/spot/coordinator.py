@@ -22,7 +22,7 @@ class Coordinator:
     _since: float = 0.0
 
     def plan_start(self, view: PhaseView, now: float) -> Plan | None:
-        """Return a plan of all free replicas, or None. For a rank that waits."""
+        """Return a plan of all free replicas, or None. A rank that waits calls it."""
         free = view.free_replicas()
         replica, place = divmod(self.ranks.rank, self.ranks.layout.replica_size)  # place 0 plans
         is_allowed = self._may_follow(view, now)  # always called: it also starts the clock
@@ -33,7 +33,7 @@ class Coordinator:
         return Plan(epoch=view.next_epoch, replicas=free)
 
     def plan_growth(self, view: PhaseView) -> Plan | None:
-        """Return the session's plan with all free replicas added, or None. For its leader."""
+        """Return the session's plan with all free replicas added, or None. Its leader calls it."""
         free = view.free_replicas()
         if view.is_over or view.plan is None or not free:
             return None

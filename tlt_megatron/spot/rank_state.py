@@ -4,8 +4,9 @@ The store orders the appends, so ranks that have read the same lines hold the sa
 appends one line when its rollouts finish, and nothing before. Then it is idle, until a plan lists
 it and it trains. The phase is over when all ranks have finished.
 
-Times are seconds of the reader's monotonic clock. Ranks of one machine share it, and the view uses
-the times that they report; for another machine, the time when the line was first read.
+Times are seconds of the reader's monotonic clock. Ranks of one machine share it, so the view uses
+the times that they report. For a rank of another machine it uses the time when the line was first
+read.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ class PhaseLog(SharedLog):
         return SharedLog(self._ranks.store, f"{self.name}/rendezvous/{epoch}")
 
     def forget(self) -> None:
-        """Remove the phase from the store. For one rank, after all ranks have left the phase."""
+        """Remove the phase from the store. One rank calls it after all have left the phase."""
         for epoch in range(1, self.read().next_epoch):
             self.rendezvous_log(epoch).delete()
         self.delete()

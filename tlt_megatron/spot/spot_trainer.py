@@ -31,7 +31,7 @@ from tlt_megatron.spot.session import (
 
 log = logging.getLogger(__name__)
 
-# A rank with so many in one phase stays idle, because the network is probably at fault.
+# A rank with so many broken sessions in one phase stays idle: the network is probably at fault.
 _MAX_BROKEN_SESSIONS = 5
 _KEPT_NCCL_GROUPS = 4
 
@@ -53,7 +53,7 @@ class SpotReport:
 
     @property
     def updates(self) -> tuple[DrafterStats, ...]:
-        """Drafter updates of this rank's sessions. Losses and acceptance are of before each."""
+        """Drafter updates of this rank's sessions. Losses were measured before each update."""
         return tuple(s for session in self.sessions for s in session.stats if not s.is_skipped)
 
     def metrics(self) -> dict[str, float]:
