@@ -87,9 +87,7 @@ class SdpaCoreAttention(torch.nn.Module):
         for query_TNH, kv in zip(
             query_PNH.split(own_lengths), gathered.split(own_lengths, dim=1), strict=True
         ):
-            first, second = kv.chunk(
-                2, dim=1
-            )  # the second chunks of the ranks are in reverse order
+            first, second = kv.chunk(2, dim=1)  # the ranks' second chunks are in reverse order
             kv_TKH = torch.cat((first.flatten(0, 1), second.flip(0).flatten(0, 1)))
             for chunk_TNH, number in zip(
                 query_TNH.chunk(2), (rank, 2 * size - 1 - rank), strict=True

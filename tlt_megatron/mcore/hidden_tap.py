@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tlt_megatron.mcore.token_places import TokenPlaces, place_tokens
@@ -224,18 +223,15 @@ def _exchange(
     `states` are this stage's, `holders` the stage of each source, `state` [D] gives size, dtype and
     device. Every pipeline-parallel peer must call this for the same places in the same order.
     """
-    found: dict[int, Iterator[Tensor]] = {}  # of each stage, in the order of its sources
-    for stage in sorted(set(holders)):
-        if stage == pp.rank == place.pp_rank:
-            found[stage] = iter(states)
-        elif stage == pp.rank:
-            block = torch.stack(tuple(states))
-            dist.send(block, dst=pp.global_ranks[place.pp_rank], group=pp.of_torch)
-        elif place.pp_rank == pp.rank:
-            block = state.new_empty(holders.count(stage), place.num_states, state.numel())
-            dist.recv(block, src=pp.global_ranks[stage], group=pp.of_torch)
-            found[stage] = iter(block)
-    return [next(found[stage]) for stage in holders] if found else []
+    own, found = iter(states), []
+    for stage in holders:
+        if stage == pp.rank:
+            states_TD = next(own)
+        else:
+            states_TD = state.new_empty(place.num_states, state.numel())
+        pp.broadcast(states_TD, stage)
+        found.append(states_TD)
+    return found if place.pp_rank == pp.rank else []
 
 
 def _tap_points(stage: Sequence[GPTModel]) -> dict[int, nn.Module]:

@@ -33,7 +33,6 @@ def wrap_data_parallel(model: nn.Module) -> DistributedDataParallel:
     from megatron.core.utils import get_model_config
 
     config = get_model_config(model)
-    config.calculate_per_token_loss = True
     config.finalize_model_grads_func = None  # schedule.reduce_gradients, once per update
     return DistributedDataParallel(
         config=config,
