@@ -66,7 +66,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         local_P = local_P.clamp(0, shard_size - 1)
 
         max_P = logits_PV.amax(dim=-1).float()
-        _reduce(max_P, dist.ReduceOp.MAX, tp)
+        if tp.size > 1:
+            dist.all_reduce(max_P, op=dist.ReduceOp.MAX, group=tp.of_torch)
         # rows: the label's logit, sum e^z, sum z e^z, sum e^logit; logits are relative to the
         # maximum
         sums_4P = torch.empty(4, labels_P.numel(), device=logits_PV.device)
@@ -84,7 +85,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             sums_4P[2, rows] = exp_PV.mul_(z_PV).sum(dim=-1)
         if temperature == 1 and kept is None:
             sums_4P[3] = sums_4P[1]
-        _reduce(sums_4P, dist.ReduceOp.SUM, tp)
+        tp.all_reduce(sums_4P)
 
         label_P, sum_P, weighted_P, policy_sum_P = sums_4P
         sum_P.clamp_(min=torch.finfo(torch.float32).tiny)  # the kept tokens may lack the maximum
@@ -142,8 +143,3 @@ def _row_blocks(logits_PV: Tensor) -> Iterator[slice]:
     rows = max(1, _BLOCK_ELEMENTS // logits_PV.size(-1))
     for start in range(0, logits_PV.size(0), rows):
         yield slice(start, start + rows)
-
-
-def _reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, tp: Group) -> None:
-    if tp.size > 1:
-        dist.all_reduce(tensor, op=op, group=tp.of_torch)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tlt_megatron.mcore.logprobs import vocab_parallel_logprobs
@@ -368,8 +367,7 @@ def _share_over_stages(
         table = torch.stack(rows).float()
     else:
         table = torch.empty(len(names), sum(sizes), device=device)
-    if groups.pp.size > 1:
-        dist.broadcast(table, src=groups.pp.global_ranks[-1], group=groups.pp.of_torch)
+    groups.pp.broadcast(table, groups.pp.size - 1)
     return [
         record(**dict(zip(names, columns.clone(), strict=True)))
         for columns in table.cpu().split(sizes, dim=1)

@@ -26,8 +26,6 @@ from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import LossResult, MicroBatch, OptimizerStats
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 class TrainedModel:
     """This rank's shard of the Hugging Face folder `model.path`. Every method is a collective.
@@ -55,7 +53,7 @@ class TrainedModel:
         """
         from megatron.core.transformer.module import Float16Module
 
-        dtype = _DTYPES[model.dtype]
+        dtype: torch.dtype = getattr(torch, model.dtype)
         self._groups = groups
         self._config = load_model_config(model.path)
         self._stage = build_stage(
