@@ -157,7 +157,7 @@ class PolicyTrainer:
             predicted = self.model.infer_logprobs(batches, self.temperature, tap=tap)
             old_logprobs = by_key(packs, [p.logprobs for p in predicted])
             known = [p.policy_logprobs for p in predicted]
-            metrics = self._compare_engines(compare_engines(packs, known, version), version)
+            metrics = self._compare_engines(packs, known, version)
             tap = None
         elif tap is not None and plan.skipped:
             self._tap_skipped(plan.minibatches[0], tap)  # one update: one mini-batch
@@ -204,7 +204,7 @@ class PolicyTrainer:
         for minibatch in inference.plan.minibatches * self.section.num_epochs:
             found, known = self._run_passes(inference, minibatch.packs)
             if inference.old_logprobs is None:  # then there is one update
-                engines = self._compare_engines(known, inference.version)
+                engines = self._compare_engines(minibatch.packs, known, inference.version)
             skipped_count = minibatch.skipped_count if self.groups.dp.is_first else 0
             found["loss_count"] += skipped_count
             for name, value in found.items():
@@ -236,12 +236,11 @@ class PolicyTrainer:
 
     def _run_passes(
         self, inference: Inference, packs: Sequence[Pack]
-    ) -> tuple[dict[str, float], dict[RolloutKey, EngineDifference]]:
-        """Accumulate the gradients of `packs`; return metric sums and what the engines differ by.
-
-        Without old log-probs, these are the policy's first passes: they compare the engines.
+    ) -> tuple[dict[str, float], list[Tensor]]:
+        """Accumulate the gradients of `packs`; return metric sums and, on the last stage, the
+        policy log-probs [P] of each micro-batch.
         """
-        recorded: list[Tensor] = []  # policy log-probs [P] of each micro-batch, on the last stage
+        recorded: list[Tensor] = []
 
         def loss_fn(predicted: TokenLogprobs, batch: MicroBatch) -> LossResult:
             recorded.append(predicted.policy_logprobs)
@@ -251,9 +250,7 @@ class PolicyTrainer:
         sums = self.model.forward_backward(batches, self.temperature, loss_fn, tap=inference.tap)
         sums["loss_count"] = float(sum(batch.loss_count for batch in batches))
         sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))
-        if inference.old_logprobs is not None or not self.groups.pp.is_last:
-            return sums, {}
-        return sums, compare_engines(packs, [each.cpu() for each in recorded], inference.version)
+        return sums, recorded
 
     def _indices(self, scored: Sequence[ScoredGroup]) -> list[range]:
         """Return the indices of the prompts of each mini-batch."""
@@ -338,13 +335,23 @@ class PolicyTrainer:
         }
 
     def _compare_engines(
-        self, differences: dict[RolloutKey, EngineDifference], version: int
+        self, packs: Sequence[Pack], policy_logprobs: Sequence[Tensor], version: int
     ) -> dict[str, float]:
         """Measure the difference per token between the two engines' log-probs of the raw policy.
 
-        `differences` are those of this rank's share, on the last pipeline stage.
+        `policy_logprobs` are [P] of each pack of this rank's share, at least on the last pipeline
+        stage. Only tokens that the policy of `version` drew are compared.
         """
         none, pp = torch.empty(0), self.groups.pp  # a rank may have no response
+        differences: dict[RolloutKey, EngineDifference] = {}
+        if pp.is_last:
+            training = by_key(packs, [each.cpu() for each in policy_logprobs])
+            differences = {
+                key: EngineDifference.of_newest(training[key], rollout)
+                for pack in packs
+                for key, rollout in zip(pack.keys, pack.rollouts, strict=True)
+                if rollout.policy_version == version
+            }
         mine = EngineDifference.over([EngineDifference.of(none, none), *differences.values()])
         means = [[*key, each.logprob_mean] for key, each in differences.items()]
         newest = gather_json(means, pp)[-1]
@@ -355,19 +362,3 @@ class PolicyTrainer:
             return {}
         self.health.check_engines(version + 1, whole)
         return whole.metrics()
-
-
-def compare_engines(
-    packs: Sequence[Pack], policy_logprobs: Sequence[Tensor], version: int
-) -> dict[RolloutKey, EngineDifference]:
-    """Compare `policy_logprobs`, [P] of each pack, with those of the rollouts.
-
-    Only of tokens that the policy of `version` drew.
-    """
-    training = by_key(packs, policy_logprobs)
-    return {
-        key: EngineDifference.of_newest(training[key], rollout)
-        for pack in packs
-        for key, rollout in zip(pack.keys, pack.rollouts, strict=True)
-        if rollout.policy_version == version
-    }
