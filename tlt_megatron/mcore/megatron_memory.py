@@ -185,28 +185,25 @@ def policy_claims(
     """
     mcore, parallel, is_cuda = sharding.mcore, sharding.parallel, sharding.is_cuda
     item, num_shares = sharding.item_bytes, sharding.num_copies
-    own, own_state = sharding.parameters(sizes), sharding.optimizer_parameters(sizes)
-    critic_own = 0 if critic is None else sharding.parameters(critic)
-    critic_state = 0 if critic is None else sharding.optimizer_parameters(critic)
-    larger, larger_state = max(own, critic_own), max(own_state, critic_state)
+    models = [sizes] if critic is None else [sizes, critic]
+    own = [sharding.parameters(model) for model in models]
+    states = [sharding.optimizer_parameters(model) for model in models]
     # With mcore.offload_in_rollouts, the optimizer of a model is in host memory while the other
     # model updates. On a CPU it stays where it is.
     offloads, moves = mcore.offload_in_rollouts, mcore.offload_in_rollouts and is_cuda
     update = {Phase.UPDATE}
     outside = ALL_PHASES - update
 
-    gradients = (larger if offloads else own + critic_own) * _GRAD_BYTES
+    gradients = (max(own) if offloads else sum(own)) * _GRAD_BYTES
     state_bytes = _OPTIMIZER_BYTES[sharding.model.dtype]
-    optimizer = (larger_state if moves else own_state + critic_state) * state_bytes
-    away = own_state * state_bytes if moves else 0
-    critic_away = larger_state * state_bytes if moves and critic else 0
+    optimizer = (max(states) if moves else sum(states)) * state_bytes
+    away = states[0] * state_bytes if moves else 0
+    critic_away = max(states) * state_bytes if moves and critic else 0
 
     micro_tokens = max(longest, min(mcore.micro_batch_tokens, batch_tokens))
-    activations, logits = sharding.pass_bytes(sizes, micro_tokens)
-    masks = sharding.mask_bytes(sizes, micro_tokens, longest)
-    if critic is not None:
-        activations = max(activations, sharding.pass_bytes(critic, micro_tokens)[0])
-        masks = max(masks, sharding.mask_bytes(critic, micro_tokens, longest))
+    activations = max(sharding.pass_bytes(model, micro_tokens)[0] for model in models)
+    logits = sharding.pass_bytes(sizes, micro_tokens)[1]
+    masks = max(sharding.mask_bytes(model, micro_tokens, longest) for model in models)
     # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before
     # rollouts.
     kept_in = update if is_cuda else ALL_PHASES
@@ -215,7 +212,7 @@ def policy_claims(
     largest = max(sizes.table, 2 * sizes.hidden * sizes.ffn) // parallel.tensor
     buffers = 4 * largest * (_WRITTEN + _JOINED * (num_shares > 1))
     if resumes:  # a load comes before anything is away
-        buffers = max(buffers, larger_state * _LOAD_BYTES - away)
+        buffers = max(buffers, max(states) * _LOAD_BYTES - away)
     num_units = 2 + (parallel.pipeline > 1)  # one is sent while another is gathered
     exported = num_units * max(sizes.layer, sizes.table) * 4
 
@@ -225,8 +222,8 @@ def policy_claims(
     micro_batch = f"mcore.micro_batch_tokens={mcore.micro_batch_tokens}"
     recompute = f"{micro_batch} or mcore.recompute={mcore.recompute!r}"
     return [
-        MemoryClaim("policy", own * item, lower=layout),
-        MemoryClaim("critic", critic_own * item, lower=layout),
+        MemoryClaim("policy", own[0] * item, lower=layout),
+        MemoryClaim("critic", sum(own[1:]) * item, lower=layout),
         MemoryClaim(
             "gradients",
             gradients,
@@ -244,7 +241,7 @@ def policy_claims(
         ),
         MemoryClaim(
             "reference policy",
-            own * item * has_reference,
+            own[0] * item * has_reference,
             in_host=is_cuda,
             lower="algorithm.kl_coef",
         ),
