@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt_megatron.types import MIN_DRAFT_TOKENS, DraftSequence, Rollout
+from tlt_megatron.types import DraftSequence, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,7 @@ def draft_sequence(rollout: Rollout, features_TF: Tensor, hidden_size: int) -> D
 
 
 def pack_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
-    """Return one batch of all `sequences`. ValueError for none, or for one without a row."""
-    short = [s.token_ids.numel() for s in sequences if s.num_rows < 1]
-    if short or not sequences:
-        raise ValueError(
-            f"sequences of {short} tokens: a batch needs sequences of at least {MIN_DRAFT_TOKENS}"
-        )
+    """Return one batch of all `sequences`, at least one, each with a row or more."""
     lengths = tuple(sequence.num_rows for sequence in sequences)
     hidden = [s.features if s.final_hidden is None else s.final_hidden for s in sequences]
     rows = list(zip(sequences, hidden, lengths, strict=True))

@@ -32,10 +32,9 @@ class Layout(Enum):
     """How a parameter is built from Hugging Face tensors and split over tensor-parallel ranks."""
 
     WHOLE = auto()  # the same on every rank
-    ROWS = auto()  # cut along dim 0
+    ROWS = auto()  # cut along dim 0; of gate and up: a rank's rows of gate, then its rows of up
     COLUMNS = auto()  # cut along dim 1
     QKV = auto()  # per kv head: its query heads, key head, value head; split between kv heads
-    GATE_UP = auto()  # a rank's rows of gate, then its rows of up
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +69,13 @@ _LAYER_ROWS = (
         ("post_attention_layernorm.weight",),
         Layout.WHOLE,
     ),
-    Row(("mlp.linear_fc1.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), Layout.GATE_UP),
+    Row(("mlp.linear_fc1.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), Layout.ROWS),
     Row(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), Layout.COLUMNS),
     Row(("mlp.router.weight",), ("mlp.gate.weight",), Layout.WHOLE),
     Row(
         ("mlp.shared_experts.linear_fc1.weight",),
         ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
-        Layout.GATE_UP,
+        Layout.ROWS,
     ),
     Row(
         ("mlp.shared_experts.linear_fc2.weight",),
@@ -127,7 +126,7 @@ def expert_rows(
         )
 
     return [
-        row("linear_fc1", ("gate", "up"), Layout.GATE_UP),
+        row("linear_fc1", ("gate", "up"), Layout.ROWS),
         row("linear_fc2", ("down",), Layout.WHOLE),
     ]
 
@@ -211,7 +210,7 @@ def merge(row: Row, shards: Sequence[Tensor], config: ModelConfig) -> list[Tenso
         groups = _joined(shards).unflatten(0, (config.num_kv_heads, -1))
         sizes = [shape[0] // config.num_kv_heads for shape in hf_shapes(row, config)]
         full = [part.flatten(0, 1) for part in groups.split(sizes, dim=1)]
-    else:  # ROWS is GATE_UP with one part
+    else:
         parts = [shard.chunk(len(row.hf_names), dim=0) for shard in shards]
         full = [_joined(tensors) for tensors in zip(*parts, strict=True)]
     return [tensor.contiguous() for tensor in full]

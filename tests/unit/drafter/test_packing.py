@@ -27,10 +27,6 @@ def test_wrong_sequences_are_refused() -> None:
     sequence = make_sequence(model, 6)
     with pytest.raises(ValueError, match="features has 4 rows for 6 tokens"):
         DraftSequence(token_ids=sequence.token_ids, features=sequence.features[:4])
-    with pytest.raises(ValueError, match="at least 3"):
-        pack_batch([make_sequence(model, 2)])
-    with pytest.raises(ValueError, match="at least 3"):
-        pack_batch([])
 
 
 def test_observations_are_context_and_never_a_target() -> None:
