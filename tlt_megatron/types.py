@@ -90,13 +90,9 @@ class Prompt:
         return range(self.first_sample, self.first_sample + num_samples)
 
     def limit(self, params: SamplingParams) -> int:
-        """Return the most tokens of a response. ValueError outside [1, params.max_new_tokens]."""
+        """Return the most tokens of a response."""
         limit = params.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
-        if not 1 <= limit <= params.max_new_tokens:
-            raise ValueError(
-                f"max_new_tokens={limit} of prompt {self.prompt_id!r}: must be in"
-                f" [1, {params.max_new_tokens}]"
-            )
+        assert 1 <= limit <= params.max_new_tokens, (self.prompt_id, limit)
         return limit
 
 
