@@ -36,8 +36,6 @@ def vocab_parallel_logprobs(
     unused (the end of a sequence), any valid id will do. With `kept`, log-probs and entropy are of
     the distribution over the kept tokens, to which a label must belong.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature}: must be > 0 for log-probabilities")
     logprobs_P, entropy_P, policy_logprobs_P = _VocabParallelLogprobs.apply(
         logits_PV, labels_P, temperature, tp, kept
     )

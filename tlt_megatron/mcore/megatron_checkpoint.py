@@ -25,7 +25,7 @@ from torch.futures import Future
 from tlt_megatron.mcore.checkpoint_reader import COMMON_FILE, load_state, read_common, read_metadata
 from tlt_megatron.mcore.optimizer import PolicyOptimizer
 from tlt_megatron.mcore.optimizer_state import load_optimizer_state, sharded_optimizer_state
-from tlt_megatron.runtime.collectives import barrier, broadcast_object, gather_objects
+from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 
@@ -53,16 +53,9 @@ def save_checkpoint(
     """Write weights, optimizer and schedule to `path`, a new or empty folder that all ranks see.
 
     A collective of all ranks. When it returns on any rank, all files are on disk (fsynced).
-    ValueError if the folder is not empty, RuntimeError if a weight is not finite, OSError if a rank
-    cannot write.
+    RuntimeError if a weight is not finite, OSError if a rank cannot write.
     """
     _require_finite(stage, groups)
-    is_used = False
-    if groups.world.is_first:
-        path.mkdir(parents=True, exist_ok=True)
-        is_used = any(path.iterdir())
-    if broadcast_object(is_used, groups.world):
-        raise ValueError(f"checkpoint path={str(path)!r}: must be an empty folder")
     write_state(path, _sharded_state(stage, optimizer, is_loading=False), groups.world)
 
 
