@@ -263,7 +263,7 @@ class DrafterLifecycle:
             if self.world.is_first:
                 log.warning("the drafter starts anew: %s", error)
             return
-        self.publisher.load(saved.weights, saved.record["publisher"])
+        self.publisher = DrafterPublisher(saved.weights, **saved.record["publisher"])
         self._candidate_updates = self.trainer.num_updates
         self._candidate = self._copy_weights() if saved.record["has_candidate"] else None
         files = sorted((folder / _DATA_FOLDER).glob("rank_*.safetensors"))

@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,12 +82,6 @@ class PublishedDrafter:
     version: int
     checksum: int
 
-    @staticmethod
-    def of(weights: Mapping[str, Tensor], version: int) -> PublishedDrafter:
-        """Compute the checksum, too."""
-        checksum = checksum_tensors(weights.items())
-        return PublishedDrafter(weights=weights, version=version, checksum=checksum)
-
 
 class DrafterPublisher:
     """Holds the published drafter, and decides on candidates.
@@ -96,10 +89,16 @@ class DrafterPublisher:
     The tensors that it gets must not change afterwards.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        """`weights` are those of the drafter that the engines start with, as version 0."""
-        self.published = PublishedDrafter.of(weights, 0)
-        self.num_refused = 0
+    def __init__(
+        self, weights: Mapping[str, Tensor], version: int = 0, num_refused: int = 0
+    ) -> None:
+        """`weights` are those of the drafter that the engines start with. A resumed run passes the
+        `record` of the saved one, too.
+        """
+        self.published = PublishedDrafter(
+            weights=weights, version=version, checksum=checksum_tensors(weights.items())
+        )
+        self.num_refused = num_refused
 
     def consider(
         self,
@@ -133,8 +132,3 @@ class DrafterPublisher:
     def record(self) -> dict[str, int]:
         """Return the state except the weights, as JSON types."""
         return {"version": self.published.version, "num_refused": self.num_refused}
-
-    def load(self, weights: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        """Load the published weights and the result of `record`."""
-        self.published = PublishedDrafter.of(weights, int(record["version"]))
-        self.num_refused = int(record["num_refused"])
