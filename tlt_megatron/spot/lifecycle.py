@@ -91,9 +91,7 @@ class DrafterLifecycle:
             timeline=timeline,
             measure_candidate=self._measure_candidate,
         )
-        self.checkpointer: AsyncDrafterCheckpointer | None = None
-        if world.is_first:
-            self.checkpointer = AsyncDrafterCheckpointer(run_dir / "drafter")
+        self.checkpointer = AsyncDrafterCheckpointer(run_dir / "drafter")  # the first rank saves
         self._tap_bytes = section.data_bytes
         # The drafter at the last phase boundary, the same on all ranks; None: it was considered.
         self._candidate: dict[str, Tensor] | None = None
@@ -206,7 +204,7 @@ class DrafterLifecycle:
         self._candidate = None
         if is_published:
             self._load_published()
-            if self.checkpointer is not None:
+            if self.world.is_first:
                 self.checkpointer.save(self._checkpoint())
         now = measured if is_published else published
         return self.publisher.metrics() | {
@@ -283,5 +281,4 @@ class DrafterLifecycle:
 
     def close(self) -> None:
         """Wait for the checkpoints that are still being written."""
-        if self.checkpointer is not None:
-            self.checkpointer.close()
+        self.checkpointer.close()
