@@ -135,22 +135,15 @@ class HiddenStateTap:
         copies = HostCopies()
         points = _tap_points(stage)
         has_fp8 = bool(stage[0].config.fp8)
+        tokens = [place_tokens(b.cu_seqlens, groups, has_fp8=has_fp8) for b in micro_batches]
         by_micro_batch = [
-            (
-                [place for place in places if place.micro_batch == i],
-                place_tokens(batch.cu_seqlens, groups, has_fp8=has_fp8),
-            )
-            for i, batch in enumerate(micro_batches)
+            ([place for place in places if place.micro_batch == i], each)
+            for i, each in enumerate(tokens)
         ]
+        to_host = copies if groups.pp.size == 1 else None  # stages exchange the states before
         handles = [
             points[source].register_forward_hook(
-                _hook(
-                    by_micro_batch,
-                    held,
-                    dtype=self._dtype,
-                    groups=groups,
-                    copies=copies if groups.pp.size == 1 else None,
-                )
+                _hook(by_micro_batch, held, dtype=self._dtype, groups=groups, copies=to_host)
             )
             for source, holder in holders.items()
             if holder == groups.pp.rank
@@ -160,11 +153,8 @@ class HiddenStateTap:
         finally:
             for handle in handles:
                 handle.remove()
-        state = torch.empty(
-            stage[0].config.hidden_size,
-            dtype=self._dtype,
-            device=next(stage[0].parameters()).device,
-        )
+        hidden_size = stage[0].config.hidden_size
+        state = next(stage[0].parameters()).new_empty(hidden_size, dtype=self._dtype)
         copies.wait()
         for place in places:
             if place.part == groups.part:
