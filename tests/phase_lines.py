@@ -13,9 +13,7 @@ MACHINE = "m"
 
 
 def make_ranks(rank: int, layout: ReplicaLayout, **settings: Any) -> SpotRanks:
-    return SpotRanks(
-        store=HashStore(), layout=layout, rank=rank, phase_timeout_s=180.0, **settings
-    )
+    return SpotRanks(store=HashStore(), layout=layout, rank=rank, phase_timeout_s=180.0, **settings)
 
 
 def make_view(*lines: str, layout: ReplicaLayout = FOUR) -> PhaseView:
