@@ -146,9 +146,6 @@ class PolicyTrainer:
         Without `has_update`, `update` will not be called.
         """
         section, scored, packs = self.section, plan.scored, plan.packs
-        advantages, returns = {}, None
-        if not section.has_kl_reward:
-            advantages, returns = compute_advantages(scored, section, {}, values)
         old_logprobs = ref_logprobs = None
         metrics: dict[str, float] = {}
         if section.has_logprob_pass or not has_update:
@@ -165,9 +162,10 @@ class PolicyTrainer:
             batches = [pack.batch for pack in packs]
             reference = self.model.infer_logprobs(batches, self.temperature, reference=True)
             ref_logprobs = by_key(packs, [r.logprobs for r in reference])
+        penalties = {}
         if section.has_kl_reward:
             penalties = self._kl_penalties(scored, old_logprobs, ref_logprobs)
-            advantages, returns = compute_advantages(scored, section, penalties, values)
+        advantages, returns = compute_advantages(scored, section, penalties, values)
         return Inference(
             version=version,
             plan=plan,
