@@ -10,7 +10,7 @@ memory is bounded by two layers or embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -58,8 +58,9 @@ def iter_hf_weights(
         dtype = torch.float32 if rows[0].is_float32 else first.dtype
         num_elements = sum(shard_shape(row, config, groups.tp.size).numel() for row in rows)
         if owner == groups.pp.rank:
-            flat = _pack(rows, parameters[chunk], dtype)
-            assert flat.numel() == num_elements, (rows[0].mcore_names, flat.numel(), num_elements)
+            own = (find_parameter(row, parameters[chunk]) for row in rows)
+            flat = torch.cat([parameter.detach().flatten() for parameter in own])  # a copy
+            assert (flat.dtype, flat.numel()) == (dtype, num_elements), rows[0].mcore_names
         else:
             flat = torch.empty(num_elements, dtype=dtype, device=first.device)
         following = _Sent(rows_of_ranks, flat, group, _send(flat, owner, groups.pp))
@@ -132,16 +133,6 @@ def _layers(stage: Sequence[GPTModel], pp: Group) -> Iterator[tuple[int, int, in
         for owner, layers in enumerate(chunks):
             for local_index, layer in enumerate(layers):
                 yield owner, number, local_index, layer
-
-
-def _pack(rows: list[Row], parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Copy the rows' parameters into one new flat buffer."""
-    parts = []
-    for row in rows:
-        parameter = find_parameter(row, parameters)
-        assert parameter.dtype == dtype, (row.mcore_names, parameter.dtype, dtype)
-        parts.append(parameter.detach().reshape(-1))
-    return torch.cat(parts)
 
 
 def _send(flat: Tensor, stage: int, pp: Group) -> dist.Work | None:
