@@ -38,7 +38,6 @@ REWRITES: tuple[tuple[str, str], ...] = (
     (r"self\.fp8 = fp8 is not None$", "self.fp8 = False"),  # it means the name of a format
     (r"^enable_jit_fuser\(\)$", "disable_jit_fuser()"),  # torch.compile: half a minute, no gain
 )
-_COMPILED = tuple((re.compile(pattern, re.MULTILINE), text) for pattern, text in REWRITES)
 
 
 def install() -> None:
@@ -63,8 +62,8 @@ def rewrite(source: str) -> tuple[str, tuple[int, ...]]:
     `REWRITES`.
     """
     counts = []
-    for pattern, replacement in _COMPILED:
-        source, count = pattern.subn(replacement, source)
+    for pattern, replacement in REWRITES:
+        source, count = re.subn(pattern, replacement, source, flags=re.MULTILINE)
         counts.append(count)
     return source, tuple(counts)
 
