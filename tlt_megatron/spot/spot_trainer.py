@@ -189,8 +189,7 @@ class SpotTrainer:
                 if view.is_over:
                     return None
                 plan, listed = view.plan, view.listed_in(self.ranks.rank)
-                is_mine = plan is not None and plan.epoch == listed > newest_epoch
-                if is_mine:
+                if plan is not None and plan.epoch == listed > newest_epoch:
                     return plan
                 if not view.has_left(self.ranks.rank) and num_broken < _MAX_BROKEN_SESSIONS:
                     # The session that listed this rank goes on without it, or has ended.
