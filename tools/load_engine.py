@@ -126,8 +126,7 @@ class LoadedPolicy:
         sequences: list[DraftSequence] = []
 
         def keep(rollout: Rollout, features_TF: torch.Tensor) -> None:
-            features_TF = features_TF.float().cpu()
-            sequence = draft_sequence(rollout, features_TF, self._config.hidden_size)
+            sequence = draft_sequence(rollout, features_TF.float().cpu(), self._config.hidden_size)
             if sequence.num_rows > 0:
                 sequences.append(sequence)
 
