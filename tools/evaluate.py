@@ -48,7 +48,7 @@ def evaluation_command(arguments: list[str]) -> list[str]:
         *(f"eval.num_samples={options.samples}", f"eval.temperature={options.temperature}"),
         *("eval.num_prompts=0", "eval.interval=0", "run.num_steps=0", f"run.dir={out}"),
         *("speculation.enabled=false", "spot.enabled=false", "checkpoint.resume=never"),
-        *("checkpoint.export_hf=false", "logging.trace=false"),
+        "checkpoint.export_hf=false",
         *given,
         *(word for word in rest if not word.startswith("-") and "=" in word),
     ]

@@ -109,9 +109,6 @@ _ONE: dict[str, Callable[[Any], Any]] = {
     "at_least_0": lambda value: max(0, int(value or 0)),
     "list": lambda value: value if isinstance(value, list) else [value],
     "cap": lambda value: max(0, value),
-    # newer versions: two bounds as text
-    "number": lambda value: value if isinstance(value, int | float) else None,
-    "metric": lambda name: "reward" if name in ("seq_reward", "seq_final_reward") else name,
     "loss": lambda name: "ppo" if name == "vanilla" else name,
     "module_function": lambda path: ":".join(path.rsplit(".", 1)),
 }
@@ -127,6 +124,25 @@ def _advantage(value: Any, given: Values) -> dict[str, Any]:
         return {"algorithm.loss": value}
     same = {"ppo": "gae", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
     return {"algorithm.advantage": same.get(value, value)}  # the checks refuse an unknown one
+
+
+def _filter_groups(_: Any, given: Values) -> dict[str, Any]:
+    if not given.get("algorithm.filter_groups.enable"):
+        return {}
+    metric = given.get("algorithm.filter_groups.metric", "score")
+    metric = "reward" if metric in ("seq_reward", "seq_final_reward") else metric
+    return {"algorithm.filter_groups": metric}
+
+
+def _rs_bounds(_: Any, given: Values) -> dict[str, Any] | None:
+    upper, lower = (
+        given.get(f"algorithm.rollout_correction.rollout_rs_threshold{end}")
+        for end in ("", "_lower")
+    )
+    upper = 2.0 if upper is None else upper
+    if not isinstance(upper, int | float):  # newer versions: two bounds of 1 / ratio as text
+        return None
+    return {"algorithm.rollout_rs_threshold": [lower, upper] if lower else upper}
 
 
 def _minibatches(*factors: str) -> Convert:
@@ -171,6 +187,8 @@ def _temperature(value: Any, given: Values) -> dict[str, Any]:
 
 _SEVERAL: dict[str, Convert] = {
     "advantage": _advantage,
+    "filter_groups": _filter_groups,
+    "rs_bounds": _rs_bounds,
     "verl_minibatches": _minibatches("data.train_batch_size"),
     "slime_minibatches": _minibatches("rollout_batch_size", "n_samples_per_prompt"),
     "verl_tokens": _tokens_of_sharers(

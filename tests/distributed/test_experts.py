@@ -119,7 +119,7 @@ def _grad_norm(path: Path, layout: Layout, coefficient: float) -> float:
     """Of four micro-batches whose sequences are of multiples of four tokens, which no layout
     pads.
     """
-    policy, groups = build_policy(path, layout, moe_aux_loss_coeff=coefficient)
+    policy, groups = build_policy(path, layout, transformer={"moe_aux_loss_coeff": coefficient})
     batches = [make_micro_batch((n, 12), seed=n) for n in (20, 12, 32, 8)]
     share = batches[groups.dp.rank :: groups.dp.size]
     policy.forward_backward(share, 1.0, tiny_loss)

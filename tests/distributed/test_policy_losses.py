@@ -56,7 +56,7 @@ SECTIONS = {
         rollout_is="geometric",
         rollout_rs="geometric",
         # the log-ratios of a response have means -8.8, -6.9 and more
-        rollout_rs_threshold_lower=5.5e-4,  # exp(-7.5)
+        rollout_rs_threshold=[5.5e-4, 2.0],  # exp(-7.5)
         **CLIP,
     ),
     "kept": AlgorithmSection(tis_cap=2.0, entropy_coef=0.01, **CLIP),

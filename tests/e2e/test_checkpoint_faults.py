@@ -30,7 +30,7 @@ from tlt_megatron.trainer.manifest import (
 
 pytestmark = pytest.mark.e2e
 
-QUIET = ("logging.trackers=[]", "logging.trace=false", "logging.progress=none")
+QUIET = ("logging.trackers=[]", "logging.progress=none")
 EVERY_STEP = (*QUIET, "checkpoint.interval=1", "checkpoint.keep=0")
 RESUME = ("--resume", "auto", *EVERY_STEP)
 NO_EVAL = (*EVERY_STEP, "data.eval=")
@@ -279,7 +279,7 @@ def test_a_changed_kl_reference_is_refused_and_a_copy_is_not(config: Path, tmp_p
 
 
 def test_lost_rows_are_counted_and_a_damaged_file_is_kept(config: Path, tmp_path: Path) -> None:
-    arguments = (*NO_EVAL, "logging.trace=true")
+    arguments = NO_EVAL
     run(1, config, tmp_path, *arguments, "run.num_steps=2")
     metrics, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.1.jsonl"
     damaged = ["{}", "[1]", "{\x00\x00", metrics.read_text().splitlines()[1]]
@@ -287,9 +287,7 @@ def test_lost_rows_are_counted_and_a_damaged_file_is_kept(config: Path, tmp_path
     (tmp_path / "speculation" / "rank_00000.jsonl").unlink()
     (tmp_path / "rollouts" / "step_0000001.rank_00000.jsonl").write_text("")
     (tmp_path / "timeline" / "rank_00000.jsonl").write_text("{}\n" + "\x00" * 64)
-    stderr = run_ending(
-        0, 1, config, tmp_path, *RESUME, "data.eval=", "logging.trace=true", "run.num_steps=3"
-    )
+    stderr = run_ending(0, 1, config, tmp_path, *RESUME, "data.eval=", "run.num_steps=3")
     assert "metrics.jsonl: left out 3 lines that are no rows" in stderr
     assert aside.read_text().splitlines() == damaged
     assert [row["step"] for row in metric_rows(tmp_path)] == [2, 3]

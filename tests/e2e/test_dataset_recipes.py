@@ -102,7 +102,7 @@ def test_a_recipe_trains_a_step(
         *("rollout.max_new_tokens=16", "data.max_prompt_tokens=480", "reward.num_workers=1"),
         *("reward.timeout_s=120", "reward.overlong_tokens=0", "algorithm.num_minibatches=1"),
         *("algorithm.max_num_gen_batches=1", "eval.interval=0", "eval.num_samples=1"),
-        *("eval.num_prompts=2", "logging.trackers=[]", "logging.trace=false"),
+        *("eval.num_prompts=2", "logging.trackers=[]"),
         "checkpoint.export_hf=false",
         f"data.train={tmp_path}/{TRAIN[recipe]}.jsonl",
         f"data.eval={tmp_path}/{EVAL[recipe]}.jsonl",

@@ -38,8 +38,7 @@ def dynamic(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return (
         *COMMON,
         f"reward.function={reward}:rare",
-        "algorithm.dynamic_sampling=true",
-        "algorithm.dynamic_sampling_metric=acc",
+        "algorithm.filter_groups=acc",
     )
 
 
@@ -105,8 +104,11 @@ def test_a_punishment_makes_no_group_differ(
     (tmp_path / "fours.jsonl").write_text(data)
     settings = (
         *(*COMMON, f"reward.function={function}", "reward.overlong_tokens=23"),
-        *([] if metric == "score" else [f"algorithm.dynamic_sampling_metric={metric}"]),
-        *("algorithm.dynamic_sampling=true", "algorithm.max_num_gen_batches=2", "run.num_steps=1"),
+        *(
+            f"algorithm.filter_groups={metric}",
+            "algorithm.max_num_gen_batches=2",
+            "run.num_steps=1",
+        ),
         f"data.train={tmp_path}/fours.jsonl",
     )
     stderr = run_ending(0, 1, config, tmp_path / "run", *settings)

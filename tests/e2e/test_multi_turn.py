@@ -104,7 +104,7 @@ def test_a_chat_whose_tool_writes_control_tokens(task: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["calculator", "self_correction"])
 def test_an_example_trains(task: Path, tmp_path: Path, name: str) -> None:
-    own = ("run.num_steps=2", "data.eval=", "logging.trackers=[]", "logging.trace=false")
+    own = ("run.num_steps=2", "data.eval=", "logging.trackers=[]")
     own += ("run.seed=3",)  # with it, the random policy's conversations have one turn or two
     example = REPO / "examples" / f"{name}.yaml"
     [(code, stderr)] = run_forked(

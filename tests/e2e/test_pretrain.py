@@ -127,7 +127,10 @@ def test_a_virtual_pipeline_changes_no_answer(tmp_path: Path) -> None:
     [
         ("data.max_prompt_tokens=2", "all 24 prompts are longer than data.max_prompt_tokens=2"),
         ("rollout.max_batch_size=100000000", "change rollout.max_batch_size=100000000"),
-        ("mcore.fp8=hybrid", "mcore.fp8='hybrid': must be none without a GPU, transformer-engine"),
+        (
+            "mcore.transformer.fp8=hybrid",
+            "mcore.transformer.fp8='hybrid': must be absent without a GPU, transformer-engine",
+        ),
     ],
 )
 def test_what_only_data_and_the_machine_show_is_refused(

@@ -52,7 +52,7 @@ SETTINGS = {
     "algorithm.kl_placement": ("reward",),
     "algorithm.tis_cap": (2,),
     "algorithm.rollout_rs": ("token", "sequence", "geometric"),
-    "algorithm.dynamic_sampling": ("true",),
+    "algorithm.filter_groups": ("score",),
     "algorithm.num_minibatches": (2, 3),
     "algorithm.num_epochs": (2,),
     "critic.warmup_steps": (1, 2),

@@ -39,7 +39,7 @@ VARIANTS = {
     " rollout.partial_rollout_tokens=5",
     "conversation": "data.eval= rollout.environment={task}/environment.py:answer"
     " rollout.max_turns=3 rollout.max_observation_tokens=12",
-    "dynamic": f"data.eval= {_TLT} algorithm.dynamic_sampling=true",
+    "dynamic": f"data.eval= {_TLT} algorithm.filter_groups=score",
 }
 LAYOUTS = {  # another one than two data-parallel ranks, as overrides and number of ranks
     "one rank": (("parallel.tensor=1",), 1),

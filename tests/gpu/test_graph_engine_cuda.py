@@ -57,7 +57,7 @@ def run(engine: EmbeddedEngine) -> tuple[list[list[int]], EngineStats]:
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[list[int]]:
     """Tokens of eager plain decoding on this GPU, in float64."""
-    tokens, stats = run(make_engine(path, "off", cuda_graphs=False))
+    tokens, stats = run(make_engine(path, "off", graphs="off"))
     assert stats.num_graph_replays == 0
     return tokens
 
@@ -91,7 +91,7 @@ def test_switching_in_the_middle_of_a_rollout_changes_no_token(
 def test_graphs_and_eager_passes_agree_but_for_rounding(path: Path, dtype: str) -> None:
     """Rounding can swap two candidates that are closer than it, once or so in a thousand tokens in
     bfloat16; what follows is then another text."""
-    eager, _ = run(make_engine(path, "off", dtype=dtype, cuda_graphs=False))
+    eager, _ = run(make_engine(path, "off", dtype=dtype, graphs="off"))
     tokens, _ = run(make_engine(path, "off", dtype=dtype))
     num_equal = sum(a == b for a, b in zip(eager, tokens, strict=True))
     assert num_equal >= 0.7 * len(eager)
@@ -102,7 +102,7 @@ def test_batch_invariant_tokens_are_the_same_in_bfloat16(path: Path) -> None:
     pass.
     """
     options: dict[str, object] = {"dtype": "bfloat16", "batch_invariant": True}
-    expected, _ = run(make_engine(path, "off", cuda_graphs=False, **options))
+    expected, _ = run(make_engine(path, "off", graphs="off", **options))
     assert run(make_engine(path, "off", max_batch_size=1, **options))[0] == expected
     assert run(make_engine(path, *STRATEGIES, **options))[0] == expected
 
@@ -126,17 +126,15 @@ def test_a_sleeping_engine_gives_all_back_and_wakes_with_the_same_tensors(
     assert stats.num_graph_replays > 0
 
 
-@pytest.mark.parametrize("keep_graphs", [False, True])
-def test_a_woken_engine_replays_with_the_weights_of_an_update(
-    path: Path, keep_graphs: bool
-) -> None:
-    engine = make_engine(path, "3_2_6", keep_graphs=keep_graphs)
+@pytest.mark.parametrize("graphs", ["free", "keep"])
+def test_a_woken_engine_replays_with_the_weights_of_an_update(path: Path, graphs: str) -> None:
+    engine = make_engine(path, "3_2_6", graphs=graphs)
     before, _ = run(engine)
     engine.sleep()
     torch.full((64 << 20,), torch.nan, device="cuda")  # an update uses the memory meanwhile
     engine.wake()
     other = [(name, tensor.double() * 1.5) for name, tensor in HfReader(path).items()]
-    eager = make_engine(path, "off", cuda_graphs=False)
+    eager = make_engine(path, "off", graphs="off")
     for each in (engine, eager):
         each.load_weights(other, version=1, checksum=lambda: checksum_tensors(other))
     tokens, stats = run(engine)
@@ -147,7 +145,7 @@ def test_a_woken_engine_replays_with_the_weights_of_an_update(
 @pytest.mark.parametrize("strategy", ["off", "3_2_6"])
 def test_every_batch_size_has_a_graph(path: Path, strategy: str) -> None:
     engine = make_engine(path, strategy)
-    eager = make_engine(path, "off", cuda_graphs=False)
+    eager = make_engine(path, "off", graphs="off")
     one = dataclasses.replace(PARAMS, num_samples=1, max_new_tokens=12)
     for batch_size in range(1, 9):
         prompts = [dataclasses.replace(PROMPTS[1], draw_index=i) for i in range(batch_size)]
@@ -170,7 +168,7 @@ def test_graphs_take_the_bytes_that_were_planned(tmp_path: Path) -> None:
     engine = make_engine(path, "6_1_6", **settings)
     prompts = [dataclasses.replace(PROMPTS[0], draw_index=i) for i in range(32)]
     one = dataclasses.replace(PARAMS, num_samples=1, max_new_tokens=2)
-    eager = make_engine(path, "6_1_6", cuda_graphs=False, **settings)
+    eager = make_engine(path, "6_1_6", graphs="off", **settings)
     sizes = []
     for each in (eager, engine):
         torch.cuda.synchronize()

@@ -47,7 +47,7 @@ def test_two_steps(tmp_path: Path, dtype: str) -> None:
 def test_speculation_and_graphs_change_no_token_of_the_first_step(tmp_path: Path) -> None:
     config = make_tiny_task(tmp_path)
     plain = ["rollout.dtype=float64"]
-    train(config, tmp_path / "eager", *plain, "rollout.cuda_graphs=false")
+    train(config, tmp_path / "eager", *plain, "rollout.graphs=off")
     train(config, tmp_path / "graphs", *plain, *SPECULATION)
     half = (
         len(answers(tmp_path / "eager")) // 2

@@ -210,7 +210,7 @@ def test_an_engine_on_a_pretended_gpu_does_what_it_does_on_a_cpu(
         max_batch_size=2,
         num_samples=3,
         max_new_tokens=32,
-        cuda_graphs=False,
+        graphs="off",
         prefill_chunk_tokens=20,
     )
     params = SamplingParams(num_samples=3, max_new_tokens=6, seed=5)

@@ -157,7 +157,7 @@ def test_speculation_on_a_pretended_gpu_gives_the_bits_of_plain_decoding() -> No
     ]  # fmt: skip
 
     def responses(
-        strategy: str, batch_size: int, *, cuda_graphs: bool
+        strategy: str, batch_size: int, *, graphs: str
     ) -> list[tuple[list[int], list[float]]]:
         section = RolloutSection(
             dtype="bfloat16",
@@ -165,7 +165,7 @@ def test_speculation_on_a_pretended_gpu_gives_the_bits_of_plain_decoding() -> No
             max_batch_size=batch_size,
             num_samples=1,
             max_new_tokens=8,
-            cuda_graphs=cuda_graphs,
+            graphs=graphs,
             prefill_chunk_tokens=10,
         )
         engine = EmbeddedEngine(config, section, device, max_prompt_tokens=32)
@@ -180,7 +180,7 @@ def test_speculation_on_a_pretended_gpu_gives_the_bits_of_plain_decoding() -> No
 
     device = pretend_device()
     with device.gpu:
-        expected = responses("off", 2, cuda_graphs=False)
-        assert responses("off", 1, cuda_graphs=False) == expected
-        assert responses("2_8_12", 2, cuda_graphs=True) == expected
+        expected = responses("off", 2, graphs="off")
+        assert responses("off", 1, graphs="off") == expected
+        assert responses("2_8_12", 2, graphs="free") == expected
         assert device.gpu.num_captures > 0

@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lines with a token that is neither a comment nor part of a docstring. Without what was added since
 # (API, Hub, mixtures, exchange, planner, server, routing replay, context parallelism, conversion by
 # tensor and its check, steps as graphs, virtual pipeline, FP8, dry run) the wish was 18,800 for the
-# package, 5,200 for tools and 25,000 for tests.
+# package, 4,200 for tools and 25,000 for tests.
 CODE_LINES = {
     "tlt_megatron": 21_770,
     "tlt_megatron/api": 299,
-    "tlt_megatron/config": 1_951,
+    "tlt_megatron/config": 1_962,
     "tlt_megatron/data": 467,
     "tlt_megatron/drafter": 717,
     "tlt_megatron/engines": 3_900,
@@ -35,10 +35,10 @@ CODE_LINES = {
     "tlt_megatron/speculation": 1_105,
     "tlt_megatron/spot": 945,
     "tlt_megatron/trainer": 3_274,
-    "tools": 6_996,
+    "tools": 7_010,
     "tests": 27_686,
 }
-NUM_SETTINGS = 117
+NUM_SETTINGS = 110
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things
 NO_CODE = {
     tokenize.COMMENT,

@@ -40,7 +40,7 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         _check_sglang_experts(config, policy, policy.experts)
     if policy.experts is None and config.mcore.moe_aux_loss_coeff:
         raise ValueError(
-            f"mcore.moe_aux_loss_coeff={config.mcore.moe_aux_loss_coeff}: must be 0, {config.model.path} has no experts"
+            f"mcore.transformer.moe_aux_loss_coeff={config.mcore.moe_aux_loss_coeff}: must be 0, {config.model.path} has no experts"
         )
     if policy.experts is None and config.rollout.routing_replay:
         raise ValueError(

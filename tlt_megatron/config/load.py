@@ -187,7 +187,7 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
             if value == unchanged:
                 continue
             raise ValueError(f"{name}={value!r}: was removed: {answer}")
-        if key not in known:
+        if key not in known or (isinstance(value, dict) and hints[key] is str):
             raise ValueError(f"{name}={value!r}: unknown key; {_meant(name, value, known)}")
         hint = hints[key]
         values[key] = (

@@ -17,6 +17,7 @@ from tlt_megatron.config.ranges import (
     Share,
     Unit,
     one_of,
+    require,
 )
 
 # Log-probs of training and rollouts may differ by so much if algorithm.max_logprob_diff is null.
@@ -134,14 +135,14 @@ class AlgorithmSection(Section):
     tis_cap: float = 0.0  # truncated importance sampling: cap of train/rollout; 0: off, else >= 1
     # of one token, of the whole response, or the geometric mean over its tokens
     rollout_is: Annotated[str, one_of("token", "sequence", "geometric")] = "token"
-    # no gradient where the ratio is outside the thresholds
+    # no gradient where the ratio is outside the bounds
     rollout_rs: Annotated[str, one_of("none", "token", "sequence", "geometric")] = "none"
-    rollout_rs_threshold: float = 2.0  # upper, > 1
-    rollout_rs_threshold_lower: NonNegative = 0.0  # < 1; 0: 1 / upper
-    # DAPO: draw further prompts instead of groups whose responses do not differ in the metric
-    dynamic_sampling: bool = False
-    # score | reward (less the overlong punishment) | acc or another further number of the function
-    dynamic_sampling_metric: str = "score"
+    # upper bound, > 1, whose reciprocal is the lower one; or [lower, upper]
+    rollout_rs_threshold: float | list[float] = 2.0
+    # DAPO's dynamic sampling: draw further prompts instead of groups whose responses do not differ
+    # in this: score | reward (less the overlong punishment) | acc or another further number of the
+    # reward function; none: off
+    filter_groups: str = "none"
     max_num_gen_batches: PositiveInt = 10  # generation rounds per step, at most
     num_minibatches: PositiveInt = 1  # optimizer updates per pass over a batch of rollouts
     num_epochs: PositiveInt = 1  # passes over a batch of rollouts
@@ -151,7 +152,7 @@ class AlgorithmSection(Section):
     def check(self) -> None:
         check_extension("algorithm.advantage", self.advantage)
         check_extension("algorithm.loss", self.loss)
-        self.require(bool(self.dynamic_sampling_metric), "dynamic_sampling_metric", "a name")
+        self.require(bool(self.filter_groups), "filter_groups", "a name")
         self.require(
             self.kl_estimator != "k1" or self.kl_placement == "reward",
             "kl_estimator",
@@ -175,8 +176,13 @@ class AlgorithmSection(Section):
             "rollout_is",
             "token where algorithm.tis_cap=0 (off), or set algorithm.tis_cap=2",
         )
-        self.require(self.rollout_rs_threshold > 1, "rollout_rs_threshold", "> 1")
-        self.require(self.rollout_rs_threshold_lower < 1, "rollout_rs_threshold_lower", "< 1")
+        bounds = self.rollout_rs_threshold
+        is_allowed = (
+            len(bounds) == 2 and 0 < bounds[0] < 1 < bounds[1]
+            if isinstance(bounds, list)
+            else bounds > 1
+        )
+        self.require(is_allowed, "rollout_rs_threshold", "> 1, or [lower, upper] around 1")
         limit = self.max_logprob_diff
         self.require(limit is None or limit > 0, "max_logprob_diff", "> 0 (null: by dtype)")
 
@@ -192,8 +198,9 @@ class AlgorithmSection(Section):
     @property
     def rollout_rs_bounds(self) -> tuple[float, float]:
         """Return the least and the largest ratio that is not masked."""
-        upper = self.rollout_rs_threshold
-        return self.rollout_rs_threshold_lower or 1 / upper, upper
+        bounds = self.rollout_rs_threshold
+        lower, upper = bounds if isinstance(bounds, list) else (1 / bounds, bounds)
+        return lower, upper
 
     @property
     def has_logprob_pass(self) -> bool:
@@ -240,7 +247,6 @@ class OptimizerSection(Section):
     weight_decay: NonNegative = 0.01  # not on norms and biases
     beta1: Share = 0.9  # decay of Adam's first moment
     beta2: Share = 0.95  # of its second moment
-    eps: Positive = 1e-8  # of Adam
     clip_grad: NonNegative = 1.0  # of the global gradient norm; 0: off
 
     def check(self) -> None:
@@ -270,21 +276,29 @@ class McoreSection(Section):
     recompute: Annotated[str, one_of("none", "selective", "full")] = "none"
     # During rollouts gradient buffers are freed and, on a GPU, optimizer state moves to host memory
     offload_in_rollouts: bool = False
-    # of the load-balancing loss of a mixture of experts (Switch Transformer); 0: off
-    moe_aux_loss_coeff: NonNegative = 0.0
-    # format of FP8 in the matrix products of the layers, on a GPU; weights stay in bfloat16
-    fp8: Annotated[str, one_of("none", "hybrid", "e4m3")] = "none"
     transformer: dict[str, Any] = field(default_factory=dict)  # such as attention_softmax_in_fp32
 
     def check(self) -> None:
         check_transformer_fields(self.transformer)
+        coefficient = self.moe_aux_loss_coeff
+        require(
+            isinstance(coefficient, float | int) and coefficient >= 0,
+            "mcore.transformer.moe_aux_loss_coeff",
+            coefficient,
+            "a number >= 0",
+        )
         for field_name, setting, has_effect in (
             ("recompute_modules", "mcore.recompute=selective", self.recompute == "selective"),
-            ("fp8_recipe", "mcore.fp8=hybrid or e4m3", self.fp8 != "none"),
+            ("fp8_recipe", "mcore.transformer.fp8=hybrid or e4m3", "fp8" in self.transformer),
         ):
             if field_name in self.transformer and not has_effect:
                 value = self.transformer[field_name]
                 raise ValueError(f"mcore.transformer.{field_name}={value!r}: needs {setting}")
+
+    @property
+    def moe_aux_loss_coeff(self) -> float:
+        """Return the coefficient of the load-balancing loss of a mixture of experts; 0: off."""
+        return self.transformer.get("moe_aux_loss_coeff", 0.0)
 
     @property
     def recompute_modules(self) -> list[str]:

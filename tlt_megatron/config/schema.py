@@ -86,9 +86,9 @@ class RolloutSection(Section):
     max_batch_size: PositiveInt = 64  # sequences decoded at once per replica
     kv_cache_tokens: NonNegativeInt = 0  # per replica; 0: max_batch_size full-length sequences
     prefill_chunk_tokens: PositiveInt = 2048  # prompt tokens of one prefill pass
-    cuda_graphs: bool = True  # embedded, on GPUs: capture and replay passes
-    # embedded, on GPUs: KV, weights and graphs stay during updates, so graphs are captured once
-    keep_graphs: bool = False
+    # embedded, on GPUs: free: passes are captured as graphs, which are freed during updates, as are
+    # KV and weights; keep: all three stay, so graphs are captured once; off: no graphs
+    graphs: Annotated[str, one_of("free", "keep", "off")] = "free"
     batch_invariant: bool = False  # embedded: a row's numbers do not depend on other rows
     # R3: training sends each token to the experts that the rollout sent it to
     routing_replay: bool = False
@@ -158,7 +158,6 @@ class LoggingSection(Section):
     rollouts: bool = (
         False  # every response with its reward: <run.dir>/rollouts/step_0000001.rank_00000.jsonl
     )
-    trace: bool = True  # spans of every rank, merged to <run.dir>/trace.json (Perfetto)
 
     def check(self) -> None:
         is_set = len(set(self.trackers)) == len(self.trackers)
@@ -230,11 +229,12 @@ class RunConfig:
         return self.run.num_steps * self.algorithm.num_epochs * self.algorithm.num_minibatches
 
     @property
-    def used_sampling_metric(self) -> str:
+    def sampling_metric(self) -> str:
         """Return what must differ within a group; "" without dynamic sampling."""
-        metric, is_score = self.algorithm.dynamic_sampling_metric, self.reward.is_built_in
-        metric = "score" if metric == "acc" and is_score else metric
-        return metric if self.algorithm.dynamic_sampling else ""
+        metric = self.algorithm.filter_groups
+        if metric == "acc" and self.reward.is_built_in:
+            return "score"
+        return "" if metric == "none" else metric
 
     @property
     def longest_context(self) -> int:
@@ -266,16 +266,16 @@ class RunConfig:
             f"> 1 where algorithm.advantage={advantage!r} (it compares siblings)",
         )
         self.algorithm.require(
-            rollout.num_samples > 1 or not self.algorithm.dynamic_sampling,
-            "dynamic_sampling",
-            "false where rollout.num_samples=1 (it compares siblings)",
+            rollout.num_samples > 1 or self.algorithm.filter_groups == "none",
+            "filter_groups",
+            "none where rollout.num_samples=1 (it compares siblings)",
         )
-        metric = self.used_sampling_metric
+        metric = self.sampling_metric
         known = ("score", "reward", *["acc"] * self.reward.is_built_in)
         self.algorithm.require(
             not metric or metric in known or self.reward.may_return(metric),
-            "dynamic_sampling_metric",
-            f"one of {', '.join(known)}, or a further number of {', '.join(self.reward.weights)}",
+            "filter_groups",
+            f"one of none, {', '.join(known)}, or a further number of {', '.join(self.reward.weights)}",
         )
         self.reward.require(
             self.reward.overlong_tokens < rollout.max_new_tokens,
@@ -293,9 +293,10 @@ class RunConfig:
             "transformer",
             "without moe_router_fusion where rollout.routing_replay=true: the fused router takes no routes",
         )
-        self.mcore.require(
+        require(
             self.mcore.moe_aux_loss_coeff == 0 or self.algorithm.aggregation == "token_mean",
-            "moe_aux_loss_coeff",
+            "mcore.transformer.moe_aux_loss_coeff",
+            self.mcore.moe_aux_loss_coeff,
             "0 where algorithm.aggregation is not token_mean: it is a mean over tokens",
         )
         self.mcore.require(

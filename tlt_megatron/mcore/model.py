@@ -177,6 +177,7 @@ def transformer_config(
         "persist_layer_norm": False,
         "attention_softmax_in_fp32": True,
     }
+    balancing: dict[str, Any] = {}
     if config.experts is not None:
         if device.is_cuda and not has_transformer_engine(dtype):
             raise ValueError(
@@ -190,11 +191,11 @@ def transformer_config(
             # micro-batch under sequence and context parallelism; 0.19.2 by those of all ranks.
             is_share = Version(importlib.metadata.version("megatron-core")) < Version("0.19")
             num_shares = parallel.tensor * parallel.context if is_share else 1
-            fields["moe_aux_loss_coeff"] = section.moe_aux_loss_coeff * num_shares
-            fields["moe_router_load_balancing_type"] = "aux_loss"
+            balancing["moe_aux_loss_coeff"] = section.moe_aux_loss_coeff * num_shares
+            balancing["moe_router_load_balancing_type"] = "aux_loss"
     fields = _architecture_fields(config) | fields | _RECOMPUTE[section.recompute]
     fields |= fp8_fields(section, dtype)
-    transformer = TransformerConfig(**fields | section.transformer)
+    transformer = TransformerConfig(**fields | section.transformer | balancing)
     if config.rope.attention_factor != 1.0:
         # Megatron reads these three if they are there, and computes the factor from them: 0.1 *
         # mscale * log(e) + 1. Its fused kernel cannot apply the factor.
@@ -215,12 +216,13 @@ def fp8_fields(section: McoreSection, dtype: torch.dtype) -> dict[str, Any]:
     Each tensor's scale is computed from that tensor, so a pass gives the same numbers after a
     resume.
     """
-    if section.fp8 == "none":
+    if "fp8" not in section.transformer:
         return {}
+    format_name = section.transformer["fp8"]
     recipe = section.transformer.get("fp8_recipe", "tensorwise")
     if not has_transformer_engine(dtype):
         raise ValueError(
-            f"mcore.fp8={section.fp8!r}: must be none without a GPU, transformer-engine and model.dtype=bfloat16"
+            f"mcore.transformer.fp8={format_name!r}: must be absent without a GPU, transformer-engine and model.dtype=bfloat16"
         )
     least, own = _FP8_CAPABILITY[recipe], torch.cuda.get_device_capability()
     if own < least:
@@ -228,7 +230,7 @@ def fp8_fields(section: McoreSection, dtype: torch.dtype) -> dict[str, Any]:
             f"mcore.transformer.fp8_recipe={recipe!r}: needs a GPU of compute capability"
             f" {'.'.join(map(str, least))}, this one has {'.'.join(map(str, own))}"
         )
-    return {"fp8": section.fp8, "fp8_recipe": recipe}
+    return {"fp8": format_name, "fp8_recipe": recipe}
 
 
 def _architecture_fields(config: ModelConfig) -> dict[str, Any]:

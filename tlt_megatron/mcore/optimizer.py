@@ -80,7 +80,6 @@ class PolicyOptimizer:
             weight_decay=section.weight_decay,
             adam_beta1=section.beta1,
             adam_beta2=section.beta2,
-            adam_eps=section.eps,
             clip_grad=section.clip_grad,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,

@@ -160,7 +160,7 @@ class BatchRules:
             names = {name for group in groups for details in group.details for name in details}
             if self.metric not in names and (names or any(any(g.rewards) for g in groups)):
                 raise ValueError(
-                    f"algorithm.dynamic_sampling_metric={self.metric!r}: must be score, reward or a further number of the "
+                    f"algorithm.filter_groups={self.metric!r}: must be score, reward or a further number of the "
                     f"reward function, which returned {sorted(names)}"
                 )
             values = [[details.get(self.metric, 0.0) for details in g.details] for g in groups]

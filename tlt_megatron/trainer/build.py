@@ -181,7 +181,7 @@ def _build_worker(
     path = site.run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl"
     status = site.heartbeat.status
     stack.callback(StatusWriter(site.run_dir, status).close)
-    timeline = Timeline(path if config.logging.trace else None, world.rank, status)
+    timeline = Timeline(path, world.rank, status)
     stack.callback(timeline.close)
     progress = Progress(
         config.logging.progress if world.is_first else "none",
@@ -258,8 +258,8 @@ def _batch_rules(config: RunConfig) -> BatchRules:
     return BatchRules(
         num_prompts=rollout.num_prompts,
         right_score=reward.right_score,
-        max_rounds=algorithm.max_num_gen_batches if algorithm.dynamic_sampling else 1,
-        metric=config.used_sampling_metric,
+        max_rounds=algorithm.max_num_gen_batches if config.sampling_metric else 1,
+        metric=config.sampling_metric,
         round_tokens=rollout.partial_rollout_tokens,
         num_drawn=rollout.over_sampling_prompts,
         max_prompt_tokens=config.data.max_prompt_tokens,

@@ -72,8 +72,7 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
             *(trainer.step, config.run.num_steps, run_dir),
         )
         return
-    if config.logging.trace:
-        merge_timelines(run_dir)
+    merge_timelines(run_dir)
     progress.close()
     if config.run.num_steps == 0 and rows:
         _write_evaluation(config, rows[0], run_dir / "evaluation.json", progress)

@@ -134,7 +134,7 @@ def _engine_claims(
 ) -> list[MemoryClaim]:
     rollout = config.rollout
     strategies = config.speculation.parsed_strategies if config.speculation.enabled else []
-    has_graphs = rollout.cuda_graphs and device.is_cuda
+    has_graphs = rollout.graphs != "off" and device.is_cuda
     plan = plan_memory(
         model,
         rollout,
@@ -147,7 +147,7 @@ def _engine_claims(
     weights_in = _AWAKE if device.is_cuda else ALL_PHASES
     # A rank that trains the drafter frees its KV first.
     kv_in = {Phase.ROLLOUT} if config.spot.enabled else {Phase.ROLLOUT, Phase.SPOT}
-    if rollout.keep_graphs and has_graphs:
+    if rollout.graphs == "keep" and has_graphs:
         weights_in = kv_in = ALL_PHASES
     graphs = plan.graphs.bytes_pool() if has_graphs else 0
     drafter = 0

@@ -116,7 +116,7 @@ class RolloutWorker:
         if metrics.get("rollout/filler_groups") == rules.num_prompts and self.replicas.is_first:
             log.warning(
                 "step %d: all %d groups are fillers: within none did responses differ in"
-                " algorithm.dynamic_sampling_metric, in %d generation rounds. Take easier or harder"
+                " algorithm.filter_groups, in %d generation rounds. Take easier or harder"
                 " prompts, or more rollout.num_samples",
                 *(step, rules.num_prompts, len(rounds)),
             )

@@ -35,7 +35,7 @@ class RunData:
     summary: dict[str, object] = field(default_factory=dict)
     # metrics by step, ascending; an evaluation is merged in
     rows: list[dict[str, float | None]] = field(default_factory=list)
-    trace: Trace | None = field(default=None, compare=False)  # None: the run kept none
+    trace: Trace | None = field(default=None, compare=False)  # None: not read
     passes: list[tuple[str, int, int]] = field(default_factory=list)  # strategy, batch size, number
     alarms: list[str] = field(default_factory=list)
 
@@ -105,7 +105,7 @@ def read_run(run_dir: Path, trace: Trace | None = None, name: str = "") -> RunDa
             texts=texts,
             summary=parse_object(run_dir / "summary.json", texts["summary.json"] or "{}"),
             rows=rows,
-            trace=trace if config.get("logging", {}).get("trace", True) else None,
+            trace=trace,
             passes=_read_passes(run_dir / "speculation"),
             alarms=find_alarms(rows, config),
         )

@@ -180,8 +180,8 @@ CASES = [
     Case("parts recomputed without recompute", r"mcore\.transformer\.recompute_modules=\['mlp'\]: needs mcore\.recompute=selective", overrides=("mcore.transformer.recompute_modules=[mlp]",)),
     Case("an unknown part of a layer", r"recompute_modules=\['ffn'\]: must be a list of core_attn, layernorm, mlp,", overrides=("mcore.recompute=selective", "mcore.transformer.recompute_modules=[ffn]")),
     Case("one part of a layer", r"recompute_modules='mlp': must be a list of core_attn,", overrides=("mcore.recompute=selective", "mcore.transformer.recompute_modules=mlp")),
-    Case("FP8 by delayed scales", r"mcore\.transformer\.fp8_recipe='delayed': must be one of tensorwise, blockwise, mxfp8", overrides=("mcore.fp8=hybrid", "mcore.transformer.fp8_recipe=delayed")),
-    Case("FP8's recipe without FP8", r"fp8_recipe='mxfp8': needs mcore\.fp8=hybrid or e4m3", overrides=("mcore.transformer.fp8_recipe=mxfp8",)),
+    Case("FP8 by delayed scales", r"mcore\.transformer\.fp8_recipe='delayed': must be one of tensorwise, blockwise, mxfp8", overrides=("mcore.transformer.fp8=hybrid", "mcore.transformer.fp8_recipe=delayed")),
+    Case("FP8's recipe without FP8", r"fp8_recipe='mxfp8': needs mcore\.transformer\.fp8=hybrid or e4m3", overrides=("mcore.transformer.fp8_recipe=mxfp8",)),
     *(
         Case(f"{key}={value}", re.escape(key) + rf"={shown}: must be a finite number", overrides=(f"{key}={value}",))
         for key, value, shown in (

@@ -48,7 +48,7 @@ def test_a_value_outside_its_range_is_refused_with_key_value_and_what_is_allowed
         ("algorithm.loss=gspo", r"algorithm\.aggregation='token_mean': must be sequence_mean"),
         ("algorithm.loss=cispo algorithm.dual_clip=3", r"algorithm\.dual_clip=3\.0: must be 0"),
         ("algorithm.rollout_rs_threshold=1", r"rollout_rs_threshold=1\.0: must be > 1"),
-        ("algorithm.rollout_rs_threshold_lower=1", r"rollout_rs_threshold_lower=1\.0: must be < 1"),
+        ("algorithm.rollout_rs_threshold=[1,2]", r"rollout_rs_threshold=\[1\.0, 2\.0\]: must be > 1, or \[lower, upper\] around 1"),
         ("algorithm.tis_cap=0.5", r"algorithm\.tis_cap=0\.5: must be 0 \(off\) or >= 1"),
         ("algorithm.rollout_is=sequence", r"algorithm\.rollout_is='sequence': must be token where"),
         ("rollout.partial_rollout_tokens=64", r"rollout\.partial_rollout_tokens=64: must be 0 without a correction .* algorithm\.tis_cap=2"),

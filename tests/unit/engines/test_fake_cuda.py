@@ -129,7 +129,7 @@ def test_every_batch_that_has_lanes_is_captured(
 
 
 def test_rows_in_pages_that_are_preempted(tiny_path: Path, device: PretendDevice) -> None:
-    little = {"kv_cache_tokens": 64 * 5, "max_new_tokens": 68, "cuda_graphs": False}
+    little = {"kv_cache_tokens": 64 * 5, "max_new_tokens": 68, "graphs": "off"}
     long = SamplingParams(num_samples=2, max_new_tokens=68, seed=5)
     engine = make_engine(tiny_path, device, "off", **little)
     assert run(engine, long) == run(make_engine(tiny_path, None, "off", **little), long)
@@ -223,14 +223,14 @@ def test_a_sleeping_engine_keeps_the_tensors_that_a_drafter_borrows_and_no_kv(
     assert head.cpu().equal(dict(other)["lm_head.weight"])
 
 
-@pytest.mark.parametrize("strategy, keep_graphs", [("3_2_6", True), ("off", False)])
+@pytest.mark.parametrize("strategy, graphs", [("3_2_6", "keep"), ("off", "free")])
 def test_graphs_that_are_kept_replay_with_the_weights_of_an_update(
-    tiny_path: Path, device: PretendDevice, tensors_of, strategy: str, keep_graphs: bool
+    tiny_path: Path, device: PretendDevice, tensors_of, strategy: str, graphs: str
 ) -> None:
     other = [(name, tensor * 1.5) for name, tensor in tensors_of("float64")]
     there = make_engine(tiny_path, None, "off")
     there.load_weights(other, version=1, checksum=lambda: checksum(other))
-    engine = make_engine(tiny_path, device, strategy, keep_graphs=keep_graphs)
+    engine = make_engine(tiny_path, device, strategy, graphs=graphs)
     first = run(engine)
     num_captures = device.gpu.num_captures
     engine.free_kv()
@@ -238,7 +238,7 @@ def test_graphs_that_are_kept_replay_with_the_weights_of_an_update(
     engine.wake()
     engine.load_weights(other, version=1, checksum=lambda: checksum(other))
     assert first != run(engine) == run(there)
-    assert (device.gpu.num_captures == num_captures) is keep_graphs
+    assert (device.gpu.num_captures == num_captures) is (graphs == "keep")
 
 
 @pytest.mark.parametrize("algorithm", ["hass", "eagle3"])

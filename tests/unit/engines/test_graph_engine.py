@@ -160,7 +160,7 @@ def test_sleeping_or_another_speculation_gives_graphs_back(
 
 
 def test_graphs_can_be_switched_off(tiny_path: Path, device: RecordingDevice) -> None:
-    engine = make_engine(tiny_path, device, cuda_graphs=False)
+    engine = make_engine(tiny_path, device, graphs="off")
     plain = make_engine(tiny_path, None)
     assert not engine.has_graphs
     assert run(engine, 5, 9)[0] == run(plain, 5, 9)[0]

@@ -49,28 +49,26 @@ def test_truncated_importance_sampling(level: str, expected: list[float], num_cu
 
 
 @pytest.mark.parametrize(
-    ("level", "upper", "lower", "expected"),
+    ("level", "bounds", "expected"),
     [
-        ("token", 2.0, 0.0, [0, 1, 1, 0, 1]),  # kept in [1/2, 2]
-        ("token", 4.5, 0.3, [1, 1, 1, 0, 1]),
-        ("sequence", 5.0, 0.0, [1, 1, 0, 0, 0]),  # 1/8 < 1/5
-        ("sequence", 5.0, 0.1, [1, 1, 1, 1, 1]),
-        ("geometric", 1.9, 0.0, [0, 0, 0, 0, 0]),
-        ("geometric", 1.9, 0.4, [0, 0, 1, 1, 1]),
+        ("token", 2.0, [0, 1, 1, 0, 1]),  # kept in [1/2, 2]
+        ("token", [0.3, 4.5], [1, 1, 1, 0, 1]),
+        ("sequence", 5.0, [1, 1, 0, 0, 0]),  # 1/8 < 1/5
+        ("sequence", [0.1, 5.0], [1, 1, 1, 1, 1]),
+        ("geometric", 1.9, [0, 0, 0, 0, 0]),
+        ("geometric", [0.4, 1.9], [0, 0, 1, 1, 1]),
     ],
 )
 def test_masked_importance_sampling(
-    level: str, upper: float, lower: float, expected: list[float]
+    level: str, bounds: float | list[float], expected: list[float]
 ) -> None:
-    found, metrics = weights(
-        rollout_rs=level, rollout_rs_threshold=upper, rollout_rs_threshold_lower=lower
-    )
+    found, metrics = weights(rollout_rs=level, rollout_rs_threshold=bounds)
     assert found == expected
     assert metrics == {"rollout_rs_masked_fraction": 5 - sum(expected)}
 
 
 def test_all_together_multiply_in_the_loss_and_keep_the_divisor() -> None:
-    section = AlgorithmSection(tis_cap=3.0, rollout_rs="geometric", rollout_rs_threshold_lower=0.6)
+    section = AlgorithmSection(tis_cap=3.0, rollout_rs="geometric", rollout_rs_threshold=[0.6, 2.0])
     values = torch.full((len(MASK),), -1.0, requires_grad=True)
     predicted = TokenLogprobs(
         logprobs=values, entropy=torch.zeros(len(MASK)), policy_logprobs=values

@@ -129,9 +129,7 @@ def test_another_metric_decides_and_a_wrong_name_is_refused() -> None:
     rules = BatchRules(num_prompts=1, max_rounds=2, metric="acc")
     assert draws(rules.select(groups)) == [1]
     rules = BatchRules(num_prompts=1, max_rounds=2, metric="accuracy")
-    expected = (
-        "algorithm.dynamic_sampling_metric='accuracy': must be score, reward or a further number"
-    )
+    expected = "algorithm.filter_groups='accuracy': must be score, reward or a further number"
     with pytest.raises(ValueError, match=re.escape(expected) + r".*\['acc'\]"):
         rules.select(groups)
 
@@ -153,12 +151,10 @@ def test_the_score_decides_unless_the_punished_reward_is_named() -> None:
         ("reward.function={'math':0.5,'mine.py:style':0.5}", "style/length"),
         ("reward.function={'math':0.7,'exact':0.3}", "acc"),
         ("reward.function={'math':0.7,'exact':0.3}", "exact"),
-        ("algorithm.dynamic_sampling=false", "anything"),
     ],
 )
 def test_a_metric_that_results_may_have_is_taken(functions: str, metric: str) -> None:
-    metric = f"algorithm.dynamic_sampling_metric={metric}"
-    load_config(None, ["algorithm.dynamic_sampling=true", metric, functions])
+    load_config(None, [f"algorithm.filter_groups={metric}", functions])
 
 
 def test_a_round_in_which_all_scoring_failed_keeps_no_group() -> None:
@@ -188,21 +184,17 @@ def test_soft_overlong_punishment_by_hand() -> None:
     ("override", "message"),
     [
         (
-            "algorithm.dynamic_sampling=true rollout.num_samples=1 algorithm.advantage=reinforce_plus_plus",
-            "algorithm.dynamic_sampling=True: must be false where rollout.num_samples=1",
+            "algorithm.filter_groups=score rollout.num_samples=1 algorithm.advantage=reinforce_plus_plus",
+            "algorithm.filter_groups='score': must be none where rollout.num_samples=1",
+        ),
+        ("algorithm.filter_groups=", "algorithm.filter_groups='': must be a name"),
+        (
+            "algorithm.filter_groups=accuracy",
+            "algorithm.filter_groups='accuracy': must be one of none, score, reward, acc, or a further number of math",
         ),
         (
-            "algorithm.dynamic_sampling_metric=",
-            "algorithm.dynamic_sampling_metric='': must be a name",
-        ),
-        (
-            "algorithm.dynamic_sampling=true algorithm.dynamic_sampling_metric=accuracy",
-            "algorithm.dynamic_sampling_metric='accuracy': must be one of score, reward, acc, or a further number of math",
-        ),
-        (
-            "algorithm.dynamic_sampling=true algorithm.dynamic_sampling_metric=maths"
-            " reward.function={'math':0.5,'mine.py:style':0.5}",
-            "algorithm.dynamic_sampling_metric='maths': must be one of score, reward, or a further number of math, mine.py:style",
+            "algorithm.filter_groups=maths reward.function={'math':0.5,'mine.py:style':0.5}",
+            "algorithm.filter_groups='maths': must be one of none, score, reward, or a further number of math, mine.py:style",
         ),
         (
             "reward.overlong_tokens=512",
@@ -210,7 +202,7 @@ def test_soft_overlong_punishment_by_hand() -> None:
         ),
         (
             "algorithm.filter_groups.enable=true",
-            "algorithm.filter_groups.enable: here algorithm.dynamic_sampling",
+            "algorithm.filter_groups.enable: here algorithm.filter_groups (here none for off)",
         ),
     ],
 )

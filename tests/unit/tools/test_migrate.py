@@ -119,7 +119,7 @@ CORRECTION = "algorithm.rollout_correction."
         (  # until verl 0.7.0
             f"{CORRECTION}rollout_is=token {CORRECTION}rollout_rs=token {CORRECTION}rollout_rs_threshold=3"
             f" {CORRECTION}rollout_rs_threshold_lower=0.25",
-            "algorithm.rollout_rs_threshold=3.0 algorithm.rollout_rs_threshold_lower=0.25",
+            "algorithm.rollout_rs_threshold=[0.25,3.0]",
         ),
         (
             "--advantage-estimator cispo --n-samples-per-prompt 8 --rollout-seed 7 --attention-softmax-in-fp32"
@@ -139,8 +139,8 @@ CORRECTION = "algorithm.rollout_correction."
         (
             "--max-tokens-per-gpu 1000 --context-parallel-size 8 --n-samples-per-prompt 8"
             " --recompute-granularity selective --recompute-modules mlp --fp8-format hybrid",
-            "mcore.micro_batch_tokens=8000 parallel.context=8 mcore.fp8=hybrid mcore.recompute=selective"
-            " mcore.transformer={'recompute_modules':['mlp']}",
+            "mcore.micro_batch_tokens=8000 parallel.context=8 mcore.recompute=selective"
+            " mcore.transformer={'recompute_modules':['mlp'],'fp8':'hybrid'}",
         ),
         (  # gae is verl's default
             "trainer.nnodes=1 critic.model.path=rm critic.optim.lr=2e-5 algorithm.lam=0.9 trainer.critic_warmup=3",

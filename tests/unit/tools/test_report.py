@@ -87,7 +87,6 @@ def make_run(folder: Path, *, is_plain: bool = False) -> Path:
         [
             f"speculation.enabled={not is_plain}",
             f"spot.enabled={not is_plain}",
-            f"logging.trace={not is_plain}",
         ],
     )
     folder.mkdir(parents=True)
@@ -253,7 +252,7 @@ def test_a_plain_run_says_what_it_did_not_do(tmp_path: Path) -> None:
     assert list(traces(page, "bubble")) == ["idle"]
     listed = dict(re.findall(r"<li>([^:]+): (.+)</li>", page))
     assert listed == {
-        "Timeline": "The run kept no trace (logging.trace=false).",
+        "Timeline": "The trace holds no complete step.",
         "Accepted tokens by depth": "Speculation was off (speculation.enabled=false).",
         "Strategy by batch size": "Speculation was off (speculation.enabled=false).",
         "Accept length": "Speculation was off (speculation.enabled=false).",

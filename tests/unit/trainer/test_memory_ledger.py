@@ -209,7 +209,7 @@ def test_an_idle_rank_trains_the_drafter_without_its_kv(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_keeps_its_graphs_is_counted_in_updates_too(tmp_path: Path) -> None:
-    base, kept = ledger_of(tmp_path), ledger_of(tmp_path, "rollout.keep_graphs=true")
+    base, kept = ledger_of(tmp_path), ledger_of(tmp_path, "rollout.graphs=keep")
     parts = ("engine weights", "engine KV", "engine graphs")
     more = kept.bytes_in(Phase.UPDATE) - base.bytes_in(Phase.UPDATE)
     assert more == sum(claim(kept, part) for part in parts)

@@ -68,7 +68,7 @@ class EmbeddedEngine:
         self._make_speculation = make_speculation
         self._speculation: Speculation | None = None
         self._paused: Speculation | None = None
-        self.has_graphs = section.cuda_graphs and device.graph_memory() is not None
+        self.has_graphs = section.graphs != "off" and device.graph_memory() is not None
         self._plan = self.memory_plan(())
         self._graphs = self._make_graphs()
         self._cache: KvCache | None = None
@@ -162,7 +162,7 @@ class EmbeddedEngine:
         return True
 
     def free_kv(self) -> None:
-        """See `RolloutEngine`. Also frees all graphs. With `rollout.keep_graphs` it frees nothing.
+        """See `RolloutEngine`. Also frees all graphs. With `rollout.graphs=keep` it frees nothing.
 
         Graphs read fixed addresses of KV and weights. torch's allocator cannot give memory back and
         take it again at the same address, so graphs are captured anew after the KV was freed.
@@ -172,7 +172,7 @@ class EmbeddedEngine:
 
     @property
     def _keeps_all(self) -> bool:
-        return self._section.keep_graphs and self.has_graphs
+        return self._section.graphs == "keep" and self.has_graphs
 
     def _drop_kv(self) -> None:
         self._graphs.drop()
@@ -181,7 +181,7 @@ class EmbeddedEngine:
     def sleep(self) -> None:
         """Free the KV and all graphs, on a GPU also the weights: `load_weights` sends them again.
 
-        With `rollout.keep_graphs` all of them stay.
+        With `rollout.graphs=keep` all of them stay.
         """
         self._require_open()
         self.free_kv()
