@@ -31,7 +31,7 @@ def read_slowness(path: Path, gpu: Gpu) -> dict[int, float]:
     figures = {}
     with errors_named(path):
         for row in read_lines(path):
-            if (row["stage"], row["item"]) == ("2b", "plain_2048"):
+            if (row.get("stage"), row.get("item")) == ("2b", "plain_2048"):
                 figures = row.get("figures", {})
     batches = [batch for batch in _CHECKED if "pass_ms" in figures.get(f"b{batch}", {})]
     if len(batches) < len(_CHECKED):

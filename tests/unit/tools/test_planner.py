@@ -181,11 +181,11 @@ def test_without_a_recorded_run_a_roofline_is_computed_and_called_so(plan) -> No
 
 def test_measured_passes_of_the_gpu_check_scale_the_roofline(plan, tmp_path: Path) -> None:
     words = ("--machine", "h100", "--accept-rate", "0.5", "--lengths", "4,8")
-    path = tmp_path / "results.jsonl"
+    path, start = tmp_path / "results.jsonl", {"command": ["gpu_check.py"], "time": "now"}
     gen = []
     for pass_ms in (1e9, 3e9):  # so long that the passes of a tiny model take seconds
         figures = {f"b{batch}": {"pass_ms": pass_ms} for batch in (1, 8, 64)}
-        _write(path, [{"stage": "2b", "item": "plain_2048", "figures": figures}])
+        _write(path, [start, {"stage": "2b", "item": "plain_2048", "figures": figures}])
         code, text, table = plan(*words, "--gpu-check", str(path))
         assert code == 0, text
         gen.append(table["gen"][0])
