@@ -31,7 +31,7 @@ from tlt_megatron.types import SamplingParams
 from tools import make_tiny_policy, warmup_drafter
 from tools.bench.measure import cpu_seconds, print_table, spread
 from tools.bench.replay import PassTrace, RecordingSelector, TraceTable, replay
-from tools.bench.setting import GOOD, RANDOM, long_prompts, make_drafts
+from tools.bench.speed import GOOD, RANDOM, long_prompts, make_drafts
 from tools.load_engine import LoadedPolicy
 
 _TEXTS = ("2_1_2", "4_1_4", "8_1_8", "4_2_8", "6_4_16", "ngram_8")

@@ -25,7 +25,6 @@ class Record:
     """The results of one variant, by round."""
 
     ratios: list[float] = field(default_factory=list)  # plain seconds over its own, per token
-    seconds_per_token: list[float] = field(default_factory=list)
     accept_lengths: list[float] = field(default_factory=list)
     num_compared: int = 0  # tokens compared with those of plain decoding
     num_differing: int = 0
@@ -46,17 +45,16 @@ class Comparison:
         self._policy = policy
         self._variants = variants
         self.records = {name: Record() for name in variants}
-        self.plain = Record()
+        self._plain_token_s: list[float] = []
 
     def run_round(self, batches: Sequence[Sequence[Prompt]], params: SamplingParams) -> None:
         """Run all variants. Each answers every batch, one after the other."""
         order = with_plain(list(self._variants))
         ran = [self._run(name, batches, params) for name in order]
         seconds = [spent / sum(map(len, tokens)) for spent, tokens in ran]
-        self.plain.seconds_per_token += seconds[::2]
+        self._plain_token_s += seconds[::2]
         for index in range(1, len(order), 2):
             record = self.records[order[index]]
-            record.seconds_per_token.append(seconds[index])
             plain = (seconds[index - 1] + seconds[index + 1]) / 2
             record.ratios.append(plain / seconds[index])
             pairs = zip(ran[0][1], ran[index][1], strict=True)
@@ -67,7 +65,7 @@ class Comparison:
     def _run(
         self, name: str, batches: Sequence[Sequence[Prompt]], params: SamplingParams
     ) -> tuple[float, list[list[int]]]:
-        """Return the seconds and the tokens of all responses. Records accept lengths."""
+        """Return the seconds and the tokens of all responses. Record the accept length."""
         policy = self._policy
         policy.engine.set_speculation(self._variants.get(name))
         warm_up = dataclasses.replace(params, num_samples=1, max_new_tokens=1)
@@ -76,13 +74,14 @@ class Comparison:
         seconds = 0.0
         for prompts in batches:
             seconds += cpu_seconds(lambda p=prompts: groups.extend(policy.generate(p, params)))
-        self.records.get(name, self.plain).accept_lengths.append(accept_length(groups))
+        if name != PLAIN:
+            self.records[name].accept_lengths.append(accept_length(groups))
         return seconds, [r.token_ids.tolist() for group in groups for r in group.rollouts]
 
     @property
     def plain_tokens_per_s(self) -> float:
         """Return the median over all runs."""
-        return 1.0 / statistics.median(self.plain.seconds_per_token)
+        return 1.0 / statistics.median(self._plain_token_s)
 
 
 def mismatch_per_token(records: Collection[Record]) -> float:

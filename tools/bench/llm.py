@@ -30,8 +30,7 @@ from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tools.bench.interleaved import mismatch_per_token
 from tools.bench.measure import print_table
-from tools.bench.setting import load_policy, make_drafts, make_variants
-from tools.bench.speed import bench_batch_invariant, bench_long_tail
+from tools.bench.speed import bench_batch_invariant, bench_long_tail, load_policy, make_variants
 from tools.bench.step import bench_speed, launching, print_by_step
 from tools.run_report.data import read_metrics
 
@@ -59,7 +58,7 @@ def bench_decode(options: argparse.Namespace, config: RunConfig) -> dict[str, ob
     for dtype in options.dtypes:
         policy = load_policy(settings, dtype)
         prompts = policy.prompts(_held_out(config))
-        variants = make_variants(make_drafts(policy, options.drafter), settings)
+        variants = make_variants(policy, settings)
         comparison = bench_long_tail(policy, prompts, variants, settings)
         speedup[dtype] = {name: record.ratio for name, record in comparison.records.items()}
         mismatch[dtype] = mismatch_per_token(comparison.records.values())

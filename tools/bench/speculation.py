@@ -1,18 +1,19 @@
 """Measures what speculation gains on this machine, in four tables.
 
-    python -m tools.bench speculation --dtype both
+    python -m tools.bench speculation
 
-(a) speed by batch size, for fixed strategies and both selectors; the cost model also with a useless
-drafter (b) a long-tailed set of requests end to end (c) accept length by kind of tree and
-temperature (d) the selectors against the strategy that is best over all batch sizes; `tools.bench
-ablate` judges them without noise
+- (a) speed by batch size, for fixed strategies and both selectors, and for the cost model with an
+  untrained drafter
+- (b) speed on a set of long-tailed requests, end to end
+- (c) accept length by kind of tree and temperature
+- (d) the selectors against the strategy that is best over all batch sizes; `tools.bench ablate`
+  compares them without noise
 
 It also measures what `rollout.batch_invariant` costs.
 
 `--deepen N` adds N identity layers (attention and MLP output zero) after the policy's own. Its
 tokens do not change, and its cost is that of a model N layers deeper: the drafter's one layer
-should be small beside its target. The tables say so. In the JSON of `--dtype both`, bfloat16 is at
-the top level and float32 under its name.
+should be small beside its target. The tables say so.
 """
 
 from __future__ import annotations
@@ -24,21 +25,17 @@ import torch
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tools.bench.interleaved import mismatch_per_token
-from tools.bench.measure import print_table
-from tools.bench.setting import (
+from tools.bench.measure import add_policy_options, print_table
+from tools.bench.speed import (
     BEG_MAB,
     COST_MODEL,
-    add_setting_options,
-    load_policy,
-    make_drafts,
-    make_variants,
-)
-from tools.bench.speed import (
     bench_batch_invariant,
     bench_batch_sizes,
     bench_long_tail,
     best_fixed,
     compare_selectors,
+    load_policy,
+    make_variants,
 )
 from tools.load_engine import LoadedPolicy, accept_length
 
@@ -47,38 +44,34 @@ _KINDS = {"tree": "6_4_16", "chain": "16_1_16", "n-gram": "ngram_16"}  # of 16 d
 
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this benchmark."""
-    add_setting_options(add)
+    add_policy_options(add, "eval")
+    add("--deepen", type=int, default=20, help="identity layers behind the policy's own")
+    add("--strategies", nargs="+", default=["3_1_3", "6_1_6", "10_1_10", "14_1_14", "4_2_8"])
+    add("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    add("--num-tokens", type=int, default=120, help="of each response, by batch size")
+    add("--max-new-tokens", type=int, default=600)
+    add("--temperature", type=float, default=1.0)
+    add("--rounds", type=int, default=4, help="after one that warms up")
     add("--num-requests", type=int, default=128)
     add("--num-samples", type=int, default=8)
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
     add("--accept-prompts", type=int, default=32)
     add("--accept-max-new-tokens", type=int, default=200)
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "both"))
+    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure and print the tables. Return the values of the JSON."""
-    dtypes = ("bfloat16", "float32") if options.dtype == "both" else (options.dtype,)
-    result: dict[str, object] = {}
-    for dtype in dtypes:
-        measured = _bench_one_dtype(options, dtype)
-        result |= {dtype: measured} if result else measured
-    return result | _bench_accept_lengths(options)
-
-
-def _bench_one_dtype(options: argparse.Namespace, dtype: str) -> dict[str, object]:
-    """Run all tables except (c) in one dtype."""
-    policy = load_policy(options, dtype)
+    policy = load_policy(options, options.dtype)
     prompts = policy.prompts(options.prompts)
-    drafts = make_drafts(policy, options.drafter)
-    variants = make_variants(drafts, options)
+    variants = make_variants(policy, options)
     by_batch = bench_batch_sizes(policy, prompts, variants, options)
     best = best_fixed(by_batch, options.strategies)
     in_tail = {name: variants[name] for name in (best, BEG_MAB, COST_MODEL)}
     tail = bench_long_tail(policy, prompts, in_tail, options)
     comparisons = [*by_batch.values(), tail]
     return {
-        "dtype": dtype,
+        "dtype": options.dtype,
         "num_layers": policy.num_layers,
         "rounds": options.rounds,
         "speedup_by_batch": {
@@ -92,6 +85,7 @@ def _bench_one_dtype(options: argparse.Namespace, dtype: str) -> dict[str, objec
             for name in variants
         },
         "batch_invariant": bench_batch_invariant(policy, prompts, options),
+        **_bench_accept_lengths(options),
     }
 
 

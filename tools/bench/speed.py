@@ -1,7 +1,8 @@
 """Measures speed by batch size and on long-tailed requests, and the price of batch invariance.
 
-Selectors live as long as the process, as in a training run, so they carry what they learned to the
-next batch size.
+It also makes what it compares: a policy, drafters from good to useless, and a variant for each
+strategy and selector. Selectors live as long as the process, as in a training run, so they carry
+what they learned to the next batch size.
 """
 
 from __future__ import annotations
@@ -10,9 +11,16 @@ import argparse
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from tlt_megatron.config.schema import SpeculationSection
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.types import Prompt, SamplingParams
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.speculation.beg_mab import BegMabSelector
+from tlt_megatron.speculation.cost_model import CostModelSelector
+from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.types import FinishReason, Prompt, SamplingParams
 from tools.bench.interleaved import PLAIN, Comparison, mismatch_per_token
 from tools.bench.measure import (
     cpu_seconds,
@@ -22,12 +30,63 @@ from tools.bench.measure import (
     ratios,
     told,
 )
-from tools.bench.setting import BEG_MAB, COST_MODEL, load_policy, long_prompts, parse_strategies
 from tools.load_engine import LoadedPolicy
 
+GOOD, RANDOM = "good", "random"
+COST_MODEL, BEG_MAB = "cost_model", "beg_mab"
+UNHELPED = f"{COST_MODEL}/{RANDOM}"
 _LEAST_REQUESTS = 4  # of a run
 _LONG_TAIL_ROUNDS = 3  # at most, after one warm-up round
 _INVARIANT_ROUNDS = 6
+
+
+def load_policy(options: argparse.Namespace, dtype: str, **settings: Any) -> LoadedPolicy:
+    """Return the policy of `options.model` with `options.deepen` identity layers. `settings` go to
+    RolloutSection.
+    """
+    return LoadedPolicy(
+        options.model,
+        dtype=dtype,
+        num_identity_layers=options.deepen,
+        max_new_tokens=options.max_new_tokens,
+        **settings,
+    )
+
+
+def make_drafts(policy: LoadedPolicy, drafter: str) -> dict[str, DraftInference]:
+    """Return drafters by name: the policy's own in the folder `drafter`, and an untrained one."""
+    models = {GOOD: policy.load_drafter(drafter), RANDOM: policy.new_drafter(seed=1)}
+    num_ids = SpeculationSection().num_draft_ids(models[GOOD].config.vocab_size)
+    return {name: DraftInference(model, num_ids=num_ids) for name, model in models.items()}
+
+
+def make_variants(policy: LoadedPolicy, options: argparse.Namespace) -> dict[str, Speculation]:
+    """Return every strategy and both selectors with the good drafter, and the cost model with the
+    untrained one.
+    """
+    drafts, strategies = make_drafts(policy, options.drafter), parse_strategies(options)
+    good = drafts[GOOD]
+    return {
+        **{str(s): Speculation(good, FixedSelector(s), [s]) for s in strategies},
+        BEG_MAB: Speculation(good, BegMabSelector([*strategies, OFF]), strategies),
+        COST_MODEL: Speculation(good, CostModelSelector(strategies), strategies),
+        UNHELPED: Speculation(drafts[RANDOM], CostModelSelector(strategies), strategies),
+    }
+
+
+def parse_strategies(options: argparse.Namespace) -> list[SpeculationStrategy]:
+    """Return the strategies of the options."""
+    return [SpeculationStrategy.parse(text) for text in options.strategies]
+
+
+def long_prompts(policy: LoadedPolicy, prompts: Sequence[Prompt], num_tokens: int) -> list[Prompt]:
+    """Return prompts that the policy itself answers at length.
+
+    Text forced after its end would not be representative.
+    """
+    groups = policy.generate(prompts, policy.params(num_tokens, seed=1))
+    ends = [group.rollouts[0].finish_reason for group in groups]
+    return [p for p, end in zip(prompts, ends, strict=True) if end == FinishReason.LENGTH]
 
 
 def bench_batch_sizes(

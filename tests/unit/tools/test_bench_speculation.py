@@ -8,8 +8,7 @@ import pytest
 
 from tools.bench.interleaved import PLAIN, Comparison, Record, with_plain
 from tools.bench.measure import first_differences
-from tools.bench.setting import BEG_MAB, COST_MODEL
-from tools.bench.speed import best_fixed, compare_selectors
+from tools.bench.speed import BEG_MAB, COST_MODEL, best_fixed, compare_selectors
 from tools.load_engine import LoadedPolicy
 
 
