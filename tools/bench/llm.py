@@ -73,16 +73,16 @@ def bench_decode(options: argparse.Namespace, config: RunConfig) -> dict[str, ob
 def bench_step(options: argparse.Namespace, _config: RunConfig) -> dict[str, object]:
     """Return the tables of tools/bench/step.py for this model."""
     own = (f"model.path={options.policy}", "data.eval=", "rollout.dtype=float32")
-    with launching(options, *_QUIET, *own) as launcher:
-        return bench_speed(launcher, options)
+    with launching(options, *_QUIET, *own) as launch:
+        return bench_speed(launch, options)
 
 
 def bench_learn(options: argparse.Namespace, _config: RunConfig) -> dict[str, object]:
     """Return held-out accuracy before and after `--learn-steps` of the example, and the reward by
     step.
     """
-    with launching(options, *_QUIET) as launcher:
-        folder = launcher.run("learn", options.learn_steps)
+    with launching(options, *_QUIET) as launch:
+        folder = launch("learn", options.learn_steps)
         rows = read_metrics(folder / "metrics.jsonl")
     measured = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
     rewards = [row["critic/rewards/mean"] for row in rows if "critic/rewards/mean" in row]

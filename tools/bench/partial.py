@@ -61,11 +61,11 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """Run all variants in rounds and print the table. Return the values of the JSON."""
     found: dict[str, list[dict[str, float | None]]] = {name: [] for name in _VARIANTS}
     quiet = ("checkpoint.export_hf=false", "speculation.measure_gain=false")
-    with launching(options, f"eval.interval={options.eval_interval}", *quiet) as launcher:
+    with launching(options, f"eval.interval={options.eval_interval}", *quiet) as launch:
         for seed in range(options.seeds):
             for name in turned(list(_VARIANTS), seed):
                 settings = (f"run.seed={seed}", *_VARIANTS[name])
-                ran = launcher.run(f"{name}-{seed}", options.steps, *settings)
+                ran = launch(f"{name}-{seed}", options.steps, *settings)
                 found[name].append(summarize(read_metrics(ran / "metrics.jsonl"), options.target))
     rows = [
         [name, *(", ".join(_text(of[key]) for of in runs) for key in runs[0])]

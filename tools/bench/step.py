@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ OFF, FROZEN, TLT, COLD = "off", "frozen", "tlt", "cold_start"
 ROLLOUT_SECONDS = "timing_s/gen"
 _ACCEPT_LENGTH = "drafter/live_accept_length"
 _NUM_LONG = 0.1  # share of the prompts that are called long
+Launch = Callable[..., Path]
 
 
 def variant_overrides(drafter: str) -> dict[str, tuple[str, ...]]:
@@ -58,60 +58,47 @@ def turned(names: Sequence[str], round_index: int) -> list[str]:
     return [*names[start:], *names[:start]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launcher:
-    """Runs the trainer in folders below `root`, with settings that all runs share."""
-
-    root: Path
-    config: str
-    ranks: int
-    overrides: Sequence[str]
-
-    def run(self, name: str, num_steps: int, *overrides: str) -> Path:
-        """Run `name` up to step `num_steps`, from its checkpoint if it has one. Return its folder.
-
-        RuntimeError if it fails.
-        """
-        folder = self.root / name
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [
-            *(sys.executable, "launch/torchrun.py", "--standalone"),
-            *("--nproc-per-node", str(self.ranks), "launch/pretrain_rl.py"),
-            *("--config", self.config, f"run.dir={folder}", f"run.num_steps={num_steps}"),
-            *("checkpoint.resume=auto", *self.overrides, *overrides),
-        ]
-        said = folder / "output.log"
-        started = time.perf_counter()
-        with said.open("a", encoding="utf-8") as output:
-            done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        if done.returncode:
-            quoted = "\n".join(said.read_text(encoding="utf-8").splitlines()[-30:])
-            raise RuntimeError(f"run {name} ended with {done.returncode}:\n{quoted}")
-        seconds, load = time.perf_counter() - started, os.getloadavg()[0]
-        print(f"{name}: at step {num_steps}, {seconds:.0f} s, load {load:.1f}", flush=True)
-        return folder
-
-
 @contextmanager
-def launching(options: argparse.Namespace, *overrides: str) -> Iterator[Launcher]:
-    """Yield a launcher of runs in a temporary folder. The options override `overrides`."""
+def launching(options: argparse.Namespace, *shared: str) -> Iterator[Launch]:
+    """Yield a function that runs the trainer in a folder of its own, below a temporary one.
+
+    It takes the name of a run, the step at which to end, and settings. A run continues from its
+    checkpoint if it has one. All runs have the settings `shared`, which the options override. The
+    function returns the folder of the run; RuntimeError if the run fails.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-") as root:
-        yield Launcher(
-            root=Path(root),
-            config=options.config,
-            ranks=options.ranks,
-            overrides=[*overrides, *options.overrides],
-        )
+
+        def launch(name: str, num_steps: int, *settings: str) -> Path:
+            folder = Path(root) / name
+            folder.mkdir(parents=True, exist_ok=True)
+            command = [
+                *(sys.executable, "launch/torchrun.py", "--standalone"),
+                *("--nproc-per-node", str(options.ranks), "launch/pretrain_rl.py"),
+                *("--config", options.config, f"run.dir={folder}", f"run.num_steps={num_steps}"),
+                *("checkpoint.resume=auto", *shared, *options.overrides, *settings),
+            ]
+            said = folder / "output.log"
+            started = time.perf_counter()
+            with said.open("a", encoding="utf-8") as output:
+                done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            if done.returncode:
+                quoted = "\n".join(said.read_text(encoding="utf-8").splitlines()[-30:])
+                raise RuntimeError(f"run {name} ended with {done.returncode}:\n{quoted}")
+            seconds, load = time.perf_counter() - started, os.getloadavg()[0]
+            print(f"{name}: at step {num_steps}, {seconds:.0f} s, load {load:.1f}", flush=True)
+            return folder
+
+        yield launch
 
 
-def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
+def bench_speed(launch: Launch, options: argparse.Namespace) -> dict[str, object]:
     """Run rounds of all variants over the same steps."""
     variants = variant_overrides(options.drafter)
     runs: dict[str, Run] = {}
     for round_index in range(options.rounds):
         for name in turned(list(variants), round_index):
             num_steps = (round_index + 1) * options.steps
-            runs[name] = read_run(launcher.run(f"speed/{name}", num_steps, *variants[name]))
+            runs[name] = read_run(launch(f"speed/{name}", num_steps, *variants[name]))
     num_steps = options.rounds * options.steps
     timed, later = timed_steps(num_steps, options.steps), range(2, num_steps + 1)
     base = runs[OFF]
@@ -242,9 +229,9 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         raise SystemExit(f"--steps {options.steps}: must be >= 2")
     with (
         tempfile.TemporaryDirectory() as folder,
-        launching(options, *_prepare(options, Path(folder))) as launcher,
+        launching(options, *_prepare(options, Path(folder))) as launch,
     ):
-        return {"ranks": options.ranks, **bench_speed(launcher, options)}
+        return {"ranks": options.ranks, **bench_speed(launch, options)}
 
 
 def _prepare(options: argparse.Namespace, folder: Path) -> list[str]:
