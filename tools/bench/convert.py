@@ -12,16 +12,14 @@ the Hugging Face folder and 0.5 GB.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -33,30 +31,13 @@ from tlt_megatron.mcore.model import build_stage
 from tlt_megatron.mcore.weight_map import load_hf_weights
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.hf_io import HfReader, save_hf_model
+from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import init_world
 from tools.bench.measure import print_table
+from tools.gpu.shapes import MODEL_CONFIGS
 from tools.verify_conversion import tensor_differences
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 20,
-    "intermediate_size": 6144,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
-_EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768}
-_MODELS: dict[str, dict[str, Any]] = {
-    "dense": {"model_type": "qwen3", **_SIZES},
-    "mixture": {"model_type": "qwen3_moe", **_SIZES, **_EXPERTS, "num_hidden_layers": 6},
-}
 _LAYOUTS = {
     "dense": {
         "tp2": ParallelSection(tensor=2),
@@ -72,6 +53,7 @@ _LAYOUTS = {
         "pp2 ep2": ParallelSection(pipeline=2, expert=2),
     },
 }
+_MODELS = {"dense": MODEL_CONFIGS / "2gb-dense", "mixture": MODEL_CONFIGS / "2gb-mixture"}
 _FILE_BYTES = 1 << 29
 _MORE_BYTES = 500_000_000  # than a layer and a file
 
@@ -104,25 +86,19 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     return {"rows": rows}
 
 
-def _make_model(folder: Path, config: dict[str, Any]) -> ModelConfig:
-    folder.mkdir(parents=True)
-    source = folder.with_name("source")
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    generator = torch.Generator().manual_seed(0)
-    shapes = tensor_shapes(load_model_config(source)).items()
+def _make_model(folder: Path, source: Path) -> ModelConfig:
+    """Write random weights in the shapes of `source`."""
+    config, generator = load_model_config(source), torch.Generator().manual_seed(0)
+    shapes = tensor_shapes(config).items()
     tensors = ((name, torch.randn(shape, generator=generator)) for name, shape in shapes)
     save_hf_model(folder, tensors, source, dtype=torch.bfloat16, max_shard_bytes=_FILE_BYTES)
-    return load_model_config(folder)
+    return config
 
 
 def _layer_bytes(config: ModelConfig) -> int:
     """Return the bytes of the largest layer or embedding in bfloat16."""
-    sizes: Counter[str] = Counter()
-    for name, shape in tensor_shapes(config).items():
-        prefix = ".".join(name.split(".")[:3]) if ".layers." in name else name
-        sizes[prefix] += 2 * torch.Size(shape).numel()
-    return max(sizes.values())
+    sizes = ModelSizes(config)
+    return 2 * max(sizes.layer, sizes.sparse_layer + sizes.experts, sizes.table)
 
 
 def _back(folder: Path) -> dict[str, Any]:
@@ -142,23 +118,16 @@ def _convert(source: Path, target: Path, hf: Path, *options: str) -> dict[str, A
     """Run `tlt convert`, watch its memory, and look for the largest file in the folder `hf`."""
     command = [sys.executable, "-m", "tlt_megatron.cli", "convert", "--dtype", "bfloat16"]
     started, peak = time.perf_counter(), 0
-    process = subprocess.Popen([*command, "--from", source, "--to", target, *options])
+    process = psutil.Popen([*command, "--from", source, "--to", target, *options])
     while process.poll() is None:
-        peak = max(peak, _own_bytes(process.pid))
+        memory = process.memory_info()
+        peak = max(peak, memory.rss - memory.shared)  # without what a file backs
         time.sleep(0.005)
     if process.returncode:
         raise RuntimeError(f"tlt convert ended with code {process.returncode}")
     seconds = time.perf_counter() - started
     largest = max(file.stat().st_size for file in hf.iterdir())
     return {"peak_gb": peak / 1e9, "file_gb": largest / 1e9, "seconds": seconds}
-
-
-def _own_bytes(pid: int) -> int:
-    """Return the resident memory of a process that no file backs."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    sizes = dict(line.split(":", 1) for line in status.splitlines())
-    # The line is missing while the process ends.
-    return 1024 * int(sizes.get("RssAnon", "0").split()[0])
 
 
 def _save_sharded(model: Path, target: Path, parallel: ParallelSection) -> None:
