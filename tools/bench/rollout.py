@@ -2,11 +2,11 @@
 
     python -m tools.bench rollout
 
-Both sides sample, and must do the same work on long-tailed requests. So the model first draws each
-response's length with its own stop tokens, and the measured runs replay these lengths and ignore
-stop tokens. The engine gets them as limits of single requests. transformers gets a StoppingCriteria
-that ends each row at its length. As in any batched generate, an ended row becomes padding, and a
-batch ends with its longest row.
+Both sides sample, and must do the same work on long-tailed requests. The engine first draws all
+responses with the policy's own stop tokens, and the measured runs draw the same ones again.
+transformers draws other tokens, so it ignores stop tokens: each of its batches runs up to the
+longest drawn response in it. In any batched generate, a row that has ended costs as much as one
+that runs.
 
 transformers runs with left-padded batches, KV cache, SDPA and the same dtype and threads, at each
 of `--hf-batch-sizes`; its fastest one counts. The ratio is taken per round, in one process.
@@ -22,27 +22,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tlt_megatron.types import RolloutGroup
 from tools.bench.measure import interleave, made, print_table, ratios, spread, wall_seconds
 from tools.load_engine import LoadedPolicy
-
-
-class StopAtLengths(StoppingCriteria):
-    """Ends each row of a batch at its own number of new tokens."""
-
-    def __init__(self, prompt_length: int, lengths_B: torch.Tensor) -> None:
-        self._ends_B = lengths_B + prompt_length
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:  # noqa: ARG002
-        """Return which rows have ended, [B] bool."""
-        return self._ends_B <= input_ids.shape[1]
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -140,12 +124,10 @@ def _run_hf(model: PreTrainedModel, drawn: Sequence[RolloutGroup], batch_size: i
     for start in range(0, len(requests), batch_size):
         prompts, lengths = zip(*requests[start : start + batch_size], strict=True)
         longest = max(map(len, prompts))
-        lengths_B = torch.tensor(lengths)
+        pads = [longest - len(ids) for ids in prompts]
         out = model.generate(  # pyright: ignore[reportCallIssue]
-            torch.tensor([(0,) * (longest - len(ids)) + tuple(ids) for ids in prompts]),
-            attention_mask=torch.tensor(
-                [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
-            ),
+            torch.tensor([(0,) * pad + tuple(ids) for pad, ids in zip(pads, prompts, strict=True)]),
+            attention_mask=torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads]),
             do_sample=True,
             temperature=1.0,
             top_p=1.0,
@@ -154,6 +136,5 @@ def _run_hf(model: PreTrainedModel, drawn: Sequence[RolloutGroup], batch_size: i
             use_cache=True,
             pad_token_id=0,
             eos_token_id=None,
-            stopping_criteria=StoppingCriteriaList([StopAtLengths(longest, lengths_B)]),
         )
         assert out.shape[1] == longest + max(lengths)
