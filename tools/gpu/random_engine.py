@@ -28,6 +28,22 @@ from tlt_megatron.types import Prompt, SamplingParams
 _VERSION = 0  # of the weights
 
 
+def random_weights(
+    config: ModelConfig, device: torch.device, *, zeros: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights in bfloat16 one at a time: two copies of a 7B need not fit.
+
+    Norms are 1. Weights whose names end with one of `zeros` are 0.
+    """
+    for name, shape in tensor_shapes(config).items():
+        tensor = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        elif not name.endswith(zeros):
+            tensor.normal_(std=0.02)
+        yield name, tensor
+
+
 def make_engine(
     config: ModelConfig,
     device: Device,
@@ -35,11 +51,10 @@ def make_engine(
     batch_size: int,
     num_prompt: int,
     num_new: int,
-    zeros: Sequence[str] = (),
+    zeros: tuple[str, ...] = (),
 ) -> EmbeddedEngine:
-    """Return an engine in bfloat16 for prompts and responses of these lengths.
-
-    Weights whose names end with one of `zeros` are 0.
+    """Return an engine in bfloat16 for prompts and responses of these lengths, with
+    `random_weights`.
     """
     section = RolloutSection(
         dtype="bfloat16",
@@ -51,18 +66,12 @@ def make_engine(
     engine = EmbeddedEngine(config, section, device, max_prompt_tokens=num_prompt)
     checksum = Checksum()
 
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        """One at a time: two copies of a 7B need not fit."""
-        for name, shape in tensor_shapes(config).items():
-            tensor = torch.zeros(shape, dtype=torch.bfloat16, device=device.torch_device)
-            if name.endswith("norm.weight"):
-                tensor.fill_(1.0)
-            elif not name.endswith(tuple(zeros)):
-                tensor.normal_(std=0.02)
+    def summed() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in random_weights(config, device.torch_device, zeros=zeros):
             checksum.add(name, tensor)
             yield name, tensor
 
-    engine.load_weights(weights(), version=_VERSION, checksum=checksum.value)
+    engine.load_weights(summed(), version=_VERSION, checksum=checksum.value)
     device.release_cached()
     return engine
 

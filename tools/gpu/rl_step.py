@@ -14,11 +14,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.hf_io import save_hf_model
 from tools.gpu.machine import Figures, Machine
+from tools.gpu.random_engine import random_weights
 from tools.gpu.shapes import MODEL_CONFIGS
 
 _REPO = Path(__file__).resolve().parents[2]
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}  # fmt: skip
 _SHOWN = ("timing_s/", "perf/", "actor/grad_norm", "rollout/accept_length", "memory/peak_gb/")
 _REWARD = """
@@ -93,23 +97,11 @@ def _metrics(run_dir: Path) -> Figures:
 
 
 def _write_random(folder: Path, config: dict[str, object], tokenizer: Path) -> None:
-    """Write a Hugging Face folder of a model with random weights in bfloat16 and a tokenizer of few
-    tokens.
+    """Write a Hugging Face folder of a model with random weights and the tokenizer of another
+    folder, which has few tokens.
     """
-    import torch
-    from safetensors.torch import save_file
-
-    from tlt_megatron.config.model_shape import tensor_shapes
-    from tlt_megatron.models.config import load_model_config
-
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in _TOKENIZER:
-        shutil.copy(tokenizer / name, folder / name)
-    tensors = {
-        name: torch.ones(shape, dtype=torch.bfloat16)
-        if name.endswith("norm.weight")
-        else torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
-        for name, shape in tensor_shapes(load_model_config(folder)).items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    source = folder.with_name("source")
+    shutil.copytree(tokenizer, source)
+    (source / "config.json").write_text(json.dumps(config))
+    tensors = random_weights(load_model_config(source), torch.device("cpu"))
+    save_hf_model(folder, tensors, source, dtype=torch.bfloat16)
