@@ -25,10 +25,9 @@ from tlt_megatron.config.layout import check_layout
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.memory_ledger import describe_checkpoint, make_ledger
 from tools.bench.roofline import GPUS
-from tools.planner.candidates import Candidate
 from tools.planner.computed_machine import ComputedMachine, read_slowness
-from tools.planner.machine_model import Machine
-from tools.planner.plan import print_plan
+from tools.planner.plan import Candidate, print_plan
+from tools.planner.simulation import Machine
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,7 +4,7 @@ model. Real steps take longer: see tools/bench/roofline.py for what it leaves ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.sizes import ModelSizes
 from tools.bench.roofline import ITEM_BYTES, Decoding, Gpu
 from tools.gpu.shapes import QWEN_2_5_7B
-from tools.planner.machine_model import Accepted
+from tools.planner.simulation import Accepted
 from tools.run_report.files import errors_named, read_lines
 
 _CHECKED = (1, 8, 64)  # batches of the GPU check
@@ -75,9 +75,6 @@ class ComputedMachine:
         if not 0.0 <= accept_rate < 1.0:
             raise ValueError(f"--accept-rate {accept_rate}: must be in [0, 1)")
         self._pass_s = cache(self._compute)
-
-    def check(self, strategies: Sequence[SpeculationStrategy]) -> None:
-        """All strategies can be computed."""
 
     def accepted(self, strategy: SpeculationStrategy, updates: float) -> Accepted:  # noqa: ARG002
         by_depth = [self.accept_rate**depth for depth in range(1, strategy.depth + 1)]

@@ -7,23 +7,92 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tlt_megatron.config.load import load_config
+from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.runtime.memory_claim import MemoryLedger
 from tools.bench.measure import print_table
-from tools.planner.candidates import PLAIN, Candidate, Plan, predict, variants
-from tools.planner.lengths import lognormal, resampled
-from tools.planner.machine_model import PHASES, Machine
 from tools.planner.plan_figure import draw
-from tools.planner.recorded_machine import RecordedMachine
-from tools.planner.recording import Recording, read_recording
-from tools.planner.simulation import Prediction, simulate
-from tools.planner.steps import whole
+from tools.planner.recorded_machine import RecordedMachine, Recording, read_recording
+from tools.planner.simulation import PHASES, Machine, Prediction, Variant, simulate
+from tools.planner.steps import Batch, lognormal, resampled, steps_of, whole
 
 _OFTEN = 0.05  # of the passes that bring a strategy into the advice
 _ERROR = 0.1  # of a prediction; see docs/planner.md
+_PLAIN = Variant(name="plain")
 Bars = dict[str, dict[str, float]]  # seconds of a step by phase, by the name of a bar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A configuration to predict."""
+
+    name: str
+    config: RunConfig
+    ranks: int
+    ledger: MemoryLedger
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks // self.config.ranks_per_engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The predictions of a candidate."""
+
+    candidate: Candidate
+    found: Mapping[str, Prediction]  # by variant; of the fixed strategies only the fastest
+
+    @property
+    def best(self) -> str:
+        """Return the fastest variant."""
+        return min(self.found, key=lambda name: self.found[name].step_s)
+
+    @property
+    def responses_per_rank_s(self) -> float:
+        """Return the responses that a rank brings to the update per second, with the best variant.
+
+        It compares configurations with different batches and ranks.
+        """
+        rollout = self.candidate.config.rollout
+        responses = rollout.num_prompts * rollout.num_samples
+        return responses / self.found[self.best].step_s / self.candidate.ranks
+
+
+def variants(config: RunConfig, machine: Machine) -> list[Variant]:
+    """Return the ways that are compared. "TLT" begins without a drafter if none is configured, and
+    is left out if nothing is known about drafter training.
+    """
+    section, end = config.speculation, machine.max_updates
+    strategies = section.parsed_strategies
+    frozen = Variant(name="frozen", strategies=strategies, selector=section.selector, updates=end)
+    begin = end if section.drafter else 0.0
+    tlt = replace(frozen, name="TLT", trains_drafter=True, updates=begin)
+    return [
+        _PLAIN,
+        *(Variant(name=f"always {s}", strategies=[s], updates=end) for s in strategies),
+        frozen,
+        *([tlt] if machine.updates_per_idle_s else []),
+    ]
+
+
+def predict(candidate: Candidate, machine: Machine, batches: Sequence[Batch]) -> Plan:
+    """Predict the steps in which a candidate generates these batches."""
+    config = candidate.config
+    steps, max_batch = steps_of(config.rollout, batches), config.rollout.max_batch_size
+    found = {
+        each.name: simulate(
+            machine, each, steps, num_replicas=candidate.replicas, max_batch=max_batch
+        )
+        for each in variants(config, machine)
+    }
+    fixed = sorted((n for n in found if n.startswith("always")), key=lambda n: found[n].step_s)
+    shown = {name: each for name, each in found.items() if name not in fixed[1:]}
+    return Plan(candidate=candidate, found=shown)
 
 
 def print_plan(
@@ -61,12 +130,12 @@ def print_plan(
     _print_phases(plans[0], machines[0].source)
     _print_strategies(*list(plans[0].found.items())[-1])
     _print_choice(plans, memory_bytes)
-    bars: Bars = {name: _by_phase(each) for name, each in plans[0].found.items()}
+    bars: Bars = {name: each.phases for name, each in plans[0].found.items()}
     for run, recording in finished.items():
         bars |= _print_errors(run, recording, machines[0])
     if figure:
-        found, fixed = plans[0].found, [n for n in plans[0].found if n.startswith("always")]
-        shown = {name: each for name, each in found.items() if name not in fixed}
+        found = plans[0].found
+        shown = {name: each for name, each in found.items() if not name.startswith("always")}
         title = f"The last of {found['plain'].num_steps} predicted steps, {machines[0].source}, {plans[0].candidate.replicas} replicas"
         Path(figure).write_text(draw(title, shown, bars), encoding="utf-8")
         Path(figure).with_suffix(".json").write_text(json.dumps(bars, indent=1) + "\n", "utf-8")
@@ -82,21 +151,14 @@ def _check_layouts(candidates: Sequence[Candidate], runs: Sequence[str]) -> None
                 )
 
 
-def _by_phase(found: Prediction) -> dict[str, float]:
-    return {phase: seconds / found.num_steps for phase, seconds in found.phases.items()}
-
-
 def _print_phases(plan: Plan, source: str) -> None:
     found = plan.found
     plain_s, steps = found["plain"].step_s, found["plain"].num_steps
     shown = [phase for phase in PHASES if any(each.phases[phase] for each in found.values())]
-    rows = [
-        [phase, *(each.phases[phase] / each.num_steps for each in found.values())]
-        for phase in ("gen", *shown)
-    ]
+    rows = [[phase, *(each.phases[phase] for each in found.values())] for phase in ("gen", *shown)]
     rows.append(["step", *(each.step_s for each in found.values())])
     rows.append(["times as fast as plain", *(plain_s / each.step_s for each in found.values())])
-    rows.append(["idle rank-seconds", *(each.idle_s / each.num_steps for each in found.values())])
+    rows.append(["idle rank-seconds", *(each.idle_s for each in found.values())])
     title = f"seconds of a step, {source}, mean of {steps}, {plan.candidate.replicas} replicas"
     print_table(title, ["", *found], rows)
 
@@ -160,7 +222,7 @@ def _print_errors(run: str, finished: Recording, machine: Machine) -> Bars:
     """Print a prediction beside its measured seconds, and return the bars of both."""
     config = load_config(Path(run) / "config.yaml")
     name = "TLT" if config.spot.enabled else "frozen"
-    variant = PLAIN
+    variant = _PLAIN
     if config.speculation.enabled:
         (variant,) = (each for each in variants(config, machine) if each.name == name)
     found = simulate(
@@ -172,13 +234,13 @@ def _print_errors(run: str, finished: Recording, machine: Machine) -> Bars:
     )
     rows = []
     for phase in ("gen", *(p for p in PHASES if found.phases[p]), "step"):
-        predicted = found.step_s if phase == "step" else found.phases[phase] / found.num_steps
+        predicted = found.step_s if phase == "step" else found.phases[phase]
         measured = finished.seconds(phase)
         ratio = predicted / measured if measured else None
         rows.append([phase, f"{predicted:.3f}", f"{measured:.3f}", ratio])
     print_table(f"{run}: {variant.name}", ["", "predicted", "measured", "ratio"], rows)
     measured = {phase: finished.seconds(phase) for phase in ("gen", *PHASES)}
     return {
-        f"{Path(run).name}, predicted": _by_phase(found),
+        f"{Path(run).name}, predicted": found.phases,
         f"{Path(run).name}, measured": measured,
     }

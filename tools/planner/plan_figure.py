@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from itertools import groupby
 
-from tools.planner.machine_model import PHASES
-from tools.planner.simulation import Lane, Prediction
+from tools.planner.simulation import PHASES, Lane, Prediction
 from tools.run_report.palette import BLUE, GREEN, GREY, INK, ORANGE, OTHER, PURPLE, SKY, VERMILLION
 
 _WIDTH, _LEFT, _RIGHT, _LANE, _BAR = 860, 190, 20, 26, 20

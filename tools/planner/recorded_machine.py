@@ -4,17 +4,149 @@ of the other phases.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 
-from tlt_megatron.config.strategy import OFF, SpeculationStrategy
-from tools.planner.machine_model import PHASES, Accepted
-from tools.planner.recording import PassTotals, Recording
-from tools.planner.steps import tokens_of
+from tlt_megatron.config.strategy import SpeculationStrategy
+from tools.planner.simulation import PHASES, Accepted
+from tools.planner.steps import Batch, Group, cached_by_batch, shares, tokens_of, whole
+from tools.run_report.data import read_metrics
+from tools.run_report.files import errors_named, read_lines
 
 _MIN_REQUESTS = 300  # of which acceptance is the mean; more only if a row has more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTotals:
+    """The passes of one rank in a step with one strategy at one batch size: a row of
+    speculation/rank_*.jsonl.
+    """
+
+    rank: int
+    strategy: str
+    batch_size: int
+    passes: int
+    seconds: float
+    accepted_by_depth: Sequence[int]
+    cached: float = 0.0  # mean response tokens of all running requests, from the lengths
+
+    @property
+    def requests(self) -> int:
+        """Return the requests of all passes: one counts once per pass."""
+        return self.passes * self.batch_size
+
+
+_COLUMNS = [name for name in PassTotals.__dataclass_fields__ if name != "cached"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A run: of each RL step its metrics, responses and passes."""
+
+    metrics: Sequence[Mapping[str, float]]
+    batches: Sequence[Batch]
+    passes: Sequence[Sequence[PassTotals]]
+    phases: Sequence[Mapping[str, float]]  # seconds by name; see `_phases`
+    updates: Sequence[float]  # optimizer steps of the drafter, before each RL step
+
+    @property
+    def num_replicas(self) -> int:
+        """Return the replicas of the engine. Each has written passes."""
+        return len({row.rank for rows in self.passes for row in rows})
+
+    def seconds(self, phase: str) -> float:
+        """Return the mean seconds of a phase in a step, on its slowest rank; 0.0 for one that never
+        ran.
+        """
+        return sum(row.get(phase, 0.0) for row in self.phases) / len(self.phases)
+
+    def total(self, metric: str) -> float:
+        """Return the sum of a metric over the steps; 0.0 for one that was never written."""
+        return sum(row.get(metric, 0.0) for row in self.metrics)
+
+
+def read_recording(path: Path) -> Recording:
+    """Read a run folder. ValueError names what it lacks."""
+    for name in ("metrics.jsonl", "speculation", "rollouts"):
+        if not (path / name).exists():
+            raise ValueError(
+                f"{path}: has no {name}; a run with speculation.enabled=true and logging.rollouts=true is needed"
+            )
+    with errors_named(path):
+        metrics = [
+            {name: value for name, value in row.items() if value is not None}
+            for row in read_metrics(path / "metrics.jsonl")
+            if "timing_s/step" in row
+        ]
+        passes: dict[int, list[PassTotals]] = {int(row["step"]): [] for row in metrics}
+        for file in sorted((path / "speculation").glob("rank_?????.jsonl")):
+            for row in read_lines(file):
+                values = {name: row[name] for name in _COLUMNS}
+                passes.get(row["step"], []).append(PassTotals(**values))
+        if not all(passes.values()):
+            raise ValueError("a step has no decode pass in speculation/")
+        batches = [
+            _read_batch(path, step, skips=row.get("actor/skipped_response_share", 0.0) > 0.0)
+            for step, row in zip(passes, metrics, strict=True)
+        ]
+        updates, done = [], 0.0
+        for row in metrics:
+            updates.append(done)
+            done += row.get("spot/updates", 0.0)
+        return Recording(
+            metrics=metrics,
+            batches=batches,
+            passes=list(map(_with_cached, passes.values(), batches)),
+            phases=[_phases(row, passes[int(row["step"])]) for row in metrics],
+            updates=updates,
+        )
+
+
+def _phases(row: Mapping[str, float], passes: Sequence[PassTotals]) -> Mapping[str, float]:
+    """Return the seconds of phases by name.
+
+    "gen_rest" is the part of a rollout in which no decode pass ran: prefill, and refreshes of the
+    drafter. "rest" is what no phase names.
+    """
+    start = "timing_s/"
+    seconds = {name.removeprefix(start): row[name] for name in row if name.startswith(start)}
+    of_rank: Counter[int] = Counter()
+    for each in passes:
+        of_rank[each.rank] += each.seconds  # pyright: ignore[reportArgumentType]
+    named = sum(seconds.get(phase, 0.0) for phase in ("gen", *PHASES))
+    gen_rest = max(seconds["gen"] - max(of_rank.values()), 0.0)
+    return seconds | {"gen_rest": gen_rest, "rest": max(seconds["step"] - named, 0.0)}
+
+
+def _read_batch(path: Path, step: int, *, skips: bool) -> Batch:
+    lengths: dict[int, list[int]] = {}
+    rewards: dict[int, set[float]] = {}
+    for file in sorted((path / "rollouts").glob(f"step_{step:07d}.*jsonl")):
+        for row in read_lines(file):
+            lengths.setdefault(row["draw_index"], []).append(len(row["token_ids"]))
+            rewards.setdefault(row["draw_index"], set()).add(row["reward"])
+    return [
+        Group(own, is_trained=not skips or len(rewards[draw]) > 1)
+        for draw, own in sorted(lengths.items())
+    ]
+
+
+def _with_cached(passes: Sequence[PassTotals], batch: Batch) -> list[PassTotals]:
+    """Return the passes of a step with the tokens that their requests had."""
+    ranks = sorted({row.rank for row in passes})
+    found = []
+    (requests,) = whole(batch).rounds
+    for rank, own_requests in zip(ranks, shares(requests, len(ranks)), strict=True):
+        own = [row for row in passes if row.rank == rank]
+        cached_B = cached_by_batch(own_requests, max(row.batch_size for row in own))
+        found += [replace(row, cached=float(cached_B[row.batch_size])) for row in own]
+    return found
 
 
 class RecordedMachine:
@@ -32,7 +164,7 @@ class RecordedMachine:
         self._planes = {
             s: _fit_seconds([row for _, row in found]) for s, found in self._rows.items()
         }
-        self._accepted: dict[tuple[SpeculationStrategy, float], Accepted] = {}
+        self.accepted = cache(self._nearest)
         self._phase_lines = {
             phase: _fit_phase(recordings, phase) for phase in ("gen_rest", *PHASES)
         }
@@ -42,25 +174,21 @@ class RecordedMachine:
         self.max_updates = max(r.updates[-1] for r in recordings)
 
     def pass_seconds(self, strategy: SpeculationStrategy, batch_size: int, cached: float) -> float:
+        """See `Machine`. ValueError for a strategy that did not run."""
+        if strategy not in self._planes:
+            ran = ", ".join(map(str, self._planes))
+            raise ValueError(
+                f"speculation.strategies: {strategy} did not run in the recorded runs, which have {ran}"
+            )
         start_s, request_s, token_s = self._planes[strategy]
         return start_s + request_s * batch_size + token_s * cached
-
-    def accepted(self, strategy: SpeculationStrategy, updates: float) -> Accepted:
-        """Return what a request gains from a pass with a drafter of so many optimizer steps.
-
-        All chains of the learned drafter share the acceptance by depth. A tree and an n-gram chain
-        have their own.
-        """
-        if strategy.is_off:
-            return Accepted(tokens=1.0)
-        key = strategy, updates
-        if key not in self._accepted:
-            self._accepted[key] = self._nearest(strategy, updates)
-        return self._accepted[key]
 
     def _nearest(self, strategy: SpeculationStrategy, updates: float) -> Accepted:
         """Return the mean over the passes whose drafter had the most similar number of optimizer
         steps.
+
+        All chains of the learned drafter share the acceptance by depth. A tree and an n-gram chain
+        have their own.
         """
         is_alike = _is_learned_chain if _is_learned_chain(strategy) else strategy.__eq__
         alike = [pair for other, rows in self._rows.items() if is_alike(other) for pair in rows]
@@ -85,15 +213,6 @@ class RecordedMachine:
     def phase_seconds(self, phase: str, tokens: float) -> float:
         start_s, slope_s = self._phase_lines[phase]
         return start_s + slope_s * tokens
-
-    def check(self, strategies: Sequence[SpeculationStrategy]) -> None:
-        """ValueError for strategies that did not run."""
-        missing = [str(s) for s in (OFF, *strategies) if s not in self._rows]
-        if missing:
-            ran = ", ".join(map(str, self._rows))
-            raise ValueError(
-                f"speculation.strategies: {', '.join(missing)} did not run in the recorded runs, which have {ran}"
-            )
 
 
 def _is_learned_chain(strategy: SpeculationStrategy) -> bool:

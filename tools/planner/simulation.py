@@ -7,18 +7,53 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.selector import StrategySelector, make_selector
-from tools.planner.machine_model import PHASES, Machine
 from tools.planner.steps import Request, Step, quotients, shares, stages, tokens_of
 
+# The phases of a step after its rollouts, and "rest", which is what no phase names.
+PHASES = (
+    *("reward", "publish_drafter", "values", "old_log_prob", "update_critic"),
+    *("update_actor", "update_weights", "rest"),
+)
 # Replicas that decode pass by pass, and passes that they choose between two ends of responses.
 # Further replicas have the mean speed of these, further passes the strategy of most of these.
 _NUM_CHOOSING, _MOST_CHOICES = 8, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """What a request gains from one pass."""
+
+    tokens: float  # the bonus token included
+    by_depth: Sequence[float] = ()  # share of requests that accept at least depth d, [d - 1]
+
+
+class Machine(Protocol):
+    """Recorded (recorded_machine.py) or computed (computed_machine.py)."""
+
+    source: str  # where its numbers are from
+    max_updates: float  # optimizer steps of the drafter at the end of the recordings
+    updates_per_idle_s: float  # optimizer steps that an idle rank-second brings; 0.0: no training
+
+    def pass_seconds(self, strategy: SpeculationStrategy, batch_size: int, cached: float) -> float:
+        """Return the seconds of a pass whose requests have `cached` response tokens in all."""
+        ...
+
+    def accepted(self, strategy: SpeculationStrategy, updates: float) -> Accepted:
+        """Return what a request gains from a pass with a drafter of so many optimizer steps."""
+        ...
+
+    def phase_seconds(self, phase: str, tokens: float) -> float:
+        """Return the seconds of a phase with so many response tokens of a replica.
+
+        "gen_rest" is what a rollout takes besides decode passes.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,31 +81,29 @@ Lane = list[Passes]  # of a replica in a generation round
 
 @dataclass(slots=True, kw_only=True)
 class Prediction:
-    """Sums over the steps, and the last step in detail."""
+    """Means over the steps, and the last step in detail."""
 
     num_steps: int
     trains_drafter: bool
-    # seconds; "gen" is the slowest replica's rollout
+    # seconds of a step; "gen" is the slowest replica's rollout
     phases: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    idle_s: float = 0.0  # rank-seconds
-    updates: float = 0.0  # optimizer steps of the drafter, at the end
+    idle_s: float = 0.0  # rank-seconds of a step
     passes: Counter[tuple[str, int]] = field(default_factory=Counter)  # by strategy and batch size
     last_rounds: list[list[Lane]] = field(default_factory=list)  # without replicas at mean speed
     last_phases: dict[str, float] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float:
-        """Return the mean seconds of a step."""
-        return sum(self.phases.values()) / self.num_steps
+        """Return the seconds of a step."""
+        return sum(self.phases.values())
 
 
 def simulate(
     machine: Machine, variant: Variant, steps: Sequence[Step], *, num_replicas: int, max_batch: int
 ) -> Prediction:
     """Predict these steps, whose responses have known lengths."""
-    found = Prediction(
-        num_steps=len(steps), trains_drafter=variant.trains_drafter, updates=variant.updates
-    )
+    found = Prediction(num_steps=len(steps), trains_drafter=variant.trains_drafter)
+    updates = variant.updates
     selectors = [
         make_selector(variant.selector, variant.strategies, max_batch_size=max_batch)
         for _ in range(min(num_replicas, _NUM_CHOOSING))
@@ -79,7 +112,7 @@ def simulate(
         phases: defaultdict[str, float] = defaultdict(float)
         found.last_rounds = []
         for requests in step.rounds:
-            decode = _Decode(machine, found.updates, max_batch)
+            decode = _Decode(machine, updates, max_batch)
             own = shares(requests, num_replicas)
             lanes = [list(decode.run(*each)) for each in zip(own, selectors, strict=False)]
             seconds = [sum(each.seconds for each in lane) for lane in lanes]
@@ -87,13 +120,13 @@ def simulate(
             idle_s = sum(max(seconds) - each for each in seconds)
             tokens = sum(request.new for each in requests for request in each) / num_replicas
             phases["gen"] += max(seconds) + machine.phase_seconds("gen_rest", tokens)
-            found.idle_s += idle_s
+            found.idle_s += idle_s / len(steps)
             found.last_rounds.append(lanes)
             for each in (each for lane in lanes for each in lane):
                 key = str(each.strategy), each.batch_size
                 found.passes[key] += each.count  # pyright: ignore[reportArgumentType]
             if variant.trains_drafter:
-                found.updates += idle_s * machine.updates_per_idle_s
+                updates += idle_s * machine.updates_per_idle_s
                 for selector in selectors:
                     selector.drafter_changed()
         for phase in PHASES:
@@ -101,7 +134,7 @@ def simulate(
                 tokens = tokens_of(phase, step.batch) / num_replicas
                 phases[phase] += machine.phase_seconds(phase, tokens)
         for phase, seconds in phases.items():
-            found.phases[phase] += seconds
+            found.phases[phase] += seconds / len(steps)
         found.last_phases = dict(phases)
     return found
 

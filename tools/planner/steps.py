@@ -1,14 +1,24 @@
-"""The responses of an RL step: what each replica generates, and the stages in which it ends."""
+"""The responses of an RL step: their lengths, recorded or assumed, what each replica generates, and
+the stages in which it ends.
+"""
 
 from __future__ import annotations
 
 import heapq
+import math
+import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+
+from tlt_megatron.config.schema import RolloutSection
+
+_NUM_STEPS = 10  # with lengths that are assumed
+_P99 = 2.326  # standard deviations
+_T = TypeVar("_T")
 
 
 class Group(NamedTuple):
@@ -75,14 +85,17 @@ class _Open(NamedTuple):
         return found
 
 
-def partial_steps(
-    batches: Sequence[Batch], *, num_prompts: int, round_tokens: int, num_drawn: int
-) -> list[Step]:
-    """Return as many steps of partial rollouts, with the groups of all `batches` in a row.
+def steps_of(rollout: RolloutSection, batches: Sequence[Batch]) -> list[Step]:
+    """Return the steps in which `rollout` generates these batches.
 
-    A response gains at most `round_tokens` in a round. Rounds end when `num_prompts` groups are
-    complete, and the others go on in the next step (tlt_megatron/rewards/batch_rules.py).
+    In partial rollouts a response gains at most `partial_rollout_tokens` in a round. Rounds end
+    when `num_prompts` groups are complete, and the others go on in the next step
+    (tlt_megatron/rewards/batch_rules.py). Groups are drawn from all `batches` in a row.
     """
+    if not rollout.partial_rollout_tokens:
+        return list(map(whole, batches))
+    num_prompts, round_tokens = rollout.num_prompts, rollout.partial_rollout_tokens
+    num_drawn = rollout.over_sampling_prompts or num_prompts
     drawn = cycle(group for batch in batches for group in batch)
     steps, carried = [], []
     for _ in batches:
@@ -100,6 +113,42 @@ def partial_steps(
         steps.append(Step(rounds, [each.group for each in complete[:num_prompts]]))
         carried = [each for each in groups if not each.is_complete] + complete[num_prompts:]
     return steps
+
+
+def resampled(rollout: RolloutSection, batches: Sequence[Batch]) -> list[Batch]:
+    """Return as many batches of the configured size: prompts and responses are drawn again if it
+    differs.
+    """
+    draw = random.Random(0)
+
+    def sized(values: list[_T], count: int) -> list[_T]:
+        return values if len(values) == count else draw.choices(values, k=count)
+
+    def resized(group: Group) -> Group:
+        taken = sized(group.lengths, rollout.num_samples)
+        return group._replace(lengths=[min(length, rollout.max_new_tokens) for length in taken])
+
+    return [list(map(resized, sized(batch, rollout.num_prompts))) for batch in batches]
+
+
+def lognormal(rollout: RolloutSection, text: str) -> list[Batch]:
+    """Return batches of lognormal lengths. `text` is "median,p99"; ValueError if it is not."""
+    try:
+        median, p99 = (float(word) for word in text.split(","))
+    except ValueError:
+        median = p99 = 0.0
+    if not 1.0 <= median < p99:
+        raise ValueError(f"--lengths {text}: must be MEDIAN,P99 in tokens, as in 1200,18000")
+    draw, sigma = random.Random(0), math.log(p99 / median) / _P99
+
+    def length() -> int:
+        tokens = round(draw.lognormvariate(math.log(median), sigma))
+        return min(max(tokens, 1), rollout.max_new_tokens)
+
+    return [
+        [Group([length() for _ in range(rollout.num_samples)]) for _ in range(rollout.num_prompts)]
+        for _ in range(_NUM_STEPS)
+    ]
 
 
 def shares(requests: Round, num_replicas: int) -> list[list[Request]]:
