@@ -221,10 +221,13 @@ def _problem(candidate: Candidate, memory_bytes: float) -> str:
 def _print_errors(run: str, finished: Recording, machine: Machine) -> Bars:
     """Print a prediction beside its measured seconds, and return the bars of both."""
     config = load_config(Path(run) / "config.yaml")
-    name = "TLT" if config.spot.enabled else "frozen"
     variant = _PLAIN
     if config.speculation.enabled:
-        (variant,) = (each for each in variants(config, machine) if each.name == name)
+        known = {each.name: each for each in variants(config, machine)}
+        name = "TLT" if config.spot.enabled else "frozen"
+        if name not in known:
+            raise ValueError(f"--against {run}: trained its drafter, but no run of --simulate did")
+        variant = known[name]
     found = simulate(
         machine,
         variant,

@@ -217,6 +217,13 @@ def test_prediction_stands_beside_what_was_measured(plan, tmp_path: Path) -> Non
     assert (predicted, ratio) == (measured, 1.0)
 
 
+def test_drafter_training_is_not_predicted_from_runs_without_it(plan, tmp_path: Path) -> None:
+    frozen, trained = (_record(tmp_path / str(spot), spot=spot) for spot in (False, True))
+    code, text, _ = plan("--simulate", str(frozen), "--against", str(trained))
+    assert code == 2
+    assert "trained its drafter, but no run of --simulate did" in text
+
+
 def test_longer_responses_take_longer(plan, tmp_path: Path) -> None:
     run = str(_record(tmp_path / "run"))
     _, _, short = plan("--simulate", run, "--lengths", "4,8", "rollout.max_new_tokens=400")
