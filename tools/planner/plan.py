@@ -152,15 +152,14 @@ def _check_layouts(candidates: Sequence[Candidate], runs: Sequence[str]) -> None
 
 
 def _print_phases(plan: Plan, source: str) -> None:
-    found = plan.found
-    plain_s, steps = found["plain"].step_s, found["plain"].num_steps
-    shown = [phase for phase in PHASES if any(each.phases[phase] for each in found.values())]
-    rows = [[phase, *(each.phases[phase] for each in found.values())] for phase in ("gen", *shown)]
-    rows.append(["step", *(each.step_s for each in found.values())])
-    rows.append(["times as fast as plain", *(plain_s / each.step_s for each in found.values())])
-    rows.append(["idle rank-seconds", *(each.idle_s for each in found.values())])
-    title = f"seconds of a step, {source}, mean of {steps}, {plan.candidate.replicas} replicas"
-    print_table(title, ["", *found], rows)
+    plain, predictions = plan.found["plain"], plan.found.values()
+    shown = [phase for phase in PHASES if any(each.phases[phase] for each in predictions)]
+    rows = [[phase, *(each.phases[phase] for each in predictions)] for phase in ("gen", *shown)]
+    rows.append(["step", *(each.step_s for each in predictions)])
+    rows.append(["times as fast as plain", *(plain.step_s / each.step_s for each in predictions)])
+    rows.append(["idle rank-seconds", *(each.idle_s for each in predictions)])
+    title = f"seconds of a step, {source}, mean of {plain.num_steps}, {plan.candidate.replicas} replicas"
+    print_table(title, ["", *plan.found], rows)
 
 
 def _print_strategies(name: str, found: Prediction) -> None:

@@ -31,7 +31,7 @@ from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.layers import RmsNorm
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.types import SamplingParams
-from tools.bench.graph_bytes import bytes_naive, bytes_single
+from tools.bench.roofline import bytes_naive, bytes_single
 from tools.gpu.shapes import QWEN_2_5_7B as QWEN_7B
 
 TINY = dataclasses.replace(
