@@ -8,7 +8,8 @@ interpreter multiplies wrongly. A shape that fails does not keep the others from
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +32,11 @@ _WIDE = {torch.bfloat16: torch.float32, torch.float32: torch.float64, torch.floa
 _ATTENTION = [(b, 1, s) for b in (1, 8, 64) for s in (512, 2048, 18_432)]
 _ATTENTION += [(1, 7, 2048), (8, 7, 2048), (1, 7, 18_432), (1, 17, 2048), (16, 17, 2048)]
 
-Case = Callable[[], Figures]
 
-
-def _run_all(cases: Iterable[tuple[str, Case]]) -> Iterator[Figures]:
+def _run_all(cases: Mapping[str, Callable[[], Figures]]) -> Iterator[Figures]:
     """Yield the figures of all cases. RuntimeError at the end names those that failed."""
     failed, summary = [], ""
-    for name, case in cases:
+    for name, case in cases.items():
         try:
             figures = case()
             summary += f" {name} {figures.get('us', figures.get('us_1')):.1f}us"
@@ -83,15 +82,14 @@ def noise(machine: Machine) -> Iterator[Figures]:
         found = noise_kernel.noisy_argmax(logits, *keys)
         if (differing := int((found != expected).sum())) > 0:
             raise RuntimeError(f"{differing} of {num_rows} tokens differ")
-        return _timed(
-            device, lambda _: noise_kernel.noisy_argmax(logits, *keys), 0.0, logits.nbytes
-        )
+        run = partial(noise_kernel.noisy_argmax, logits, *keys)
+        return _timed(device, lambda _: run(), 0.0, logits.nbytes)
 
     def add(num_rows: int) -> Figures:
         dtype = torch.float32 if machine.is_cpu else torch.bfloat16
         logits = torch.randn(num_rows, for_drafts, device=device.torch_device).to(dtype)
-        keys, one = _keys(num_rows, device), torch.ones((), dtype=torch.float64)
-        one = one.to(device.torch_device)
+        keys = _keys(num_rows, device)
+        one = torch.ones((), dtype=torch.float64, device=device.torch_device)
         ids = 3 * torch.arange(for_drafts, device=device.torch_device)
         given = (logits, *keys, one, one, ids)
         found = noise_kernel.add_noise(*given)
@@ -99,9 +97,8 @@ def noise(machine: Machine) -> Iterator[Figures]:
         return _timed(device, lambda _: noise_kernel.add_noise(*given), error)
 
     counts = machine.pick((1, 8, 64, 320), (1, 3))
-    cases = [(f"argmax_{n}", lambda n=n: argmax(n)) for n in counts]
-    cases += [(f"add_{n}", lambda n=n: add(n)) for n in counts[:-1]]
-    yield from _run_all(cases)
+    cases = {f"argmax_{n}": partial(argmax, n) for n in counts}
+    yield from _run_all(cases | {f"add_{n}": partial(add, n) for n in counts[:-1]})
 
 
 def _keys(num_rows: int, device: Device) -> tuple[Tensor, Tensor]:
@@ -118,17 +115,15 @@ def attention(machine: Machine, dtype_name: str) -> Iterator[Figures]:
     if machine.is_cpu and dtype == torch.bfloat16:
         dtype = torch.float32
     shapes = machine.pick(_ATTENTION, [(2, 1, 40), (1, 3, 530)])
-    if machine.is_tiny or dtype_name == "bfloat16":
-        lanes = shapes
-    else:  # other dtypes are for tests: a few shapes
+    is_main = dtype_name == "bfloat16"
+    lanes = shapes
+    if not is_main and not machine.is_tiny:  # other dtypes are for tests: a few shapes
         lanes = [shape for shape in shapes if shape[0] == 1]
-    cases = [(_name(s), lambda s=s: _attend_lanes(machine, device, dtype, *s)) for s in lanes]
-    if dtype_name == "bfloat16":
+    cases = {_name(s): partial(_attend_lanes, machine, device, dtype, s) for s in lanes}
+    if is_main:
         plain = [shape for shape in shapes if shape[1] == 1]
-        cases += [
-            (f"ordered_{_name(s)}", lambda s=s: _attend_ordered(machine, device, dtype, s[0], s[2]))
-            for s in plain
-        ]
+        ordered = partial(_attend_ordered, machine, device, dtype)
+        cases |= {f"ordered_{_name(s)}": partial(ordered, s) for s in plain}
     yield from _run_all(cases)
 
 
@@ -138,16 +133,12 @@ def _name(shape: tuple[int, int, int]) -> str:
 
 
 def _attend_lanes(
-    machine: Machine,
-    device: Device,
-    dtype: torch.dtype,
-    batch_size: int,
-    num_rows: int,
-    context: int,
+    machine: Machine, device: Device, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> Figures:
     """Each row sees its context, and of the last `num_rows` positions those up to its own."""
-    shape, gpu = machine.pick(QWEN_2_5_7B, TINY), device.torch_device
-    num_kv, head_dim, repeat = shape.num_kv_heads, shape.head_dim, shape.num_heads // shape.num_kv_heads  # fmt: skip
+    batch_size, num_rows, context = shape
+    c, gpu = machine.pick(QWEN_2_5_7B, TINY), device.torch_device
+    num_kv, head_dim, repeat = c.num_kv_heads, c.head_dim, c.num_heads // c.num_kv_heads
     kv_bytes = 2 * num_kv * batch_size * context * head_dim * dtype.itemsize
     pools = [
         torch.randn(2 * num_kv, batch_size * context, head_dim, device=gpu).to(dtype)
@@ -170,14 +161,15 @@ def _attend_lanes(
 
 
 def _attend_ordered(
-    machine: Machine, device: Device, dtype: torch.dtype, batch_size: int, context: int
+    machine: Machine, device: Device, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> Figures:
     """One token of each row over all of its context, which lies anywhere in the pool."""
-    shape, gpu = machine.pick(QWEN_2_5_7B, TINY), device.torch_device
-    num_kv, head_dim = shape.num_kv_heads, shape.head_dim
+    batch_size, _, context = shape
+    c, gpu = machine.pick(QWEN_2_5_7B, TINY), device.torch_device
+    num_kv, head_dim = c.num_kv_heads, c.head_dim
     num_slots = batch_size * context
     kv = torch.randn(2 * num_kv, num_slots, head_dim, device=gpu).to(dtype)
-    query = torch.randn(batch_size, shape.num_heads, head_dim, device=gpu).to(dtype)
+    query = torch.randn(batch_size, c.num_heads, head_dim, device=gpu).to(dtype)
     table = torch.randperm(num_slots, device=gpu).view(batch_size, context)
     rows = torch.arange(batch_size, device=gpu)
     given = (query, kv, table, rows, torch.full_like(rows, context))
@@ -226,5 +218,5 @@ def rows(machine: Machine) -> Iterator[Figures]:
         error = _check(found, expected, dtype)
         return _timed(device, lambda _: normalize(x, weight, eps), error)
 
-    cases = [(name, lambda shape=shape: product(shape)) for name, shape in matrices.items()]
-    yield from _run_all([*cases, ("norm", norm)])
+    cases = {name: partial(product, shape) for name, shape in matrices.items()}
+    yield from _run_all({**cases, "norm": norm})

@@ -74,7 +74,7 @@ class Machine:
         return select_device("cpu" if self.is_cpu else "cuda")
 
 
-def seconds_of(device: Device, run: Callable[[], object], *, least_s: float = _LEAST_S) -> float:
+def seconds_of(device: Device, run: Callable[[], object]) -> float:
     """Return the seconds of one call: the median of a few rounds of back-to-back calls, each until
     the device is done.
     """
@@ -87,10 +87,8 @@ def seconds_of(device: Device, run: Callable[[], object], *, least_s: float = _L
         device.synchronize()
         return (time.perf_counter() - started) / count
 
-    if not device.is_cuda:
-        least_s = 0.0
     round_of(1)
-    count = 1 + int(least_s / max(round_of(1), 1e-7))
+    count = 1 + int(_LEAST_S / max(round_of(1), 1e-7)) if device.is_cuda else 1
     return statistics.median(round_of(count) for _ in range(_ROUNDS))
 
 
@@ -107,7 +105,7 @@ def kernel_seconds(device: Device, run: Callable[[int], object], *, calls: int =
 
     memory = device.graph_memory()
     if memory is None:
-        return seconds_of(device, lambda: run(0), least_s=0.0)
+        return seconds_of(device, lambda: run(0))
     return seconds_of(device, memory.capture(work)) / calls
 
 
