@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 
 import numpy as np
 
 from tlt_megatron.config.strategy import SpeculationStrategy
+from tools.compare_runs import Response, StepRecord, read_run
 from tools.planner.simulation import PHASES, Accepted
 from tools.planner.steps import Batch, Group, cached_by_batch, shares, tokens_of, whole
-from tools.run_report.data import read_metrics
 from tools.run_report.files import errors_named, read_lines
 
 _MIN_REQUESTS = 300  # of which acceptance is the mean; more only if a row has more
@@ -79,32 +79,23 @@ def read_recording(path: Path) -> Recording:
                 f"{path}: has no {name}; a run with speculation.enabled=true and logging.rollouts=true is needed"
             )
     with errors_named(path):
-        metrics = [
-            {name: value for name, value in row.items() if value is not None}
-            for row in read_metrics(path / "metrics.jsonl")
-            if "timing_s/step" in row
-        ]
-        passes: dict[int, list[PassTotals]] = {int(row["step"]): [] for row in metrics}
+        run = read_run(path)
+        passes: dict[int, list[PassTotals]] = {step: [] for step in run}
         for file in sorted((path / "speculation").glob("rank_?????.jsonl")):
             for row in read_lines(file):
                 values = {name: row[name] for name in _COLUMNS}
                 passes.get(row["step"], []).append(PassTotals(**values))
         if not all(passes.values()):
             raise ValueError("a step has no decode pass in speculation/")
-        batches = [
-            _read_batch(path, step, skips=row.get("actor/skipped_response_share", 0.0) > 0.0)
-            for step, row in zip(passes, metrics, strict=True)
-        ]
-        updates, done = [], 0.0
-        for row in metrics:
-            updates.append(done)
-            done += row.get("spot/updates", 0.0)
+        batches = list(map(_batch_of, run.values()))
+        metrics = [record.metrics for record in run.values()]
+        new_updates = (row.get("spot/updates", 0.0) for row in metrics[:-1])
         return Recording(
             metrics=metrics,
             batches=batches,
             passes=list(map(_with_cached, passes.values(), batches)),
-            phases=[_phases(row, passes[int(row["step"])]) for row in metrics],
-            updates=updates,
+            phases=list(map(_phases, metrics, passes.values())),
+            updates=list(accumulate(new_updates, initial=0.0)),
         )
 
 
@@ -124,16 +115,20 @@ def _phases(row: Mapping[str, float], passes: Sequence[PassTotals]) -> Mapping[s
     return seconds | {"gen_rest": gen_rest, "rest": max(seconds["step"] - named, 0.0)}
 
 
-def _read_batch(path: Path, step: int, *, skips: bool) -> Batch:
-    lengths: dict[int, list[int]] = {}
-    rewards: dict[int, set[float]] = {}
-    for file in sorted((path / "rollouts").glob(f"step_{step:07d}.*jsonl")):
-        for row in read_lines(file):
-            lengths.setdefault(row["draw_index"], []).append(len(row["token_ids"]))
-            rewards.setdefault(row["draw_index"], set()).add(row["reward"])
+def _batch_of(step: StepRecord) -> Batch:
+    """Return the responses of a step by prompt. A run that skips responses skips groups of equal
+    rewards.
+    """
+    skips = step.metrics.get("actor/skipped_response_share", 0.0) > 0.0
+    groups: dict[int, list[Response]] = {}
+    for (draw_index, _), response in step.responses.items():
+        groups.setdefault(draw_index, []).append(response)
     return [
-        Group(own, is_trained=not skips or len(rewards[draw]) > 1)
-        for draw, own in sorted(lengths.items())
+        Group(
+            [len(token_ids) for token_ids, _ in own],
+            is_trained=not skips or len({reward for _, reward in own}) > 1,
+        )
+        for _, own in sorted(groups.items())
     ]
 
 

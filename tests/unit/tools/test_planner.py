@@ -61,9 +61,9 @@ def _record(folder: Path, *, spot: bool = True, cached_s: float = 0.0) -> Path:
         )
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
         responses = [
-            {"draw_index": index, "token_ids": [7] * length, "reward": 1.0}
+            {"draw_index": index, "sample_index": i, "token_ids": [7] * length, "reward": 1.0}
             for index, lengths in enumerate(prompts)
-            for length in lengths
+            for i, length in enumerate(lengths)
         ]
         _write(folder / "rollouts" / f"step_{step:07d}.rank_00000.jsonl", responses)
     (folder / "speculation").mkdir(exist_ok=True)
