@@ -17,7 +17,7 @@ import argparse
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -38,7 +38,6 @@ _TEXTS = ("2_1_2", "4_1_4", "8_1_8", "4_2_8", "6_4_16", "ngram_8")
 _STRATEGIES = [SpeculationStrategy.parse(text) for text in _TEXTS]
 _PHASES = {"first": GOOD, "later": GOOD, "collapse": RANDOM, "useless": RANDOM, "again": GOOD}
 _LEAST_GAIN = 0.01
-Strategies = Sequence[SpeculationStrategy]
 Tables = dict[str, TraceTable]  # by drafter
 
 
@@ -59,12 +58,18 @@ class _UsualWidths(CostModelSelector):
             kind.widths.clear()
 
 
-PARTS: dict[str, Callable[[Strategies], StrategySelector]] = {
-    "the cost model, against BEG-MAB": lambda all_: BegMabSelector([*all_, OFF]),
-    "probes": _NoProbes,
-    "learned width of trees": _UsualWidths,
-    "n-gram strategies": lambda all_: CostModelSelector([s for s in all_ if s.is_learned]),
-    "trees beside chains": lambda all_: CostModelSelector([s for s in all_ if s.is_chain]),
+SELECTORS: dict[str, Callable[[], StrategySelector]] = {
+    **{f"{s}": partial(FixedSelector, s) for s in (OFF, *_STRATEGIES)},
+    "beg_mab": partial(BegMabSelector, [*_STRATEGIES, OFF]),
+    "cost_model": partial(CostModelSelector, _STRATEGIES),
+}
+# What takes the place of the cost model where a part is missing.
+PARTS: dict[str, Callable[[], StrategySelector]] = {
+    "the cost model, against BEG-MAB": SELECTORS["beg_mab"],
+    "probes": partial(_NoProbes, _STRATEGIES),
+    "learned width of trees": partial(_UsualWidths, _STRATEGIES),
+    "n-gram strategies": partial(CostModelSelector, [s for s in _STRATEGIES if s.is_learned]),
+    "trees beside chains": partial(CostModelSelector, [s for s in _STRATEGIES if s.is_chain]),
 }
 
 
@@ -87,28 +92,24 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     the JSON.
     """
     traces = {seed: _trace(options, seed) for seed in options.seeds}
-    makers: dict[str, Callable[[], StrategySelector]] = {
-        **{f"{s}": partial(FixedSelector, s) for s in (OFF, *_STRATEGIES)},
-        "beg_mab": partial(BegMabSelector, [*_STRATEGIES, OFF]),
-        "cost_model": partial(CostModelSelector, _STRATEGIES),
-    }
-    shares = {
-        name: {seed: phase_shares(make(), of, seed, options) for seed, of in traces.items()}
-        for name, make in makers.items()
-    }
-    rows = [[name, *map(_medians, zip(*of.values(), strict=True))] for name, of in shares.items()]
+
+    def shares_of(make: Callable[[], StrategySelector]) -> dict[int, list[float]]:
+        return {seed: phase_shares(make(), of, seed, options) for seed, of in traces.items()}
+
+    shares = {name: shares_of(make) for name, make in SELECTORS.items()}
+    rows = []
+    for name, by_seed in shares.items():
+        by_phase = zip(*by_seed.values(), strict=True)
+        rows.append([name, *(f"{statistics.median(of):.3f}" for of in by_phase)])
     title = f"throughput over the oracle's, median of seeds {options.seeds}"
     print_table(title, ["", *_PHASES], rows)
-    whole = {seed: statistics.fmean(of) for seed, of in shares["cost_model"].items()}
     gains, rows = {}, []
     for part, make in PARTS.items():
-        found = [
-            whole[seed] / statistics.fmean(phase_shares(make(_STRATEGIES), of, seed, options))
-            for seed, of in traces.items()
-        ]
-        gains[part] = spread(found)
-        stays = gains[part]["median"] > 1.0 + _LEAST_GAIN and gains[part]["min"] > 1.0
-        rows.append([part, *(f"{x:.3f}" for x in gains[part].values()), "stays" if stays else "-"])
+        pairs = zip(shares["cost_model"].values(), shares_of(make).values(), strict=True)
+        found = spread([statistics.fmean(whole) / statistics.fmean(rest) for whole, rest in pairs])
+        gains[part] = found
+        stays = found["median"] > 1.0 + _LEAST_GAIN and found["min"] > 1.0
+        rows.append([part, *(f"{x:.3f}" for x in found.values()), "stays" if stays else "-"])
     columns = ("part", "with / without, median", "min", "max", "verdict")
     print_table("parts, all phases with equal weight", columns, rows)
     return {"shares": shares, "gains": gains}
@@ -129,10 +130,6 @@ def phase_shares(
         noise = 10 * seed + number
         shares.append(replay(selector, tables[drafter], sizes, noise))
     return shares
-
-
-def _medians(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.3f}"
 
 
 def _trace(options: argparse.Namespace, seed: int) -> Tables:
