@@ -21,49 +21,17 @@ import numpy as np
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.sizes import ModelSizes
 from tools.bench.measure import print_table
-from tools.bench.roofline import GPUS, QWEN_2_5_32B, Decoding
+from tools.bench.roofline import GPUS, PAPER, QWEN_2_5_32B, Decoding
 from tools.gpu.shapes import QWEN_2_5_7B
 from tools.planner.steps import Request, stages
 
 _CONTEXT = 2048  # assumed; it hardly matters
 _TOPK = 8  # rows of a draft pass
-_VERIFY = (16, 32, 48, 64, 96, 128)  # tokens to verify
-_BATCHES = (1, 2, 4, 8, 16, 32)
-# Figure 13, Qwen2.5-32B on 4 H100 at batch 1: accept lengths and speedups by draft depth, in the
-# order of _VERIFY.
-_FIGURE_13 = {
-    4: ((4.63, 4.74, 4.78, 4.81, 4.81, 4.82), (2.71, 2.67, 2.63, 2.60, 2.51, 2.40)),
-    6: ((5.71, 6.08, 6.16, 6.31, 6.31, 6.36), (3.09, 3.16, 3.15, 3.17, 3.06, 2.94)),
-    8: ((6.34, 7.01, 7.24, 7.39, 7.49, 7.51), (3.19, 3.40, 3.43, 3.47, 3.39, 3.29)),
-    10: ((6.80, 7.63, 7.97, 8.21, 8.31, 8.39), (3.22, 3.46, 3.56, 3.62, 3.56, 3.46)),
-    12: ((7.02, 8.05, 8.49, 8.76, 8.86, 9.06), (3.12, 3.47, 3.58, 3.66, 3.59, 3.54)),
-    16: ((7.25, 8.44, 8.97, 9.23, 9.51, 9.78), (2.94, 3.26, 3.41, 3.48, 3.49, 3.45)),
-}
-_DEPTH = 10  # of table 4, whose speedups are by tokens to verify, in the order of _BATCHES
-_TABLE_4 = {
-    16: (3.22, 3.08, 3.01, 2.73, 2.67, 2.48),
-    32: (3.46, 3.28, 3.09, 2.63, 2.52, 2.23),
-    48: (3.56, 3.39, 3.13, 2.51, 2.24, 1.90),
-    64: (3.62, 3.38, 2.98, 2.27, 1.91, 1.70),
-}
-# Table 2, Qwen2.5-7B at batch 1: bytes per second of the data sheet, tokens per second without
-# speculation.
-_TABLE_2 = {
-    "B200": (8.0e12, 259.71),
-    "H100": (3.35e12, 164.65),
-    "A100": (2.039e12, 92.83),
-    "RTX 5090": (1.792e12, 100.89),
-    "RTX 4090": (1.008e12, 65.28),
-    "RTX 3090": (0.936e12, 51.75),
-}
-# Figure 14: 128 requests, speculation below 32 of them.
-_REQUESTS, _BELOW, _ROLLOUT_SPEEDUP = 128, 32, 2.44
-# Table 3: end to end speedups by nodes of 8 GPUs. FastRL's example has 512 responses and TP 4.
-_TABLE_3 = {
-    "7B": (QWEN_2_5_7B, {1: 1.21, 2: 1.45, 4: 1.62, 8: 1.76}),
-    "32B": (QWEN_2_5_32B, {4: 1.83, 8: 2.12}),
-}
-_RESPONSES, _ENGINES_OF_NODE = 512, 2
+_DEPTH = 10  # of table 4
+_VERIFY: Sequence[int] = PAPER["figure_13"]["verify"]
+_ACCEPT_LENGTHS: Mapping[int, Sequence[float]] = PAPER["figure_13"]["accept_lengths"]
+_TABLE_4: Mapping[int, Sequence[float]] = PAPER["table_4"]["speedups"]
+_MODELS = {"7B": QWEN_2_5_7B, "32B": QWEN_2_5_32B}
 _LENGTHS = ((2000, 8000), (2000, 16000), (2000, 32000))  # assumed: median, 99th percentile
 
 
@@ -87,7 +55,7 @@ class Fit:
 
     def speedup(self, batch: int, depth: int, verify: int) -> float:
         """Return how much faster speculation is, with the accept length of figure 13."""
-        accepted = _FIGURE_13[depth][0][_VERIFY.index(verify)]
+        accepted = _ACCEPT_LENGTHS[depth][_VERIFY.index(verify)]
         return accepted * self.plain(batch) / self.speculative(batch, depth, verify)
 
     def rollout_s(self, lengths: Sequence[int]) -> tuple[float, float]:
@@ -97,7 +65,7 @@ class Fit:
             seconds = stage.tokens * self.plain(stage.batch_size)
             best = max(self.speedup(stage.batch_size, _DEPTH, verify) for verify in _TABLE_4)
             plain_s += seconds
-            tlt_s += seconds / (best if stage.batch_size < _BELOW else 1.0)
+            tlt_s += seconds / (best if stage.batch_size < PAPER["figure_14"]["below"] else 1.0)
         return plain_s, tlt_s
 
     def _decoding(self, batch: int) -> Decoding:
@@ -109,7 +77,7 @@ def fit() -> Fit:
     bare, rows, seconds = Fit(), [], []
     for verify, speedups in _TABLE_4.items():
         # accepted x plain = speedup x speculative, in which both overheads are linear
-        factor = _FIGURE_13[_DEPTH][0][_VERIFY.index(verify)] / speedups[0]
+        factor = _ACCEPT_LENGTHS[_DEPTH][_VERIFY.index(verify)] / speedups[0]
         rows.append([factor - 1.0, -_DEPTH])
         seconds.append(bare.speculative(1, _DEPTH, verify) - factor * bare.plain(1))
     (pass_s, draft_s), *_ = np.linalg.lstsq(np.array(rows), np.array(seconds), rcond=None)
@@ -122,18 +90,16 @@ def run(options: argparse.Namespace) -> dict[str, object]:  # noqa: ARG001
     print(
         f"fitted: {1e3 * found.pass_s:.2f} ms beside a pass, {1e3 * found.draft_s:.2f} ms beside a draft pass"
     )
+    batches = PAPER["table_4"]["batches"]
     table_4 = {
-        verify: [found.speedup(batch, _DEPTH, verify) / paper - 1.0 for batch, paper in cells]
-        for verify, cells in ((v, zip(_BATCHES, row, strict=True)) for v, row in _TABLE_4.items())
+        verify: _errors([found.speedup(batch, _DEPTH, verify) for batch in batches], papers)
+        for verify, papers in _TABLE_4.items()
     }
-    _print_errors("table 4 by tokens to verify and batch; batch 1 is fitted", _BATCHES, table_4)
+    _print_errors("table 4 by tokens to verify and batch; batch 1 is fitted", batches, table_4)
     others = [abs(error) for row in table_4.values() for error in row[1:]]
     figure_13 = {
-        depth: [
-            found.speedup(1, depth, verify) / paper - 1.0
-            for verify, paper in zip(_VERIFY, papers, strict=True)
-        ]
-        for depth, (_, papers) in _FIGURE_13.items()
+        depth: _errors([found.speedup(1, depth, verify) for verify in _VERIFY], papers)
+        for depth, papers in PAPER["figure_13"]["speedups"].items()
     }
     _print_errors("figure 13 by draft depth and tokens to verify", _VERIFY, figure_13)
     fresh = [abs(error) for depth, row in figure_13.items() if depth != _DEPTH for error in row]
@@ -148,6 +114,10 @@ def run(options: argparse.Namespace) -> dict[str, object]:  # noqa: ARG001
     }
 
 
+def _errors(computed: Sequence[float], measured: Sequence[float]) -> list[float]:
+    return [one / other - 1.0 for one, other in zip(computed, measured, strict=True)]
+
+
 def _print_errors(
     title: str, columns: Sequence[int], errors: Mapping[int, Sequence[float]]
 ) -> None:
@@ -159,8 +129,8 @@ def _table_2() -> dict[str, float]:
     """Print plain tokens per second with one overhead of all GPUs, and return the errors."""
     decoding = Decoding(model=QWEN_2_5_7B, num_gpus=1, batch=1, context=_CONTEXT)
     num_bytes = decoding.parts_s(GPUS["H100"], 1)[0] * GPUS["H100"].bandwidth
-    bare_s = {name: num_bytes / bandwidth for name, (bandwidth, _) in _TABLE_2.items()}
-    speeds = {name: speed for name, (_, speed) in _TABLE_2.items()}
+    bare_s = {name: num_bytes / each for name, each in PAPER["table_2"]["bandwidth"].items()}
+    speeds: Mapping[str, float] = PAPER["table_2"]["tokens_per_s"]
     # least relative errors of the seconds: the sum of ((bare + overhead) x speed - 1) squared
     rest = sum((1.0 - bare_s[name] * speed) * speed for name, speed in speeds.items())
     overhead_s = rest / sum(speed**2 for speed in speeds.values())
@@ -187,19 +157,20 @@ def _assumed(found: Fit) -> list[list[str | float]]:
     The update of table 3 takes four forward passes' operations of all weights at the peak.
     """
     rows: list[list[str | float]] = []
-    cases = [_lognormal(_REQUESTS, *each) for each in _LENGTHS]
+    figure, table = PAPER["figure_14"], PAPER["table_3"]
+    cases = [_lognormal(figure["requests"], *each) for each in _LENGTHS]
     speedups = [plain_s / tlt_s for plain_s, tlt_s in map(found.rollout_s, cases)]
-    rows.append(["figure 14, rollout", _ROLLOUT_SPEEDUP, *speedups])
-    for name, (model, papers) in _TABLE_3.items():
-        machine = replace(found, model=model)
+    rows.append(["figure 14, rollout", figure["rollout_speedup"], *speedups])
+    for name, papers in table["speedups"].items():
+        machine = replace(found, model=_MODELS[name])
         for nodes, paper in papers.items():
             speedups = []
             for each in _LENGTHS:
-                lengths = _lognormal(_RESPONSES, *each)
+                lengths = _lognormal(table["responses"], *each)
                 # of the engine with the longest response
-                own = lengths[:: -_ENGINES_OF_NODE * nodes]
+                own = lengths[:: -table["engines_of_node"] * nodes]
                 plain_s, tlt_s = machine.rollout_s(own)
-                operations = 8 * ModelSizes(model).total * sum(lengths)
+                operations = 8 * ModelSizes(machine.model).total * sum(lengths)
                 update_s = operations / (GPUS["H100"].peak * 8 * nodes)
                 speedups.append((plain_s + update_s) / (tlt_s + update_s))
             rows.append([f"table 3, {name} on {nodes} nodes, step", paper, *speedups])

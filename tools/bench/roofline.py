@@ -21,7 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tlt_megatron.config.schema import SpeculationSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
@@ -45,10 +48,10 @@ _ENGINES: dict[str, dict[str, Any]] = {
     "7B, torch attention": {"model": QWEN_2_5_7B, "num_gpus": 1, "has_kernel": False},
     "32B, TP 4": {"model": QWEN_2_5_32B, "num_gpus": 4},
 }
-_CHAIN = 6  # draft depth of the table
-# TLT (arXiv 2511.16665), figure 13: Qwen2.5-32B on 4 H100, batch 1, 16 tokens to verify. (depth,
-# accept length, speedup)
-_PAPER_SPEEDUPS = ((4, 4.63, 2.71), (6, 5.71, 3.09), (8, 6.34, 3.19), (10, 6.80, 3.22))
+_CHAIN, _PAPER_DEPTHS = 6, (4, 6, 8, 10)  # draft depths of both tables
+PAPER: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("paper_tables.yaml").read_text(encoding="utf-8")
+)
 _GRAPH_STRATEGIES = {
     "default": tuple(SpeculationSection().strategies),
     # The default of the paper's code. It counts the root as a token to verify; we do not.
@@ -159,11 +162,13 @@ def _speedups() -> list[list[float]]:
     Its context is not known; it hardly matters at batch 1.
     """
     decoding = Decoding(model=QWEN_2_5_32B, num_gpus=4, batch=1, context=2048)
-    gpu, rows = GPUS["H100"], []
-    for depth, accept_length, measured in _PAPER_SPEEDUPS:
-        speed = decoding.chain(gpu, accept_length, depth=depth, rows=16)
+    figure, gpu, rows = PAPER["figure_13"], GPUS["H100"], []
+    num_rows = figure["verify"][0]
+    for depth in _PAPER_DEPTHS:
+        accept_length, measured = figure["accept_lengths"][depth][0], figure["speedups"][depth][0]
+        speed = decoding.chain(gpu, accept_length, depth=depth, rows=num_rows)
         rows.append([depth, accept_length, measured, speed / decoding.plain(gpu)])
-    title = "speedup of speculation, 32B on 4 H100, batch 1, 16 tokens to verify"
+    title = f"speedup of speculation, 32B on 4 H100, batch 1, {num_rows} tokens to verify"
     columns = ("draft depth", "accept length", "TLT, measured", "computed")
     print_table(title, columns, rows)
     return rows
