@@ -1,13 +1,10 @@
-"""An embedded engine with random weights, made where they are used, and long contexts that nobody
-had to compute.
+"""An embedded engine with random weights, which are made where they are used, and responses to one
+long prompt, which is computed once for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import cast
-from unittest.mock import patch
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -16,12 +13,8 @@ from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
-from tlt_megatron.engines.embedded.prefill import prefill
-from tlt_megatron.engines.embedded.scheduler import PrefillChunk
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import Checksum
-from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.types import Prompt, SamplingParams
 
@@ -76,36 +69,6 @@ def make_engine(
     return engine
 
 
-class _NoLayers:
-    """A model for `prefill` whose layers add nothing and cost nothing."""
-
-    def __init__(self, model: Transformer) -> None:
-        self.arithmetic = model.arithmetic
-        self._embedding = model.embedding
-
-    def forward(self, token_ids_P: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        """See `Transformer`."""
-        x_PD = self._embedding.index_select(0, token_ids_P)
-        scale_P1 = x_PD.float().square().mean(dim=1, keepdim=True).rsqrt()
-        hidden_PD = x_PD * scale_P1.to(x_PD.dtype)
-        return hidden_PD, hidden_PD
-
-
-def _prefill_nothing(
-    model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]
-) -> tuple[int, int]:
-    """In place of `prefill.prefill`: random keys and values."""
-    cache.kv_LKTH.normal_()
-    return prefill(cast(Transformer, _NoLayers(model)), cache, chunks)
-
-
-@contextmanager
-def without_prefill() -> Iterator[None]:
-    """Within it, prompts cost nothing: a context of 1M tokens takes a 7B half a minute."""
-    with patch("tlt_megatron.engines.embedded.generation.prefill", _prefill_nothing):
-        yield
-
-
 def generate(
     engine: EmbeddedEngine,
     *,
@@ -120,8 +83,5 @@ def generate(
     ids = (*((7 * i + 3) % 64 for i in range(num_prompt - 1)), 0)
     prompt = Prompt(prompt_id="0", draw_index=0, token_ids=ids)
     params = SamplingParams(num_samples=batch_size, max_new_tokens=num_new, seed=1)
-    with without_prefill():
-        (group,) = engine.generate(
-            [prompt], params, policy_version=_VERSION, should_stop=should_stop
-        )
+    (group,) = engine.generate([prompt], params, policy_version=_VERSION, should_stop=should_stop)
     return [r.token_ids.tolist() for r in group.rollouts], engine.take_passes()
