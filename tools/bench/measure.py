@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -24,9 +25,9 @@ Spread = dict[str, float]  # median, min, max
 
 
 def made(folder: str) -> str:
-    """Return the folder of a model, the type of an option.
+    """Return `folder` if a model is there. It is the type of an option.
 
-    ArgumentTypeError says how the defaults are made.
+    ArgumentTypeError says how the default folders are made.
     """
     if not (Path(folder) / "config.json").is_file():
         raise argparse.ArgumentTypeError(
@@ -95,11 +96,9 @@ def first_differences(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> t
     """
     num_differing = num_compared = 0
     for one, other in pairs:
-        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-        if at is None and len(one) != len(other):
-            at = min(len(one), len(other)) - 1
+        at = next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
         num_differing += at is not None
-        num_compared += len(one) if at is None else at + 1
+        num_compared += len(one) if at is None else min(at + 1, len(one), len(other))
     return num_differing, num_compared
 
 

@@ -82,7 +82,7 @@ def _profiled(
     profiler, count = profile(activities=[ProfilerActivity.CUDA]), 0
 
     def count_pass() -> bool:
-        """Asked between two passes whether to stop."""
+        """Start or end the profile between two passes, where the engine asks whether to stop."""
         nonlocal count
         count += 1
         if count == 2:

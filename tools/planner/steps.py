@@ -116,8 +116,8 @@ def steps_of(rollout: RolloutSection, batches: Sequence[Batch]) -> list[Step]:
 
 
 def resampled(rollout: RolloutSection, batches: Sequence[Batch]) -> list[Batch]:
-    """Return as many batches of the configured size: prompts and responses are drawn again if it
-    differs.
+    """Return as many batches of the configured size. If the recorded size differs, prompts and
+    responses are drawn from the recorded ones.
     """
     draw = random.Random(0)
 
