@@ -16,7 +16,6 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.sizes import ModelSizes
 from tools.bench.roofline import ITEM_BYTES, Decoding, Gpu
 from tools.gpu.shapes import QWEN_2_5_7B
-from tools.planner.simulation import Accepted
 from tools.run_report.files import errors_named, read_lines
 
 _CHECKED = (1, 8, 64)  # batches of the GPU check
@@ -76,9 +75,8 @@ class ComputedMachine:
             raise ValueError(f"--accept-rate {accept_rate}: must be in [0, 1)")
         self._pass_s = cache(self._compute)
 
-    def accepted(self, strategy: SpeculationStrategy, updates: float) -> Accepted:  # noqa: ARG002
-        by_depth = [self.accept_rate**depth for depth in range(1, strategy.depth + 1)]
-        return Accepted(tokens=1.0 + sum(by_depth), by_depth=by_depth)
+    def accepted(self, strategy: SpeculationStrategy, updates: float) -> list[float]:  # noqa: ARG002
+        return [self.accept_rate**depth for depth in range(1, strategy.depth + 1)]
 
     def pass_seconds(self, strategy: SpeculationStrategy, batch_size: int, cached: float) -> float:
         steps = round((self.config.data.max_prompt_tokens + cached / batch_size) / _CONTEXT_STEP)

@@ -15,7 +15,7 @@ import numpy as np
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tools.compare_runs import Response, StepRecord, read_run
-from tools.planner.simulation import PHASES, Accepted
+from tools.planner.simulation import PHASES
 from tools.planner.steps import Batch, Group, cached_by_batch, shares, tokens_of, whole
 from tools.run_report.files import errors_named, read_lines
 
@@ -178,7 +178,7 @@ class RecordedMachine:
         start_s, request_s, token_s = self._planes[strategy]
         return start_s + request_s * batch_size + token_s * cached
 
-    def _nearest(self, strategy: SpeculationStrategy, updates: float) -> Accepted:
+    def _nearest(self, strategy: SpeculationStrategy, updates: float) -> list[float]:
         """Return the mean over the passes whose drafter had the most similar number of optimizer
         steps.
 
@@ -202,8 +202,7 @@ class RecordedMachine:
         for depth in range(1, strategy.depth):
             if not tried[depth]:  # as the depth above
                 rates[depth] = rates[depth - 1]
-        by_depth = np.cumprod(rates)
-        return Accepted(tokens=float(1.0 + by_depth.sum()), by_depth=by_depth.tolist())
+        return np.cumprod(rates).tolist()
 
     def phase_seconds(self, phase: str, tokens: float) -> float:
         start_s, slope_s = self._phase_lines[phase]

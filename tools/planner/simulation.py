@@ -25,14 +25,6 @@ PHASES = (
 _NUM_CHOOSING, _MOST_CHOICES = 8, 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
-    """What a request gains from one pass."""
-
-    tokens: float  # the bonus token included
-    by_depth: Sequence[float] = ()  # share of requests that accept at least depth d, [d - 1]
-
-
 class Machine(Protocol):
     """Recorded (recorded_machine.py) or computed (computed_machine.py)."""
 
@@ -44,8 +36,10 @@ class Machine(Protocol):
         """Return the seconds of a pass whose requests have `cached` response tokens in all."""
         ...
 
-    def accepted(self, strategy: SpeculationStrategy, updates: float) -> Accepted:
-        """Return what a request gains from a pass with a drafter of so many optimizer steps."""
+    def accepted(self, strategy: SpeculationStrategy, updates: float) -> Sequence[float]:
+        """Return the share of requests that accept at least depth d, [d - 1], with a drafter of so
+        many optimizer steps.
+        """
         ...
 
     def phase_seconds(self, phase: str, tokens: float) -> float:
@@ -160,16 +154,17 @@ class _Decode:
                 else:
                     strategy = selector.choose(size).strategy
                     chosen[strategy] += 1
-                gained = self.machine.accepted(strategy, self.updates)
-                count = (end - at) / gained.tokens if is_rest else 1.0
+                accepted = self.machine.accepted(strategy, self.updates)
+                gained = 1.0 + sum(accepted)
+                count = (end - at) / gained if is_rest else 1.0
                 cached = stage.cached + size * (at + is_rest * (end - at) / 2 - middle)
                 seconds = self.machine.pass_seconds(strategy, size, cached)
                 if not is_rest:
-                    by_depth = [round(share * size) for share in gained.by_depth]
+                    by_depth = [round(share * size) for share in accepted]
                     selector.observe(strategy, size, by_depth, seconds)
                 self._seconds_B[size] += count * seconds
-                self._tokens_B[size] += count * gained.tokens
-                at += count * gained.tokens
+                self._tokens_B[size] += count * gained
+                at += count * gained
                 yield Passes(strategy, size, count, count * seconds)
 
     def at_mean_speed(self, replicas: Sequence[Sequence[Request]]) -> list[float]:
