@@ -39,28 +39,17 @@ from tools.gpu.shapes import MODEL_CONFIGS
 from tools.verify_conversion import tensor_differences
 
 _LAYOUTS = {
-    "dense": {
-        "tp2": ParallelSection(tensor=2),
-        "pp2": ParallelSection(pipeline=2),
-        "tp2 pp2": ParallelSection(tensor=2, pipeline=2),
-        "cp2": ParallelSection(context=2),
-    },
-    "mixture": {
-        "pp2": ParallelSection(pipeline=2),
-        "cp2": ParallelSection(context=2),
-        "ep2": ParallelSection(expert=2),
-        "tp2 ep2": ParallelSection(tensor=2, expert=2),
-        "pp2 ep2": ParallelSection(pipeline=2, expert=2),
-    },
+    "dense": ("tp2", "pp2", "tp2 pp2", "cp2"),
+    "mixture": ("pp2", "cp2", "ep2", "tp2 ep2", "pp2 ep2"),
 }
-_MODELS = {"dense": MODEL_CONFIGS / "2gb-dense", "mixture": MODEL_CONFIGS / "2gb-mixture"}
+_AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 _FILE_BYTES = 1 << 29
 _MORE_BYTES = 500_000_000  # than a layer and a file
 
 
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this benchmark."""
-    add("--models", nargs="+", default=[*_MODELS], choices=[*_MODELS])
+    add("--models", nargs="+", default=[*_LAYOUTS], choices=[*_LAYOUTS])
     add("--folder", default="build/bench/convert", help="takes 7 GB, removed afterwards")
 
 
@@ -71,10 +60,11 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         folder = Path(options.folder) / name
         shutil.rmtree(folder, ignore_errors=True)
         hf, stored = folder / "hf", folder / "stored"
-        config = _make_model(hf, _MODELS[name])
+        config = _make_model(hf, MODEL_CONFIGS / f"2gb-{name}")
         found = {"hf": _convert(hf, stored, hf), "torch_dist": _back(folder)}
-        for layout, parallel in _LAYOUTS[name].items():
-            _save_sharded(hf, stored, parallel)
+        for layout in _LAYOUTS[name]:
+            sizes: dict[str, Any] = {_AXES[word[:2]]: int(word[2:]) for word in layout.split()}
+            _save_sharded(hf, stored, ParallelSection(**sizes))
             found[layout] = _back(folder)
         for source, row in found.items():
             at_most = row.pop("file_gb") + (_layer_bytes(config) + _MORE_BYTES) / 1e9
