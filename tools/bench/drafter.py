@@ -68,29 +68,23 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def pad_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
-    """Return one batch of all `sequences`, each padded to the longest.
+    """Return one batch of all `sequences`, each padded to the longest. They have no tapped states.
 
     Padding is computed but not trained on.
     """
     longest = max(sequence.token_ids.numel() for sequence in sequences)
-    batch = pack_batch([_fill_up(sequence, longest) for sequence in sequences])
+    padded = [
+        dataclasses.replace(
+            sequence,
+            token_ids=F.pad(sequence.token_ids, (0, longest - len(sequence.token_ids))),
+            features=F.pad(sequence.features, (0, 0, 0, longest - len(sequence.features))),
+        )
+        for sequence in sequences
+    ]
+    batch = pack_batch(padded)
     num_rows = torch.tensor([sequence.num_rows for sequence in sequences])
     is_real_P = batch.position_ids < num_rows.repeat_interleave(torch.tensor(batch.lengths))
     return dataclasses.replace(batch, loss_mask=batch.loss_mask & is_real_P)
-
-
-def _fill_up(sequence: DraftSequence, num_tokens: int) -> DraftSequence:
-    def fill(tensor: torch.Tensor) -> torch.Tensor:
-        other_dims = [0, 0] * (tensor.dim() - 1)
-        return F.pad(tensor, [*other_dims, 0, num_tokens - len(tensor)])
-
-    final = sequence.final_hidden
-    return dataclasses.replace(
-        sequence,
-        token_ids=fill(sequence.token_ids),
-        features=fill(sequence.features),
-        final_hidden=None if final is None else fill(final),
-    )
 
 
 def _bench_packing(options: argparse.Namespace) -> dict[str, object]:
