@@ -122,22 +122,20 @@ def _random_model(config: ModelConfig, dtype: str) -> Transformer:
 
 
 def _noise_forms(vocab_size: int, batch_size: int) -> dict[str, Callable[[], Tensor]]:
-    """Return both ways to draw the tokens of a pass. RuntimeError if they draw others."""
+    """Return both ways to draw the tokens of a pass."""
     positions_B = torch.arange(batch_size)
     seeds_B = positions_B * 7_919
     generator = torch.Generator().manual_seed(0)
     scale = math.sqrt(2.0 * (math.log(vocab_size) - _ENTROPY))
     logits_BV = scale * torch.randn(batch_size, vocab_size, generator=generator)
 
-    def plain() -> Tensor:
+    def every_token() -> Tensor:
         return gumbel_noise(seeds_B, positions_B, vocab_size).add_(logits_BV).argmax(dim=1)
 
-    def search() -> Tensor:
-        return noisy_argmax(logits_BV, seeds_B, positions_B)
-
-    if not torch.equal(plain(), search()):
-        raise RuntimeError(f"vocab_size={vocab_size}, batch_size={batch_size}: tokens differ")
-    return {"every token": plain, "search": search}
+    return {
+        "every token": every_token,
+        "search": partial(noisy_argmax, logits_BV, seeds_B, positions_B),
+    }
 
 
 def _random_draft(target: Transformer, num_ids: int) -> DraftInference:

@@ -27,7 +27,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tlt_megatron.config.load import load_config
-from tlt_megatron.config.schema import RunConfig
 from tools.bench.interleaved import mismatch_per_token
 from tools.bench.measure import print_table
 from tools.bench.speed import bench_batch_invariant, bench_long_tail, load_policy, make_variants
@@ -41,13 +40,14 @@ _QUIET = (
     "logging.trackers=[]",
     "checkpoint.keep=1",
 )
-Part = Callable[[argparse.Namespace, RunConfig], dict[str, object]]
 
 
-def bench_decode(options: argparse.Namespace, config: RunConfig) -> dict[str, object]:
+def bench_decode(options: argparse.Namespace) -> dict[str, object]:
     """Return speed over plain decoding, mismatch per token and the price of batch invariance; by
     dtype.
     """
+    config = load_config(options.config, options.overrides)
+    (held_out, *_) = config.data.eval_files.values()
     settings = argparse.Namespace(
         model=options.policy, drafter=options.drafter, deepen=0,
         max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature,
@@ -57,7 +57,7 @@ def bench_decode(options: argparse.Namespace, config: RunConfig) -> dict[str, ob
     speedup, mismatch, invariant = {}, {}, {}
     for dtype in options.dtypes:
         policy = load_policy(settings, dtype)
-        prompts = policy.prompts(_held_out(config))
+        prompts = policy.prompts(held_out)
         variants = make_variants(policy, settings)
         comparison = bench_long_tail(policy, prompts, variants, settings)
         speedup[dtype] = {name: record.ratio for name, record in comparison.records.items()}
@@ -70,14 +70,14 @@ def bench_decode(options: argparse.Namespace, config: RunConfig) -> dict[str, ob
     }
 
 
-def bench_step(options: argparse.Namespace, _config: RunConfig) -> dict[str, object]:
+def bench_step(options: argparse.Namespace) -> dict[str, object]:
     """Return the tables of tools/bench/step.py for this model."""
     own = (f"model.path={options.policy}", "data.eval=", "rollout.dtype=float32")
     with launching(options, *_QUIET, *own) as launch:
         return bench_speed(launch, options)
 
 
-def bench_learn(options: argparse.Namespace, _config: RunConfig) -> dict[str, object]:
+def bench_learn(options: argparse.Namespace) -> dict[str, object]:
     """Return held-out accuracy before and after `--learn-steps` of the example, and the reward by
     step.
     """
@@ -92,11 +92,7 @@ def bench_learn(options: argparse.Namespace, _config: RunConfig) -> dict[str, ob
     return {"accuracy": accuracy, "reward_by_step": rewards}
 
 
-def _held_out(config: RunConfig) -> str:
-    return [*config.data.eval_files.values(), ""][0]
-
-
-PARTS: dict[str, Part] = {"decode": bench_decode, "step": bench_step, "learn": bench_learn}
+PARTS = {"decode": bench_decode, "step": bench_step, "learn": bench_learn}
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -117,10 +113,9 @@ def add_options(add: Callable[..., object]) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Run the parts and print their tables. Return the values of the JSON."""
-    config = load_config(options.config, options.overrides)
     result = _warm_up_table(Path(options.drafter) / "warm_up.json")
     for name in options.parts:
-        result |= PARTS[name](options, config)
+        result |= PARTS[name](options)
     return result
 
 
