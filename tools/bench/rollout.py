@@ -53,7 +53,20 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         max_new_tokens=options.max_new_tokens,
         max_batch_size=options.max_batch_size,
     )
-    groups, draw_again = _draw(options, policy)
+    num_prompts = max(options.num_requests // options.num_samples, 1)
+    prompts = random.Random(options.seed).sample(policy.prompts(options.prompts), num_prompts)
+    params = policy.params(
+        options.max_new_tokens, num_samples=options.num_samples, seed=options.seed
+    )
+    if options.ignore_stops:
+        params = replace(params, stop_token_ids=())
+    groups = policy.generate(prompts, params)
+    drawn = _lengths(groups)
+    num_tokens, longest = sum(drawn), max(drawn)
+
+    def draw_again() -> None:
+        assert _lengths(policy.generate(prompts, params)) == drawn
+
     hf = AutoModelForCausalLM.from_pretrained(
         options.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
     ).eval()
@@ -62,15 +75,12 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     seconds = interleave(runs, options.rounds, wall_seconds)
     ours = seconds.pop("ours")
     best = min(seconds, key=lambda size: statistics.median(seconds[size]))
-    lengths = sorted(length for of_prompt in _lengths(groups) for length in of_prompt)
-    num_tokens = sum(lengths)
     embedded, other = (spread([num_tokens / each for each in of]) for of in (ours, seconds[best]))
     ratio = ratios(seconds[best], ours)
-    shape = (
-        f"{num_tokens} tokens, median length {statistics.median(lengths):g}, longest {lengths[-1]}"
-    )
+    median = statistics.median(drawn)
+    shape = f"{num_tokens} tokens, median length {median:g}, longest {longest}"
     print_table(
-        f"{len(lengths)} requests, {shape}, {options.dtype}",
+        f"{len(drawn)} requests, {shape}, {options.dtype}",
         ("tokens/s", "median", "min", "max"),
         [
             ["embedded", *map(round, embedded.values())],
@@ -88,30 +98,9 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _draw(
-    options: argparse.Namespace, policy: LoadedPolicy
-) -> tuple[list[RolloutGroup], Callable[[], None]]:
-    """Draw prompts, and their responses: with the policy's own stop tokens, or all of the greatest
-    length. Return them, and what draws them again.
-    """
-    num_prompts = max(options.num_requests // options.num_samples, 1)
-    prompts = random.Random(options.seed).sample(policy.prompts(options.prompts), num_prompts)
-    params = policy.params(
-        options.max_new_tokens, num_samples=options.num_samples, seed=options.seed
-    )
-    if options.ignore_stops:
-        params = replace(params, stop_token_ids=())
-    groups = policy.generate(prompts, params)
-
-    def draw_again() -> None:
-        assert _lengths(policy.generate(prompts, params)) == _lengths(groups)
-
-    return groups, draw_again
-
-
-def _lengths(groups: Sequence[RolloutGroup]) -> list[list[int]]:
-    """Return the lengths of the responses, [prompt][sample]."""
-    return [[rollout.token_ids.numel() for rollout in group.rollouts] for group in groups]
+def _lengths(groups: Sequence[RolloutGroup]) -> list[int]:
+    """Return the lengths of all responses."""
+    return [rollout.token_ids.numel() for group in groups for rollout in group.rollouts]
 
 
 @torch.inference_mode()
