@@ -85,18 +85,15 @@ def _measure(
         hidden_BD, _ = model.forward(torch.arange(batch_size), first_B, _NoContext())
         return model.logits(hidden_BD)
 
-    variants: dict[str, Callable[[], object]] = {}
+    found: Shares = {}
     for name, form in forms.items():
-        variants |= {f"pass before {name}": decode, name: form}
-    seconds = interleave(variants, rounds, cpu_seconds)
-    return {
-        name: {
-            "pass_ms": spread([1e3 * s for s in seconds[f"pass before {name}"]]),
-            "ms": spread([1e3 * s for s in seconds[name]]),
-            "share": ratios(seconds[name], seconds[f"pass before {name}"]),
+        seconds = interleave({"pass": decode, "form": form}, rounds, cpu_seconds)
+        found[name] = {
+            "pass_ms": spread([1e3 * s for s in seconds["pass"]]),
+            "ms": spread([1e3 * s for s in seconds["form"]]),
+            "share": ratios(seconds["form"], seconds["pass"]),
         }
-        for name in forms
-    }
+    return found
 
 
 def _print(title: str, form: str, found: Mapping[str, Shares]) -> None:
