@@ -4,16 +4,14 @@ their time goes.
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
@@ -22,7 +20,6 @@ from tools.gpu.random_engine import generate, make_engine
 from tools.gpu.shapes import QWEN_2_5_7B, TINY
 
 _PROFILED = 10  # passes
-_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events in a trace
 _TOP = 15
 
 
@@ -92,31 +89,28 @@ def _profiled(
         return False
 
     generate(engine, batch_size=batch_size, **given, should_stop=count_pass)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text())
-    return kernel_figures(trace["traceEvents"], _PROFILED, seconds)
+    return kernel_figures(profiler.key_averages(), _PROFILED, seconds)
 
 
 def kernel_figures(
-    events: list[dict[str, Any]], num_passes: int, seconds: float, top: int = _TOP
+    events: Iterable[FunctionEventAvg], num_passes: int, seconds: float, top: int = _TOP
 ) -> Figures:
     """Return kernels of a pass, their milliseconds, the share of `seconds` in which none runs, and
-    the longest ones.
+    the longest ones. Copies and fills of memory count as kernels.
     """
-    by_name: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        if event.get("cat") in _ON_GPU:
-            by_name[event["name"]].append(event["dur"])
-    if not by_name:
+    kernels = [each for each in events if each.device_type == DeviceType.CUDA]
+    if not kernels:
         return {"profiler": "saw no kernel"}
-    sums = {name: sum(durations) / num_passes for name, durations in by_name.items()}
-    longest = sorted(sums, key=lambda name: -sums[name])[:top]
-    busy_s = 1e-6 * sum(sums.values())
+    kernels.sort(key=lambda each: -each.self_device_time_total)
+    busy_s = 1e-6 * sum(each.self_device_time_total for each in kernels) / num_passes
     return {
-        "nodes": sum(map(len, by_name.values())) / num_passes,
+        "nodes": sum(each.count for each in kernels) / num_passes,
         "kernels_ms": 1e3 * busy_s,
         "idle_share": 1.0 - busy_s / seconds,
-        "top_us": {f"{n[:70]} x{len(by_name[n]) / num_passes:g}": sums[n] for n in longest},
+        "top_us": dict(_kernel_us(each, num_passes) for each in kernels[:top]),
     }
+
+
+def _kernel_us(kernel: FunctionEventAvg, num_passes: int) -> tuple[str, float]:
+    name = f"{str(kernel.key)[:70]} x{kernel.count / num_passes:g}"
+    return name, kernel.self_device_time_total / num_passes

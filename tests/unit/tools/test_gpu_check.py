@@ -12,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 
 from tests.tiny_task import REPO
 from tools.gpu.decoding import kernel_figures
@@ -119,12 +121,15 @@ def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
     assert "--stage 2d: must be of 0 0.launches" in done.stderr
 
 
-def test_kernels_of_a_trace_are_added_up() -> None:
-    def event(name: str, duration: float, kind: str = "kernel") -> dict[str, object]:
-        return {"ph": "X", "cat": kind, "name": name, "dur": duration, "ts": 0.0}
+def test_kernels_of_a_profile_are_added_up() -> None:
+    def event(key: str, count: int, us: int, kind: DeviceType) -> FunctionEventAvg:
+        average = FunctionEventAvg()
+        average.key, average.count, average.device_type = key, count, kind
+        average.self_device_time_total = us
+        return average
 
-    trace = [event("matmul", 300.0)] * 4 + [event("norm", 50.0)] * 2 + [event("copy", 20.0, "gpu_memcpy")] * 2  # fmt: skip
-    found = kernel_figures([*trace, event("launch", 9.0, "cuda_runtime")], 2, 1e-3, top=2)
+    gpu = [event(*each, DeviceType.CUDA) for each in (("norm", 2, 100), ("matmul", 4, 1200), ("copy", 2, 40))]  # fmt: skip
+    found = kernel_figures([*gpu, event("launch", 8, 9, DeviceType.CPU)], 2, 1e-3, top=2)
     assert found == {
         "nodes": 4.0,
         "kernels_ms": pytest.approx(0.67),
