@@ -50,15 +50,15 @@ def rates(machine: Machine) -> Iterator[Figures]:
         size = machine.pick(4 << 30, 1 << 16)
         source = torch.empty(size // 2, dtype=torch.bfloat16, device=gpu).normal_()
         target = torch.empty_like(source)
-        yield {"copy_gb_s": 2e-9 * size / seconds_of(device, lambda: target.copy_(source))}
+        yield {"copy_gb_s": 2e-9 * size / seconds_of(lambda: target.copy_(source))}
         for name, is_pinned in (("pageable", False), ("pinned", True)):
             part = source[: size // 8]
             host = torch.empty(part.shape, dtype=part.dtype, pin_memory=is_pinned)
-            seconds = seconds_of(device, lambda host=host, part=part: host.copy_(part))
+            seconds = seconds_of(lambda host=host, part=part: host.copy_(part))
             yield {f"to_host_{name}_gb_s": 1e-9 * part.nbytes / seconds}
         n = machine.pick(8192, 32)
         a, b = (torch.empty(n, n, dtype=torch.bfloat16, device=gpu).normal_() for _ in range(2))
-        yield {"product_tflop_s": 2e-12 * n**3 / seconds_of(device, lambda: a @ b)}
+        yield {"product_tflop_s": 2e-12 * n**3 / seconds_of(lambda: a @ b)}
         # The largest product of a 7B layer at batch 1 reads its weights once; 16 of them exceed the
         # cache.
         shape = machine.pick((16, 2 * 18944, 3584), (2, 16, 8))
@@ -70,7 +70,7 @@ def rates(machine: Machine) -> Iterator[Figures]:
                 for weight in weights.unbind(0):
                     torch.nn.functional.linear(x, weight)
 
-            gb_s = 1e-9 * weights.nbytes / seconds_of(device, multiply)
+            gb_s = 1e-9 * weights.nbytes / seconds_of(multiply)
             yield {f"weights_gb_s_at_{batch_size}": gb_s}
 
 
@@ -86,7 +86,7 @@ def launches(machine: Machine) -> Iterator[Figures]:
             for _ in range(count):
                 x.add_(1.0)
 
-        yield {"eager_us": 1e6 * seconds_of(device, add) / count}
+        yield {"eager_us": 1e6 * seconds_of(add) / count}
         memory = device.graph_memory()
         assert memory is not None
         started = time.perf_counter()
@@ -95,8 +95,8 @@ def launches(machine: Machine) -> Iterator[Figures]:
         x.zero_()
         replay()
         assert x[0].item() == count, f"a replay of {count} additions gives {x[0].item()}"
-        yield {"in_graph_us": 1e6 * seconds_of(device, replay) / count}
-        yield {"read_back_us": 1e6 * seconds_of(device, lambda: x[0].item())}
+        yield {"in_graph_us": 1e6 * seconds_of(replay) / count}
+        yield {"read_back_us": 1e6 * seconds_of(lambda: x[0].item())}
     if importlib.util.find_spec("triton") is None:
         yield {"triton": "missing"}
         return
@@ -111,7 +111,7 @@ def launches(machine: Machine) -> Iterator[Figures]:
     yield {"triton_first_s": time.perf_counter() - started}
     expected = torch.nn.functional.rms_norm(rows.double(), rows.shape[1:], eps=1e-6)
     yield {"triton_error": relative_error(found, expected)}
-    yield {"triton_us": 1e6 * seconds_of(device, lambda: normalize(rows, weight, eps))}
+    yield {"triton_us": 1e6 * seconds_of(lambda: normalize(rows, weight, eps))}
 
 
 def transformer_engine(_machine: Machine) -> Iterator[Figures]:

@@ -44,7 +44,7 @@ def plain(machine: Machine, context: str) -> Iterator[Figures]:
             seconds = statistics.median(record.seconds for record in passes)
             device.release_cached()
             with torch.inference_mode():  # a pretended GPU runs the pass again
-                replay_s = seconds_of(device, captured.replay)
+                replay_s = seconds_of(captured.replay)
             figures = {
                 "pass_ms": 1e3 * seconds,
                 "replay_ms": 1e3 * replay_s,

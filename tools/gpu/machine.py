@@ -6,9 +6,7 @@ It imports torch only when an item asks for it: an item that needs a missing pac
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +22,7 @@ Figures = dict[str, Any]
 """What an item yields: numbers and short texts by name, also nested; the last value of a name."""
 
 _T = TypeVar("_T")
-_LEAST_S = 0.02  # of one timed round, so that its start and end do not count
-_ROUNDS = 5
+_LEAST_S = 0.1  # of a measurement
 
 
 class NothingRan(Exception):
@@ -74,22 +71,13 @@ class Machine:
         return select_device("cpu" if self.is_cpu else "cuda")
 
 
-def seconds_of(device: Device, run: Callable[[], object]) -> float:
-    """Return the seconds of one call: the median of a few rounds of back-to-back calls, each until
-    the device is done.
+def seconds_of(run: Callable[[], object]) -> float:
+    """Return the seconds of one call: the median of blocks of back-to-back calls, each until the
+    device is done.
     """
+    from torch.utils.benchmark import Timer
 
-    def round_of(count: int) -> float:
-        device.synchronize()
-        started = time.perf_counter()
-        for _ in range(count):
-            run()
-        device.synchronize()
-        return (time.perf_counter() - started) / count
-
-    round_of(1)
-    count = 1 + int(_LEAST_S / max(round_of(1), 1e-7)) if device.is_cuda else 1
-    return statistics.median(round_of(count) for _ in range(_ROUNDS))
+    return Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=_LEAST_S).median
 
 
 def kernel_seconds(device: Device, run: Callable[[int], object], *, calls: int = 16) -> float:
@@ -105,8 +93,8 @@ def kernel_seconds(device: Device, run: Callable[[int], object], *, calls: int =
 
     memory = device.graph_memory()
     if memory is None:
-        return seconds_of(device, lambda: run(0))
-    return seconds_of(device, memory.capture(work)) / calls
+        return seconds_of(lambda: run(0))
+    return seconds_of(memory.capture(work)) / calls
 
 
 def copies_beyond_cache(num_bytes: int, *, most: int = 16) -> int:
