@@ -22,7 +22,6 @@ Figures = dict[str, Any]
 """What an item yields: numbers and short texts by name, also nested; the last value of a name."""
 
 _T = TypeVar("_T")
-_LEAST_S = 0.1  # of a measurement
 
 
 class NothingRan(Exception):
@@ -77,7 +76,7 @@ def seconds_of(run: Callable[[], object]) -> float:
     """
     from torch.utils.benchmark import Timer
 
-    return Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=_LEAST_S).median
+    return Timer("run()", globals={"run": run}).blocked_autorange().median
 
 
 def kernel_seconds(device: Device, run: Callable[[int], object], *, calls: int = 16) -> float:
