@@ -12,9 +12,17 @@ from dataclasses import dataclass
 from tlt_megatron.spot.rank_state import PhaseView, Plan, SpotRanks
 
 
+def plan_growth(view: PhaseView) -> Plan | None:
+    """Return the session's plan with all free replicas added, or None. Its leader calls it."""
+    free = view.free_replicas()
+    if view.is_over or view.plan is None or not free:
+        return None
+    return Plan(epoch=view.next_epoch, replicas=view.plan.replicas + free)
+
+
 @dataclass(slots=True, eq=False)
 class Coordinator:
-    """The rules for one rank in one phase. Times are seconds of one monotonic clock."""
+    """Decides when a rank that waits starts a session. Times are seconds of one monotonic clock."""
 
     ranks: SpotRanks
     settle_s: float = 0.25  # members of a lost session report within this time
@@ -22,7 +30,7 @@ class Coordinator:
     _since: float = 0.0
 
     def plan_start(self, view: PhaseView, now: float) -> Plan | None:
-        """Return a plan of all free replicas, or None. A rank that waits calls it."""
+        """Return a plan of all free replicas, or None."""
         free = view.free_replicas()
         replica, place = divmod(self.ranks.rank, self.ranks.layout.replica_size)  # place 0 plans
         is_allowed = self._may_follow(view, now)  # always called: it also starts the clock
@@ -31,13 +39,6 @@ class Coordinator:
         if replica not in free or len(free) < self.ranks.min_idle_replicas:
             return None
         return Plan(epoch=view.next_epoch, replicas=free)
-
-    def plan_growth(self, view: PhaseView) -> Plan | None:
-        """Return the session's plan with all free replicas added, or None. Its leader calls it."""
-        free = view.free_replicas()
-        if view.is_over or view.plan is None or not free:
-            return None
-        return Plan(epoch=view.next_epoch, replicas=view.plan.replicas + free)
 
     def _may_follow(self, view: PhaseView, now: float) -> bool:
         """Return whether a new session may start: the newest one is over, or counts as lost."""

@@ -204,7 +204,7 @@ class PhaseLog(SharedLog):
         self.step = step
         self.rank = ranks.rank
         self.view = PhaseView(ranks.layout, machine_id())
-        self._ranks = ranks
+        self.ranks = ranks
 
     def announce_finished(self) -> None:
         self.append("finished", self.rank, self.view.machine, repr(time.monotonic()))
@@ -218,17 +218,17 @@ class PhaseLog(SharedLog):
 
         RuntimeError names lost ranks, and ranks that still generate after the deadline.
         """
-        self._ranks.check_ranks()
+        self.ranks.check_ranks()
         lines = self.read_lines()
         now = time.monotonic()
         for words in lines:
             self.view.apply(words, now)
-        self.view.check_deadline(self.step, now, self._ranks.phase_timeout_s)
+        self.view.check_deadline(self.step, now, self.ranks.phase_timeout_s)
         return self.view
 
     def rendezvous_log(self, epoch: int) -> SharedLog:
         """Return the log in which the members of session `epoch` answer the plan."""
-        return SharedLog(self._ranks.store, f"{self.name}/rendezvous/{epoch}")
+        return SharedLog(self.ranks.store, f"{self.name}/rendezvous/{epoch}")
 
     def forget(self) -> None:
         """Remove the phase from the store. One rank calls it after all have left the phase."""

@@ -27,7 +27,7 @@ from tlt_megatron.runtime.process_groups import (
     forget_private_group,
     form_private_group,
 )
-from tlt_megatron.spot.coordinator import Coordinator
+from tlt_megatron.spot.coordinator import plan_growth
 from tlt_megatron.spot.rank_state import PhaseLog, Plan, SpotRanks
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,6 @@ class SpotSession:
 
     plan: Plan
     phase_log: PhaseLog
-    coordinator: Coordinator
     trainer: DrafterTrainer
     source: DataBuffer
     groups: GroupPool
@@ -194,7 +193,7 @@ class SpotSession:
         own = version_of(self.trainer)
         kept = self.groups.name_of(self.members)
         log_of_answers.append("here", self.phase_log.rank, own.num_updates, own.checksum, kept)
-        timeout_s = self.coordinator.ranks.member_timeout_s
+        timeout_s = self.phase_log.ranks.member_timeout_s
         deadline = time.monotonic() + timeout_s
         answers: dict[int, list[str]] = {}  # rank -> updates, checksum, name of the kept group
         while True:
@@ -259,7 +258,7 @@ class SpotSession:
         view = self.phase_log.read()
         plan = None
         if view.next_epoch == self.plan.epoch + 1:
-            plan = self.coordinator.plan_growth(view)
+            plan = plan_growth(view)
             if plan is not None:
                 self.phase_log.propose(plan)
         is_replaced = plan is not None or view.next_epoch > self.plan.epoch + 1

@@ -142,7 +142,7 @@ class SpotTrainer:
         coordinator = Coordinator(ranks)
         records: list[SessionRecord] = []
         while (plan := self._await_plan(phase_log, coordinator, records)) is not None:
-            if self._train(plan, phase_log, coordinator, records) == SessionEnd.STOPPED:
+            if self._train(plan, phase_log, records) == SessionEnd.STOPPED:
                 break
         with self.timeline.span("PREEMPT", step=step):
             return self._report(phase_log, records, self._groups.num_formed - num_formed)
@@ -204,18 +204,11 @@ class SpotTrainer:
                 pause_s = max(self.poll_s, 0.01 * (now - started))
                 time.sleep(min(pause_s, 5 * self.poll_s))
 
-    def _train(
-        self,
-        plan: Plan,
-        phase_log: PhaseLog,
-        coordinator: Coordinator,
-        records: list[SessionRecord],
-    ) -> SessionEnd:
+    def _train(self, plan: Plan, phase_log: PhaseLog, records: list[SessionRecord]) -> SessionEnd:
         """Take part in the session of `plan`, and add its record."""
         session = SpotSession(
             plan=plan,
             phase_log=phase_log,
-            coordinator=coordinator,
             trainer=self.trainer,
             source=self.source,
             groups=self._groups,

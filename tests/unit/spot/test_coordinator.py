@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.phase_lines import FOUR, MACHINE, make_ranks, make_view
-from tlt_megatron.spot.coordinator import Coordinator
+from tlt_megatron.spot.coordinator import Coordinator, plan_growth
 from tlt_megatron.spot.rank_state import Plan, ReplicaLayout
 
 
@@ -35,28 +35,23 @@ def test_no_session_starts_or_grows_in_a_phase_that_is_over() -> None:
     lines = ["finished 0 1.0", "finished 1 1.0", "finished 2 1.0"]
     view = make_view(*lines, "finished 3 2.0")
     assert make_coordinator(1).plan_start(view, 0.0) is None
-    assert (
-        make_coordinator(0).plan_growth(
-            make_view(lines[0], "plan 1 0", *lines[1:], "finished 3 2.0")
-        )
-        is None
-    )
+    assert plan_growth(make_view(lines[0], "plan 1 0", *lines[1:], "finished 3 2.0")) is None
 
 
 def test_session_grows_by_all_who_are_free_and_keeps_its_order_and_base() -> None:
     view = make_view("finished 3 1.0", "plan 1 3", "finished 1 1.0", "finished 0 2.0")
     plan = Plan(epoch=2, replicas=(3, 1, 0))
-    assert make_coordinator(3).plan_growth(view) == plan
-    assert make_coordinator(3).plan_growth(make_view("finished 3 1.0", "plan 1 3")) is None
+    assert plan_growth(view) == plan
+    assert plan_growth(make_view("finished 3 1.0", "plan 1 3")) is None
 
 
 def test_session_does_not_grow_by_a_rank_that_still_measures() -> None:
     view = make_view("finished 3 1.0", "plan 1 3")
     view.apply(["finished", "1", MACHINE, "1.0"], now=1.0)
-    assert make_coordinator(3).plan_growth(view) is None
+    assert plan_growth(view) is None
     assert make_coordinator(1).plan_start(view, 100.0) is None
     view.apply(["ready", "1"], now=2.0)
-    assert make_coordinator(3).plan_growth(view).replicas == (3, 1)
+    assert plan_growth(view).replicas == (3, 1)
 
 
 def test_newcomer_waits_for_the_leader_but_not_for_ever() -> None:

@@ -11,7 +11,7 @@ import random
 import pytest
 
 from tests.phase_lines import MACHINE, make_ranks
-from tlt_megatron.spot.coordinator import Coordinator
+from tlt_megatron.spot.coordinator import Coordinator, plan_growth
 from tlt_megatron.spot.rank_state import PhaseView, Plan, ReplicaLayout
 
 NUM_TICKS = 90  # turns of every rank that has finished, whatever their number
@@ -42,7 +42,7 @@ class Rank:
         elif view.plan is None or view.listed_in(self.rank) != view.plan.epoch or lost & {*members}:
             return "left"
         elif self.rank == members[0]:
-            return self.coordinator.plan_growth(view) or ""
+            return plan_growth(view) or ""
         return ""
 
 
