@@ -16,6 +16,7 @@ import shlex
 from importlib.util import find_spec
 from pathlib import Path
 
+from tlt_megatron.config.hub import fetch_model
 from tools.export_drafter import export_drafter, find_drafter, load_target, server_command
 from tools.saved_run import model_and_drafter
 
@@ -47,8 +48,8 @@ def _other_server(options: argparse.Namespace, model: str, drafter: str | None) 
     if drafter is not None:
         exported = Path(f"{drafter}_{options.engine}")
         if not exported.is_dir():
-            source = find_drafter(Path(drafter))
-            export_drafter(source, exported, options.engine, load_target(Path(model)))
+            target = load_target(fetch_model("model", model))
+            export_drafter(find_drafter(Path(drafter)), exported, options.engine, target)
     command = server_command(options.engine, model, exported)
     return [*command, "--host", options.host, "--port", str(options.port)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
+from tests.fake_hub import FakeHub, serve
 from tests.tiny_task import REPO, python, run
 from tlt_megatron import Engine
 from tlt_megatron.trainer.model_card import base_model
@@ -108,15 +110,18 @@ def test_a_bad_request_is_answered_with_its_reason(
     assert (found, said in json.dumps(reply)) == (code, True), reply
 
 
+def stand_in(program: str, folder: Path) -> str:
+    """A PATH on which the program of a server prints its arguments."""
+    (folder / program).write_text('#!/bin/sh\necho "started: $@"\n')
+    (folder / program).chmod(stat.S_IRWXU)
+    return f"{folder}:{os.environ['PATH']}"
+
+
 @pytest.mark.parametrize("engine, program", [("sglang", "python"), ("vllm", "vllm")])
 def test_another_engine_is_started_with_the_exported_drafter(
     finished: Path, tmp_path: Path, engine: str, program: str
 ) -> None:
-    """A stand-in for the server prints its arguments."""
-    stand_in = tmp_path / program
-    stand_in.write_text('#!/bin/sh\necho "started: $@"\n')
-    stand_in.chmod(stat.S_IRWXU)
-    path = f"{tmp_path}:{os.environ['PATH']}"
+    path = stand_in(program, tmp_path)
     for _ in range(2):  # the second time the drafter is there
         done = python(*TLT, "serve", finished, "--engine", engine, "--port", 8123, PATH=path)
         assert done.returncode == 0, done.stderr
@@ -126,6 +131,19 @@ def test_another_engine_is_started_with_the_exported_drafter(
         assert started.startswith("started: ")
         assert str(finished / "hf") in started
     assert (finished / f"hf_drafter_{engine}" / "model.safetensors").is_file()
+
+
+def test_another_engine_serves_a_model_of_the_hub_with_a_drafter(
+    finished: Path, tmp_path: Path
+) -> None:
+    """Its export needs the model's embedding, which is fetched."""
+    drafter = shutil.copytree(finished / "hf_drafter", tmp_path / "drafter")
+    words = ("serve", "tiny/policy", "--drafter", drafter, "--engine", "vllm")
+    with serve(FakeHub(models={"tiny/policy": finished / "hf"})) as hub:
+        own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+        done = python(*TLT, *words, **own, PATH=stand_in("vllm", tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert f"{drafter}_vllm" in done.stdout
 
 
 def test_the_policy_has_a_card_that_the_hub_reads(finished: Path) -> None:
