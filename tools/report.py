@@ -15,20 +15,20 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.run_report.data import distinct_names, read_run
+from tools.run_report.files import errors_named
+from tools.run_report.page import render_comparison, render_page
+from tools.run_report.panels import build_comparison, build_panels
+from tools.run_report.responses import read_responses
+from tools.run_report.running import describe_end
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page and return 0.
-
-    ValueError if a file is broken, or a plotting package is absent.
-    """
+    """Write the page and return 0. ValueError if a file is broken."""
     options = _parse(arguments)
     name = "report.html" if len(options.run_dirs) == 1 else "comparison.html"
     out: Path = options.out or options.run_dirs[0] / name
-    try:
-        page = _render(options.run_dirs, options.steps)
-    except ModuleNotFoundError as error:
-        needed = f'needs the package {error.name}: pip install "tlt_megatron[report]"'
-        raise ValueError(needed) from None
+    page = _render(options.run_dirs, options.steps)
     out.parent.mkdir(parents=True, exist_ok=True)
     if options.out is None:
         out.unlink(missing_ok=True)  # it may be a link to a file elsewhere
@@ -38,13 +38,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _render(run_dirs: Sequence[Path], steps: tuple[int, int] | None) -> str:
-    from tools.run_report.data import distinct_names, read_run
-    from tools.run_report.files import errors_named
-    from tools.run_report.page import render_comparison, render_page
-    from tools.run_report.panels import build_comparison, build_panels
-    from tools.run_report.responses import read_responses
-    from tools.run_report.running import describe_end
-
     names = distinct_names(run_dirs)
     runs = [read_run(path, name=name) for path, name in zip(run_dirs, names, strict=True)]
     if len(runs) > 1:

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tools.run_report.live import LiveComparison, LiveRun
+from tools.run_report.data import distinct_names, runs_below
+from tools.run_report.live import LiveComparison, LiveRun
+from tools.run_report.page import render_states
 
 _HOST = "127.0.0.1"
 
@@ -33,8 +33,6 @@ class WatchServer(ThreadingHTTPServer):
     """
 
     def __init__(self, runs: Sequence[LiveRun], port: int) -> None:
-        from tools.run_report.live import LiveComparison
-
         super().__init__((_HOST, port), _Handler)
         self.pages: dict[str, LiveRun | LiveComparison] = {
             f"/{i}/": run for i, run in enumerate(runs)
@@ -45,8 +43,6 @@ class WatchServer(ThreadingHTTPServer):
 
     def answer(self, path: str) -> tuple[str, str] | None:
         """Return content and its type; None for a path that does not exist."""
-        from tools.run_report.page import render_states
-
         page = self.pages.get(path.removesuffix("version"))
         if page is None:
             return None
@@ -87,22 +83,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Serve until Ctrl-C.
-
-    ValueError for a folder that is no run, a port in use, or an absent plotting package.
-    """
+    """Serve until Ctrl-C. ValueError for a folder that is no run, and for a port in use."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a run, or a folder of runs"
     )
     parser.add_argument("--port", type=int, default=8017, help="0: any free one; default 8017")
     options = parser.parse_args(arguments)
-    try:
-        from tools.run_report.data import distinct_names, runs_below
-        from tools.run_report.live import LiveRun
-    except ModuleNotFoundError as error:
-        needed = f'needs the package {error.name}: pip install "tlt_megatron[report]"'
-        raise ValueError(needed) from None
     run_dirs = [run for folder in options.run_dirs for run in runs_below(folder)]
     runs = [LiveRun(*each) for each in zip(run_dirs, distinct_names(run_dirs), strict=True)]
     try:

@@ -12,14 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
-import plotly.offline
-
 from tools.run_report.data import RunData
 from tools.run_report.figure import Panel
 from tools.run_report.palette import ON_DARK
 from tools.run_report.responses import Response
 from tools.run_report.running import State
+
+try:
+    import jinja2
+    import plotly.offline
+except ModuleNotFoundError as error:
+    needed = f'needs the package {error.name}: pip install "tlt_megatron[report]"'
+    raise ValueError(needed) from None
 
 _HEADLINE = (  # name, and how it is shown from the numbers of summary.json
     ("held-out accuracy, before and after", "{eval_accuracy_first:.2f} → {eval_accuracy_last:.2f}"),
