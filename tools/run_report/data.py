@@ -53,10 +53,6 @@ class RunData:
         names = dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix))
         return [name.removeprefix(prefix) for name in names]
 
-    def is_on(self, section: str) -> bool:
-        """Return whether `section`.enabled is set."""
-        return bool(self.config.get(section, {}).get("enabled"))
-
 
 def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
     """Return the path of each folder below the one that holds all of them."""

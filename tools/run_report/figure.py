@@ -37,24 +37,13 @@ class Panel:
     absent: str = ""  # why there is no data
 
 
-def make_axis(label: str, *settings: Json) -> Json:
-    """Return an axis; a later one of `settings` goes over an earlier one."""
-    merged: Json = dict(declared()["axis"])
-    for each in settings:
-        merged |= each
-    return merged | {"title": merged.get("title", {}) | {"text": label}}
-
-
 def make_layout(
     x_label: str, y_label: str, *, x: Json | None = None, y: Json | None = None, **settings: object
 ) -> Json:
     """Return Plotly's layout with these `settings`; `x` and `y` are settings of an axis."""
-    shared = declared()["layout"]
-    axes = {
-        "xaxis": make_axis(x_label, shared["xaxis"], x or {}),
-        "yaxis": make_axis(y_label, shared["yaxis"], y or {}),
-    }
-    return shared | axes | settings
+    xaxis = {"title": {"text": x_label}} | (x or {})
+    yaxis = {"title": {"text": y_label}} | (y or {})
+    return declared()["layout"] | {"xaxis": xaxis, "yaxis": yaxis} | settings
 
 
 def make_curve(

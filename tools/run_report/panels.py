@@ -8,28 +8,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import cycle
 
 from tools.run_report import palette
 from tools.run_report.data import RunData
-from tools.run_report.figure import Panel, declared, make_bars, make_curve, make_layout
+from tools.run_report.figure import Json, Panel, declared, make_bars, make_curve, make_layout
 from tools.run_report.rank_panel import build_rank_panel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverSteps:
-    """A panel of metrics over RL steps: a row of figures.yaml."""
-
-    key: str
-    title: str
-    y_label: str
-    # By its entry of the legend. * in both stands for the rest of a name: one curve for each.
-    metrics: dict[str, str]
-    note: str = ""
-    is_stacked: bool = False
-    is_log: bool = False
-    left_out: Sequence[str] = ()  # metrics that * also stands for
 
 
 def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel]:
@@ -37,8 +21,7 @@ def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel]:
 
     `steps` is the window of the timeline; None: the last two.
     """
-    rows = declared()["over_steps"]
-    step_time, *others = (_over_steps(run, OverSteps(**row)) for row in rows)
+    step_time, *others = (_over_steps(run, row) for row in declared()["over_steps"])
     return [build_rank_panel(run, steps), step_time, _strategies(run), *others]
 
 
@@ -60,26 +43,26 @@ def build_comparison(runs: Sequence[RunData]) -> list[Panel]:
     ]
 
 
-def _over_steps(run: RunData, panel: OverSteps) -> Panel:
-    """Return the panel with those of its metrics that the run wrote."""
+def _over_steps(run: RunData, row: Json) -> Panel:
+    """Return the panel of a row of figures.yaml, with those of its metrics that the run wrote."""
     written = {}
-    for label, metric in panel.metrics.items():
+    for label, metric in row["metrics"].items():
         prefix, star, _ = metric.partition("*")
         names = run.names_after(prefix) if star else [""] if run.series(metric)[0] else []
         written |= {label.replace("*", name): prefix + name for name in names}
-    make = make_bars if panel.is_stacked else make_curve
+    make = make_bars if row.get("is_stacked") else make_curve
     log_axis = {"type": "log", "dtick": "D2", "tickformat": ","}
     return Panel(
-        key=panel.key,
-        title=panel.title,
-        note=panel.note,
+        key=row["key"],
+        title=row["title"],
+        note=row.get("note", ""),
         data=[
             make(label, color, run.series(metric))
             for (label, metric), color in zip(written.items(), cycle(palette.CURVES), strict=False)
-            if metric not in panel.left_out
+            if metric not in row.get("left_out", [])
         ],
-        layout=make_layout("RL step", panel.y_label, y=log_axis if panel.is_log else {}),
-        absent=_absent(run, next(iter(panel.metrics.values()))),
+        layout=make_layout("RL step", row["y_label"], y=log_axis if row.get("is_log") else {}),
+        absent=_absent(run, next(iter(row["metrics"].values()))),
     )
 
 
@@ -112,6 +95,6 @@ def _name_of(bucket: int) -> str:
 
 def _absent(run: RunData, what: str) -> str:
     of_speculation = what.startswith(("rollout/spec", "speculation"))
-    if of_speculation and not run.is_on("speculation"):
+    if of_speculation and not run.config.get("speculation", {}).get("enabled"):
         return "Speculation was off (speculation.enabled=false)."
     return f"The run wrote no {what}."

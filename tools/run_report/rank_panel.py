@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tools.run_report import palette
 from tools.run_report.data import RunData
-from tools.run_report.figure import Json, Panel, declared, make_axis, make_curve, make_layout
+from tools.run_report.figure import Json, Panel, declared, make_curve, make_layout
 from tools.run_report.trace import Span, Window
 from tools.run_report.visible_spans import (
     NUM_ROWS,
@@ -56,21 +56,16 @@ def _layout(window: Window, rows: Sequence[str]) -> Json:
     """Return the rows of the timeline above the tail, and a line where a step starts."""
     height = _ROW_HEIGHT * len(rows) + _TAIL_HEIGHT
     border = _TAIL_HEIGHT / height
-    line = {"type": "line", "y0": 0, "y1": 1, "yref": "paper"}
-    line["line"] = {"color": palette.BLACK, "width": 1, "dash": "dot"}
+    line = declared()["timeline"]["line"]
     return make_layout(
         f"seconds since the start of step {min(window.step_starts)}",
         "",
         x={"range": [0, window.width_s], "anchor": "y2"},
         y={"categoryarray": rows[::-1], "showgrid": False, "domain": [border, 1]},
-        yaxis2=make_axis("running requests", {"domain": [0, 0.85 * border]}),
-        barmode="overlay",
-        bargap=0.25,
-        hovermode="closest",
+        yaxis2={"title": {"text": "running requests"}, "domain": [0, 0.85 * border]},
         height=height + _MARGINS,
         shapes=[line | {"x0": at, "x1": at} for at in window.step_starts.values() if at > 0],
-        # Hides the labels that their bars have no room for.
-        uniformtext={"mode": "hide", "minsize": 12},
+        **declared()["timeline"]["layout"],
     )
 
 
@@ -82,19 +77,14 @@ def _bars_by_phase(bars: Sequence[Span]) -> list[Json]:
         found.setdefault(bar.phase, []).append(bar)
     return [
         {
-            "type": "bar",
-            "orientation": "h",
+            **declared()["timeline"]["bar"],
             "name": phase,
             "y": [bar.row for bar in of_phase],
             "base": [bar.start_s for bar in of_phase],
             "x": [bar.end_s - bar.start_s for bar in of_phase],
             "text": [bar.label for bar in of_phase],
             "customdata": [_detail(bar) for bar in of_phase],
-            "hovertemplate": "%{customdata}<br>%{base:.4f} s, for %{x:.4f} s<extra>%{y}</extra>",
             "marker": {"color": colors.get(phase, palette.OTHER), "line": {"width": 0}},
-            "textposition": "inside",
-            "insidetextanchor": "middle",
-            "textangle": 0,
         }
         for phase, of_phase in found.items()
         if of_phase
