@@ -84,16 +84,15 @@ def runs_below(folder: Path) -> list[Path]:
 def read_run(run_dir: Path, trace: Trace | None = None, name: str = "") -> RunData:
     """Read the folder. ValueError names a file that is broken.
 
-    `trace` is given by a caller that scans it. `name` is by default that of the folder.
+    A caller that reads a folder again gives the same `trace`, which reads only what was appended.
+    `name` is by default that of the folder.
     """
     if not is_run(run_dir):
         raise ValueError(f"{run_dir}: is no run folder: a run has {' or '.join(MARKS)}")
     with errors_named(run_dir):
         texts = {file: read_text(run_dir / file) for file in ("summary.json", "config.yaml")}
         config = _parse_config(run_dir / "config.yaml", texts["config.yaml"])
-        if trace is None:
-            trace = Trace(run_dir / "timeline")
-            trace.scan()
+        trace = trace or Trace(run_dir / "timeline")
         rows = read_metrics(run_dir / "metrics.jsonl")
         return RunData(
             name=name or run_dir.resolve().name,

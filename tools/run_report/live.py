@@ -43,7 +43,7 @@ class LiveRun:
         return f"{zlib.crc32(repr([(s.st_size, s.st_mtime_ns) for s in stats]).encode()):08x}"
 
     def read(self) -> RunData:
-        """Return the newest data, without the trace's. It is empty if a file is broken."""
+        """Return the newest data. It is empty if a file is broken."""
         try:
             self._run, self._error = read_run(self.path, self._trace, self.name), ""
         except ValueError as error:
@@ -60,7 +60,6 @@ class LiveRun:
             run = self.read()
             try:
                 with errors_named(self.path):
-                    self._trace.scan()
                     panels = build_panels(run, None) if run.rows else []
                     responses = read_responses(self.path)
                     live = Live(version=version, states=self.states(), links=links)

@@ -24,7 +24,9 @@ _ROW_HEIGHT, _TAIL_HEIGHT, _MARGINS = 46, 200, 130  # pixels
 
 def build_rank_panel(run: RunData, steps: tuple[int, int] | None) -> Panel:
     """Return the timeline of `steps`, by default of the last two, with the requests that decode."""
-    if run.trace is None or (steps is None and not run.trace.has_steps()):
+    assert run.trace is not None, "the run was not read"
+    run.trace.scan()
+    if steps is None and not run.trace.has_steps():
         return Panel(title="Timeline", absent="The trace holds no complete step.")
     window = run.trace.window(steps)
     # a resumed run may have fewer ranks

@@ -23,7 +23,7 @@ class Span:
     """A span of a rank."""
 
     rank: int
-    thread: str  # "rank 0" is the main one
+    row: str  # of the timeline: "rank 0", or "rank 0 · spot" for another thread
     name: str  # "VERIFY(6_4_16)"
     start_s: float  # since the start of the window
     end_s: float
@@ -38,12 +38,6 @@ class Span:
     def label(self) -> str:
         """Return what stands in brackets: "6_4_16"."""
         return self.name.partition("(")[2].removesuffix(")")
-
-    @property
-    def row(self) -> str:
-        """Return the row of the timeline: "rank 0", or "rank 0 · spot" for another thread."""
-        main = f"rank {self.rank}"
-        return main if self.thread == main else f"{main} · {self.thread}"
 
 
 class _Step(NamedTuple):
@@ -71,9 +65,8 @@ class Window:
 class RankTrace:
     """The file of one rank. If a resumed run repeated a step, the last time is used."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rank = int(path.stem.removeprefix("rank_"))
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path, self.rank = path, rank
         self.steps: dict[int, _Step] = {}
         self.size = 0  # bytes that were scanned, whole lines
         self._synced: tuple[int, int, int] | None = None  # newest SYNC: version, end_ns, end byte
@@ -104,7 +97,7 @@ class RankTrace:
     def spans(self, window: Window, *, only: str = "") -> list[Span]:
         """Return the spans of the window in the order of a trace: parents before children.
 
-        `only`: a name; spans of others are not even parsed.
+        `only` is a name: spans of other names are not even parsed.
         """
         steps = [self.steps[step] for step in window.step_starts if step in self.steps]
         if not steps:
@@ -124,7 +117,7 @@ class RankTrace:
         lane, start_ns = event["lane"], event["start_ns"] - origin_ns
         return Span(
             rank=self.rank,
-            thread=f"rank {self.rank}" if lane == "MainThread" else lane,
+            row=f"rank {self.rank}" + ("" if lane == "MainThread" else f" · {lane}"),
             name=event["name"],
             start_s=start_ns / 1e9,
             end_s=(start_ns + event["dur_ns"]) / 1e9,
@@ -145,25 +138,21 @@ class Trace:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ranks: dict[Path, RankTrace] = {}
-
-    @property
-    def ranks(self) -> dict[int, RankTrace]:
-        """Return the files by rank, ascending."""
-        return {each.rank: each for each in self._ranks.values()}
+        self.ranks: dict[int, RankTrace] = {}
 
     def scan(self) -> None:
         """Read what was appended since the last scan."""
         for path in sorted(self._folder.glob("rank_*.jsonl")):
-            known, size = self._ranks.get(path), path.stat().st_size
-            if known is None or size < known.size:  # a fresh run in the same folder
-                known = self._ranks[path] = RankTrace(path)
-            if size > known.size:
-                known.scan()
+            number, size = int(path.stem.removeprefix("rank_")), path.stat().st_size
+            rank = self.ranks.get(number)
+            if rank is None or size < rank.size:  # a fresh run in the same folder
+                rank = self.ranks[number] = RankTrace(path, number)
+            if size > rank.size:
+                rank.scan()
 
     def has_steps(self) -> bool:
         """Return whether any rank has a complete step."""
-        return any(rank.steps for rank in self._ranks.values())
+        return any(rank.steps for rank in self.ranks.values())
 
     def window(self, steps: tuple[int, int] | None) -> Window:
         """Return the window of `steps` (first, last), by default of the last two.
@@ -172,7 +161,7 @@ class Trace:
 
         A last step that some ranks have not written yet is left out.
         """
-        counts = Counter(step for rank in self._ranks.values() for step in rank.steps)
+        counts = Counter(step for rank in self.ranks.values() for step in rank.steps)
         if not counts:
             raise ValueError(
                 f"{self._folder}: holds no complete step (no two SYNC spans with a version)"
@@ -187,7 +176,7 @@ class Trace:
                 f"--steps {first}-{last}: the trace holds steps {min(counts)} to {max(counts)}"
             )
         times = {
-            step: [rank.steps[step] for rank in self._ranks.values() if step in rank.steps]
+            step: [rank.steps[step] for rank in self.ranks.values() if step in rank.steps]
             for step in wanted
         }
         starts = {step: min(time.start_ns for time in of) for step, of in times.items()}

@@ -15,7 +15,7 @@ from tools.run_report.visible_spans import bars_of, spans_in, visible_parts
 
 
 def span(name: str, start_s: float, end_s: float, **args: int) -> Span:
-    return Span(rank=0, thread="rank 0", name=name, start_s=start_s, end_s=end_s, args=args)
+    return Span(rank=0, row="rank 0", name=name, start_s=start_s, end_s=end_s, args=args)
 
 
 def append(folder: Path, rank: int, spans: list[Span]) -> None:
