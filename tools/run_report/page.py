@@ -8,7 +8,7 @@ numbers of summary.json stand at the top, all of it at the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,20 +25,6 @@ except ModuleNotFoundError as error:
     needed = f'needs the package {error.name}: pip install "tlt_megatron[report]"'
     raise ValueError(needed) from None
 
-_HEADLINE = (  # name, and how it is shown from the numbers of summary.json
-    ("held-out accuracy, before and after", "{eval_accuracy_first:.2f} → {eval_accuracy_last:.2f}"),
-    ("median RL step", "{step_time_s_median:.3g} s"),
-    ("faster RL steps by speculation", "{step_speedup:.2f}x"),
-)
-
-_MARGIN = 1.15  # the plan is right within 15 %
-
-_FACTS = (  # of the settings
-    "{model[path]} · {rollout[engine]} engine, {rollout[dtype]} · {rollout[num_prompts]} prompts ×"
-    " {rollout[num_samples]} responses a step, at most {rollout[max_new_tokens]} tokens ·"
-    " speculation.enabled={speculation[enabled]} · spot.enabled={spot[enabled]}"
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
@@ -54,14 +40,7 @@ def render_page(
 ) -> str:
     """Return the page of `run`; it reloads itself if it is `live`."""
     return _render(
-        panels,
-        name=run.name,
-        headline=[(label, _filled(text, run.summary)) for label, text in _HEADLINE],
-        facts=_filled(_FACTS, run.config) + _memory(run.summary),
-        alarms=run.alarms,
-        responses=responses,
-        live=live,
-        texts=run.texts,
+        panels, run=run, name=run.name, alarms=run.alarms, responses=responses, live=live
     )
 
 
@@ -91,20 +70,3 @@ def _render(panels: Sequence[Panel], **values: object) -> str:
     template = _environment().get_template("page.html.j2")
     plotly_js = plotly.offline.get_plotlyjs()
     return template.render(panels=panels, plotly_js=plotly_js, on_dark=ON_DARK, **values)
-
-
-def _memory(summary: Mapping[str, object]) -> str:
-    """Return what a rank took of the memory that was planned; "" if no rank could tell."""
-    peak, planned = summary.get("memory_peak_gb"), summary.get("memory_planned_gb")
-    if not isinstance(peak, float) or not isinstance(planned, float):
-        return ""
-    verdict = "above plan" if peak > _MARGIN * planned else "planned"
-    return f" · memory of a rank {peak:.3g} GB, {verdict} ({planned:.3g} GB)"
-
-
-def _filled(text: str, values: Mapping[str, object]) -> str:
-    """Return `text` with the values; "" if one is absent or of another kind."""
-    try:
-        return text.format(**values)
-    except (KeyError, TypeError, ValueError):
-        return ""

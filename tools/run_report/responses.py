@@ -10,12 +10,11 @@ from tools.run_report.files import errors_named, read_lines
 
 _NUM_SHOWN = 200
 _MAX_FILE_BYTES = 32 << 20  # of a step's file only the end is read
-_MAX_CHARACTERS = 4000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """A row of the table. Long texts are cut."""
+    """A row of the table, which cuts long texts."""
 
     step: int
     reward: float
@@ -47,11 +46,6 @@ def _response(step: int, row: dict[str, Any]) -> Response:
         length=len(row["token_ids"]),
         data_source=row.get("data_source", ""),  # older runs have none
         logprob_diff=None if row.get("logprob_diff") is None else float(row["logprob_diff"]),
-        prompt=_cut(str(row["prompt"])),
-        response=_cut(str(row["response"])),
+        prompt=str(row["prompt"]),
+        response=str(row["response"]),
     )
-
-
-def _cut(text: str) -> str:
-    num_more = len(text) - _MAX_CHARACTERS
-    return f"{text[:_MAX_CHARACTERS]} … and {num_more:,} characters" if num_more > 0 else text
