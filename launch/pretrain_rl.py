@@ -51,8 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("--dry-run: must be started by tlt train or launch/torchrun.py")
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
         folder = _claim_run_folder(config, name=Path((options.config or ["defaults"])[-1]).stem)
-    except ValueError as error:
-        return _refuse(error)
+    except ValueError as error:  # every rank finds it in the same files
+        if os.environ.get("RANK", "0") == "0":
+            print(f"pretrain_rl: {error}", file=sys.stderr)
+        return 2
     rank = int(os.environ.get("RANK", "0"))
     configure_logging(rank, None)
     is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -60,16 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
     stop.listen()
     with closing(folder) if folder else nullcontext():  # this run's until the process ends
         return _Launch(config, stop, rank).run(folder)
-
-
-def _refuse(error: ValueError) -> int:
-    """Print an error that every rank finds in the same files, only on rank 0.
-
-    Return exit code 2.
-    """
-    if os.environ.get("RANK", "0") == "0":
-        print(f"pretrain_rl: {error}", file=sys.stderr)
-    return 2
 
 
 def _claim_run_folder(config: RunConfig, name: str) -> RunFolder | None:
@@ -103,16 +95,13 @@ class _Launch:
                 except Exception as error:
                     code = self._report(error)
                     raise
-            self._leave()
+            import torch.distributed as dist
+
+            self._stop.close()
+            dist.destroy_process_group()
         except Exception as error:
             return code or self._report(error)  # reported already, or raised while closing
         return 0
-
-    def _leave(self) -> None:
-        import torch.distributed as dist
-
-        self._stop.close()
-        dist.destroy_process_group()
 
     def _train(self, stack: ExitStack, folder: RunFolder | None) -> None:
         from tlt_megatron.runtime.collectives import broadcast_object
