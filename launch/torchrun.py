@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     """Return the exit code of the first rank that failed, 128 + signal if one was killed, 0 if none
     failed.
 
-    2 for bad input, which is refused before torch is imported and other nodes are waited for.
+    Bad input is refused with 2 before torch is imported and before other nodes are waited for.
     """
     forwarder = _Forwarder()
     forwarder.start()

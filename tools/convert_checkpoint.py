@@ -1,7 +1,7 @@
 """Converts the policy between a Hugging Face folder and a Megatron torch_dist checkpoint.
 
-It takes one process, on the CPU, and holds one parameter in memory, beside one file of 4 GB towards
-Hugging Face.
+It takes one process, on the CPU. It holds one parameter in memory, and towards Hugging Face also
+one file of 4 GB.
 
     tlt convert --from runs/mine --to exported
     tlt convert --from Qwen/Qwen3-0.6B --to megatron
@@ -91,8 +91,8 @@ def main() -> int:
 
 
 def _give_tensors_their_own_pages() -> None:
-    """Let glibc give the memory of a freed tensor back, where else tensors that are kept would lie
-    between holes.
+    """Let glibc give back the memory of each freed tensor. Else it would stay as holes between the
+    tensors that are kept.
     """
     if set_option := getattr(ctypes.CDLL(None), "mallopt", None):
         set_option(_MMAP_THRESHOLD, 1 << 17)
@@ -144,8 +144,8 @@ def megatron_to_hf(source: Path, target: Path, model: Path, *, dtype: str | None
 
 
 def trained_dtype(policy: Path) -> str:
-    """Return the dtype of the model that wrote a torch_dist checkpoint. ValueError where another
-    program wrote it, and it says none.
+    """Return the dtype of the model that wrote a torch_dist checkpoint. ValueError if another
+    program wrote the checkpoint without one.
     """
     try:
         return read_common(policy)["identity"]["model.dtype"]
@@ -159,7 +159,8 @@ def verify(policy: Path, folder: Path, dtype: str, *, model: Path | None = None)
     """Compare tensors and logits of a torch_dist checkpoint and a Hugging Face folder. Print what
     was compared and what differs, and return whether nothing does.
 
-    `model`: the folder was written with its config and tokenizer; None: the checkpoint was written.
+    `model` is the folder that gave `folder` its config and tokenizer. It is None if the checkpoint
+    was written.
     """
     kept: torch.dtype = getattr(torch, dtype)
     config = load_model_config(model or folder)

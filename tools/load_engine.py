@@ -121,7 +121,7 @@ class LoadedPolicy:
     ) -> list[DraftSequence]:
         """Return responses with the states that decoding computed, to train a drafter.
 
-        Too short ones are left out.
+        Responses that are too short are left out.
         """
         sequences: list[DraftSequence] = []
 

@@ -30,8 +30,8 @@ _ENDS = ("(", ")", "--", "&&", ";")  # of the values of a flag
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the config. Return 2 if it does not pass the checks of settings; it is written then,
-    too.
+    """Write the config. Return 2 if it does not pass the checks of settings: it is written all the
+    same.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("source", type=Path, metavar="FILE", help=".yaml of verl, or a script")
@@ -94,7 +94,7 @@ def _read_script(text: str) -> dict[str, Any]:
     variables: dict[str, str] = {}
     found: dict[str, list[str]] = {}  # the words of each setting
     for command in _COMMAND.findall(text):
-        words: list[str] | None = None  # of the flag before
+        words: list[str] | None = None  # the values of the flag before
         for word in shlex.split(_spread_arrays(_expand(command, variables)), comments=True):
             name, equals, value = word.partition("=")
             if word.startswith("--") and len(word) > 2:
@@ -124,9 +124,8 @@ def convert(given: theirs.Values) -> tuple[dict[str, Any], dict[str, Any]]:
         if key in tables["switches"] or (value is None and meaning):
             continue
         settings = None
-        if (
-            "$" not in str(value) or key in tables["never_default"]
-        ):  # else the script leaves it open
+        is_open = "$" in str(value)  # the script leaves it to a variable
+        if not is_open or key in tables["never_default"]:
             with contextlib.suppress(ArithmeticError, KeyError, TypeError, ValueError):
                 settings = meaning(value, given) if meaning else theirs.passed_on(key, value)
         if settings is None:

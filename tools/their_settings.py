@@ -32,8 +32,8 @@ def read_tables() -> dict[str, Any]:
 
 
 def converters(project: str, table: Mapping[str, Any]) -> dict[str, Convert]:
-    """Return what becomes of a value, by their key: of `table`, and of keys that differ in nothing
-    but the name.
+    """Return a converter for each key of theirs: those of `table`, and those that differ from ours
+    only in the name.
     """
     column = PROJECTS.index(project)
     given = [(row.theirs[column].replace("-", "_"), row) for row in rows() if row.theirs[column]]
@@ -54,7 +54,7 @@ def passed_on(key: str, value: Any) -> dict[str, Any] | None:
 
 
 def _declared(row: Mapping[str, Any]) -> Convert:
-    """Return what the words of a row of their_settings.yaml say."""
+    """Return the converter that a row of their_settings.yaml describes."""
 
     def convert(value: Any, given: Values) -> dict[str, Any] | None:
         if given.get(row.get("unless", "")):
@@ -146,8 +146,8 @@ def _rs_bounds(_: Any, given: Values) -> dict[str, Any] | None:
 
 
 def _minibatches(*factors: str) -> Convert:
-    """Their value is the size of a minibatch; a batch is the product of these settings of
-    theirs.
+    """Convert the size of a minibatch to a count. The size of a batch is the product of `factors`,
+    which are settings of theirs.
     """
     return lambda size, given: {
         "algorithm.num_minibatches": max(1, math.prod(given[name] for name in factors) // size)
@@ -155,8 +155,8 @@ def _minibatches(*factors: str) -> Convert:
 
 
 def _tokens_of_sharers(*sizes: str) -> Convert:
-    """Their limit is of one GPU; ours of all that share the tokens of a sequence, by these settings
-    of theirs.
+    """Convert the limit of one GPU to that of all GPUs that share the tokens of a sequence. `sizes`
+    are the settings of theirs that say how many do.
     """
     return lambda tokens, given: {
         "mcore.micro_batch_tokens": tokens * math.prod(given.get(size) or 1 for size in sizes)
