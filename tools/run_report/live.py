@@ -85,16 +85,15 @@ class LiveRun:
         ranks = read_ranks(self.path)
         steps, _ = run.series("timing_s/step")
         settings = run.config.get("run", {})
-        done = f"{steps[-1] if steps else 0} of {settings.get('num_steps', '?')} RL steps are done."
+        last_done = steps[-1] if steps else 0
+        done = f"{last_done} of {settings.get('num_steps', '?')} RL steps are done."
         if is_over(self.path):
             return State(name=self.name, sentence=f"The run has ended. {done}")
         if alarm := describe_end(self.path):
             return State(name=self.name, sentence=done, alarm=alarm)
         if not steps:
             done = f"The run is starting. {done}"
-        if not ranks:
-            return State(name=self.name, sentence=done)
-        now = Running(ranks=ranks, now_s=time.time(), last_done=steps[-1] if steps else 0)
+        now = Running(ranks=ranks, now_s=time.time(), last_done=last_done) if ranks else None
         return State(name=self.name, sentence=done, now=now)
 
 

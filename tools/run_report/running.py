@@ -54,7 +54,7 @@ class Running:
         if num_responses:
             parts.append(f"{num_done:,} of {num_responses:,} responses are done")
             parts.append(f"{num_tokens:,} tokens in them")
-        counts = Counter(" ".join(rank.phases) or "between phases" for rank in self.ranks)
+        counts = Counter(rank.phase for rank in self.ranks)
         parts += [f"{phase}: {count:,}" for phase, count in counts.most_common()]
         return " · ".join(parts)
 
