@@ -170,6 +170,14 @@ def test_a_tools_error_is_answered_in_one_line(
     assert error.count("\n") == 1
 
 
+def test_a_package_of_the_same_name_elsewhere_does_not_hide_the_tools(tmp_path: Path) -> None:
+    """As one in site-packages could, which some wheels bring along."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "__init__.py").touch()
+    done = tlt("schema", root=f"{REPO}{os.pathsep}{tmp_path}")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_plan_needs_a_rank(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit, match="2"):
         print_ledger.main([EXAMPLE, "--ranks", "0"])
