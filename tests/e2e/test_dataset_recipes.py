@@ -41,10 +41,8 @@ def test_a_sample_is_converted(tmp_path: Path, source: str) -> None:
     assert {row["data_source"] for row in rows} == {source}
     if source == "mbpp":
         assert all(json.loads(row["label"])["tests"][0].startswith("assert") for row in rows)
-        assert [row["id"] for row in converted(source, tmp_path, "--ids", "602-603")] == [
-            "602",
-            "603",
-        ]
+        chosen = converted(source, tmp_path, "--ids", "602-603")
+        assert [row["id"] for row in chosen] == ["602", "603"]
     else:
         assert [row["label"] for row in rows] == LABELS[source]
 

@@ -53,11 +53,7 @@ def test_a_cpu_run_starts_with_what_is_written(
     written = load_config(tmp_path / "config.yaml")
     assert written.run.dir == f"runs/{tmp_path.name}"
     assert written.data.eval == [str(path) for path in held_out]
-    shorter = (
-        "eval.num_prompts=1",
-        "rollout.max_new_tokens=16",
-        "run.num_steps=1",
-    )
+    shorter = ("eval.num_prompts=1", "rollout.max_new_tokens=16", "run.num_steps=1")
     run(2, tmp_path / "config.yaml", tmp_path / "run", *shorter)
     assert metric_rows(tmp_path / "run")[-1]["step"] == 1
     with pytest.raises(ValueError, match=r"holds config.yaml already"):
