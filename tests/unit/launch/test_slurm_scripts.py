@@ -5,9 +5,7 @@ requeueing, exit codes.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -22,88 +20,69 @@ exec "$@"
 SCONTROL = """#!/usr/bin/env bash
 if [[ $1 == show ]]; then echo node1; echo node2; else echo "$*" > "$NOTES/scontrol.txt"; fi
 """
-# A run that saves for a while when it is told to, and ends with the code in $NOTES/code.
+# A run that signals the batch script, if it is to, and saves for a while when it is told to.
 PYTHON = """#!/usr/bin/env bash
-trap 'sleep 0.2; touch "$NOTES/saved"; exit $(cat "$NOTES/code")' USR1
-printf '%s\\n' "$@" > "$NOTES/arguments.tmp"
-mv "$NOTES/arguments.tmp" "$NOTES/arguments"
-while [[ ! -e $NOTES/done ]]; do sleep 0.02; done
-exit $(cat "$NOTES/code")
+trap 'sleep 0.2; touch "$NOTES/saved"; exit $CODE' USR1
+printf '%s\\n' "$@" > "$NOTES/arguments"
+if [[ -n $SIGNAL ]]; then kill "-$SIGNAL" $PPID; while :; do sleep 0.02; done; fi
+exit $CODE
 """
 SCRIPTS = ("single_node.sbatch", "multi_node.sbatch")
 
 
-class Job:
-    """A batch script under the fake Slurm in `folder`."""
+def write_programs(folder: Path, **programs: str) -> None:
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
 
-    def __init__(self, script: str, folder: Path, code: int = 0) -> None:
-        self.folder = folder
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
-        (folder / "code").write_text(str(code))
-        environment = os.environ | {
-            "PATH": f"{folder}:{os.environ['PATH']}",
-            "NOTES": str(folder),
-            "PYTHON": str(folder / "python"),
-            "SLURM_SUBMIT_DIR": str(REPO),
-            "SLURM_JOB_ID": "77",
-            "SLURM_JOB_NAME": "long",
-            "SLURM_JOB_NODELIST": "node[1-2]",
-            "SLURM_JOB_NUM_NODES": "2",
-            "SLURM_GPUS_ON_NODE": "8",
-        }
-        self.process = subprocess.Popen(
-            ["bash", REPO / "launch" / "slurm" / script, "my.yaml", "run.seed=3"],
-            cwd=folder,
-            env=environment,
-            start_new_session=True,
-        )
-        deadline = time.monotonic() + 300
-        while not (folder / "arguments").exists():
-            assert self.process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
-    def end(self, number: signal.Signals | None) -> int:
-        if number is None:
-            (self.folder / "done").touch()
-        else:
-            self.process.send_signal(number)
-        return self.process.wait(timeout=300)
-
-    @property
-    def scontrol(self) -> str | None:
-        path = self.folder / "scontrol.txt"
-        return path.read_text().strip() if path.exists() else None
+def run_job(script: str, folder: Path, code: int = 0, signal: str = "") -> int:
+    """Run a batch script under the fake Slurm in `folder` and return its exit code. The script
+    gets `signal` while its run is under way. The run ends with `code`.
+    """
+    write_programs(folder, srun=SRUN, scontrol=SCONTROL, python=PYTHON)
+    environment = os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "NOTES": str(folder),
+        "CODE": str(code),
+        "SIGNAL": signal,
+        "PYTHON": str(folder / "python"),
+        "SLURM_SUBMIT_DIR": str(REPO),
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NAME": "long",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+    command = ["bash", REPO / "launch" / "slurm" / script, "my.yaml", "run.seed=3"]
+    return subprocess.run(command, cwd=folder, env=environment, timeout=300).returncode
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize(
-    ("number", "code", "requeued"),
+    ("signal", "code", "requeued"),
     [
-        (signal.SIGUSR1, 0, "requeue 77"),  # the time limit is near
-        (signal.SIGUSR1, 1, None),  # it could not save: it would fail again
-        (signal.SIGTERM, 0, None),  # Slurm's decision
-        (None, 0, None),
-        (None, 1, "requeue 77"),  # it failed again without a new checkpoint: other nodes may help
-        (None, 2, None),  # its settings are refused
+        ("USR1", 0, "requeue 77\n"),  # the time limit is near
+        ("USR1", 1, None),  # it could not save: it would fail again
+        ("TERM", 0, None),  # Slurm's decision
+        ("", 0, None),
+        ("", 1, "requeue 77\n"),  # it failed again without a new checkpoint: other nodes may help
+        ("", 2, None),  # its settings are refused
     ],
 )
 def test_a_job_saves_when_signalled_and_comes_back_when_it_ran_out_of_time(
-    tmp_path: Path, script: str, number: signal.Signals | None, code: int, requeued: str | None
+    tmp_path: Path, script: str, signal: str, code: int, requeued: str | None
 ) -> None:
-    job = Job(script, tmp_path, code)
-    assert job.end(number) == code
-    assert (tmp_path / "saved").exists() == (number is not None)
-    assert job.scontrol == requeued
+    assert run_job(script, tmp_path, code, signal) == code
+    assert (tmp_path / "saved").exists() == bool(signal)
+    asked = tmp_path / "scontrol.txt"
+    assert (asked.read_text() if asked.exists() else None) == requeued
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_job_resumes_in_a_run_folder_of_its_own(tmp_path: Path, script: str) -> None:
-    job = Job(script, tmp_path)
+    assert run_job(script, tmp_path) == 0
     arguments = (tmp_path / "arguments").read_text().split()
-    assert job.end(None) == 0
     assert arguments[0] == "launch/torchrun.py"
     if script == "multi_node.sbatch":
         assert "--rdzv-backend" not in arguments  # c10d unpickles what it is sent
@@ -119,7 +98,7 @@ def test_a_job_resumes_in_a_run_folder_of_its_own(tmp_path: Path, script: str) -
 
 
 def test_a_signal_right_after_the_start_reaches_the_run() -> None:
-    """It ended the batch script if it came before its traps. Here each of them takes a while."""
+    """A signal before the traps are set would end the script. Here setting each takes a while."""
     script = f"""
 source {REPO}/launch/slurm/stop.sh
 trap() {{ sleep 0.2; builtin trap "$@"; }}
@@ -150,9 +129,7 @@ exit 1
 def test_a_run_that_fails_is_started_again_while_checkpoints_are_added(
     tmp_path: Path, num_saving: int, settings: dict[str, str], num_starts: int, is_requeued: bool
 ) -> None:
-    for name, text in (("fail", RUN_THAT_FAILS), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    write_programs(tmp_path, fail=RUN_THAT_FAILS, scontrol=SCONTROL)
     script = f"set -euo pipefail; source {REPO}/launch/slurm/stop.sh; run_with_restarts ./fail run.dir=other run.dir=run"
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(tmp_path)}
     environment |= {"NUM_SAVING": str(num_saving), "SLURM_JOB_ID": "77"} | settings
