@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from tests.model_files import write_drafter, write_model, write_safetensors, zeros
+from tests.model_files import write_drafter, write_model
 from tlt_megatron.config import preflight
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.preflight import check_code, check_files
@@ -50,24 +52,25 @@ def test_stale_files_beside_an_index_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "model" / INDEX_NAME).write_text(
         json.dumps({"weight_map": dict.fromkeys(tensors, shard)})
     )
-    stale = {"model.norm.weight": zeros((3,)), "other": zeros((1,), "F8_E4M3")}
-    write_safetensors(tmp_path / "model" / "consolidated.safetensors", stale)
+    quantized = torch.zeros(1, dtype=torch.float8_e4m3fn)
+    stale = {"model.norm.weight": torch.zeros(3), "other": quantized}
+    save_file(stale, tmp_path / "model" / "consolidated.safetensors")
     check(tmp_path)
 
 
 def test_shards_without_an_index_and_an_equal_tied_head_pass(tmp_path: Path) -> None:
     tensors = write_model(tmp_path / "model", tie_word_embeddings=True)
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": zeros((2,))}
-    write_safetensors(tmp_path / "model" / "model-2.safetensors", head | derived)
+    derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    save_file(head | derived, tmp_path / "model" / "model-2.safetensors")
     check(tmp_path)
 
 
 def test_the_layer_of_glm_that_predicts_a_further_token_is_left_out(tmp_path: Path) -> None:
     sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     write_model(tmp_path / "model", model_type="glm4_moe", **sizes)
-    further = {"model.layers.2.eh_proj.weight": zeros((16, 32))}
-    write_safetensors(tmp_path / "model" / "model-2.safetensors", further)
+    further = {"model.layers.2.eh_proj.weight": torch.zeros(16, 32)}
+    save_file(further, tmp_path / "model" / "model-2.safetensors")
     check(tmp_path)
 
 

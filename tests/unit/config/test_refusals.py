@@ -6,25 +6,29 @@ All cases go through `main` in one fresh process in which an import of torch fai
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from tests.model_files import write_drafter, write_model, write_safetensors, zeros
+from tests.model_files import write_drafter, write_model
+from tests.tiny_task import python
 
-REPO = Path(__file__).resolve().parents[3]
 INDEX = "model.safetensors.index.json"
 DRAFTS = (
     "speculation.enabled=true",
     "speculation.strategies=['2_1_2']",
     "speculation.drafter={0}/drafter",
+)
+# Ten lines of aliases that stand for 10^10 values.
+EXPANDING = "a: &a [1]\n" + "".join(
+    f"{b}: &{b} [{', '.join(['*' + a] * 10)}]\n" for a, b in itertools.pairwise("abcdefghijk")
 )
 # Runs main on each line of standard input (a JSON list of arguments) and prints exit code and
 # stderr.
@@ -58,15 +62,17 @@ def model(**config: object) -> Callable[[Path], object]:
 
 
 def weights(file: str = "model.safetensors", drop: str = "", **extra) -> Callable[[Path], object]:
-    """The model's weights without `drop` and with `extra` (shape or tensor; __ for a dot)."""
+    """Write the model's weights without `drop` and with `extra`, a shape or a tensor by name (__
+    for a dot).
+    """
 
     def change(folder: Path) -> None:
         tensors = write_model(folder / "model")
         for name, tensor in extra.items():
-            is_shape = not isinstance(tensor[0], str)
-            tensors[name.replace("__", ".")] = zeros(tensor) if is_shape else tensor
+            is_tensor = isinstance(tensor, torch.Tensor)
+            tensors[name.replace("__", ".")] = tensor if is_tensor else torch.zeros(tensor)
         tensors = {name: tensor for name, tensor in tensors.items() if name != drop}
-        write_safetensors(folder / "model" / file, tensors)
+        save_file(tensors, folder / "model" / file)
 
     return change
 
@@ -81,7 +87,7 @@ def remove(path: str) -> Callable[[Path], object]:
 
 
 def cut(path: str, num_bytes: int) -> Callable[[Path], object]:
-    """The first bytes stay; a negative number: all but so many."""
+    """Keep the first `num_bytes`. A negative number drops so many at the end."""
 
     def change(folder: Path) -> None:
         data = (folder / path).read_bytes()
@@ -91,7 +97,7 @@ def cut(path: str, num_bytes: int) -> Callable[[Path], object]:
 
 
 def shard_beside_single(folder: Path) -> None:
-    """Readers of the index get the shard, those of the single file get that."""
+    """Put a shard and its index beside the single file, so that readers disagree."""
     single = folder / "model/model.safetensors"
     (folder / "model/part.safetensors").write_bytes(single.read_bytes())
     index(**dict.fromkeys(write_model(folder / "model"), "part.safetensors"))(folder)
@@ -144,7 +150,7 @@ CASES = [
     Case("missing tensor", MODEL + r"its files lack model\.norm\.weight$", weights(drop="model.norm.weight")),
     Case("another shape", MODEL + r"model\.norm\.weight has shape \[17\], config\.json makes it \[16\]", weights(model__norm__weight=(17,))),
     Case("bias without a place", MODEL + r"its files hold tensors that a llama of this config\.json does not have: model\.layers\.0\.self_attn\.q_proj\.bias", weights(model__layers__0__self_attn__q_proj__bias=(16,))),
-    Case("fp8", MODEL + r"model\.safetensors holds quantized weights: model\.layers\.0\.mlp\.up_proj\.weight in F8_E4M3; use the checkpoint in one of F16, BF16, F32, F64", weights(model__layers__0__mlp__up_proj__weight=zeros((24, 16), "F8_E4M3"))),
+    Case("fp8", MODEL + r"model\.safetensors holds quantized weights: model\.layers\.0\.mlp\.up_proj\.weight in F8_E4M3; use the checkpoint in one of F16, BF16, F32, F64", weights(model__layers__0__mlp__up_proj__weight=torch.zeros(24, 16, dtype=torch.float8_e4m3fn))),
     Case("index names a missing file", MODEL + r"model\.safetensors\.index\.json: names files that are not there: model-00002-of-00002\.safetensors", index(model__norm__weight="model-00002-of-00002.safetensors")),
     Case("index names a missing tensor", r"index\.json: names tensors that their files do not hold: other\.weight \(model\.safetensors\)", index(other__weight="model.safetensors")),
     Case("index without a map", r"index\.json: must hold weight_map", text(f"model/{INDEX}", "{}")),
@@ -170,6 +176,8 @@ CASES = [
     Case("prompts of another kind", r"config\.json': must be an existing \.jsonl or \.parquet file", overrides=("data.train={0}/model/config.json",)),
     # settings
     Case("settings nested too deeply", r"config='[^']*/run\.yaml': is not YAML: .*recursion", text("run.yaml", "[" * 20_000)),
+    Case("settings that expand", r"config='[^']*/run\.yaml': is not YAML: its aliases stand for \d+ values", text("run.yaml", EXPANDING)),
+    Case("settings that contain themselves", r"a value cannot contain itself", text("run.yaml", "reward: &a {function: {math: *a}}")),
     Case("duplicate key", r"key 'lr' stands in line 6 and again in line 7: must stand once", lambda f: (f / "run.yaml").open("a").write("optimizer:\n  lr: 1.0\n  lr: 2.0\n")),
     Case("duplicate section", r"key 'data' stands in line 2 and again in line 5", lambda f: (f / "run.yaml").open("a").write("data: {seed: 3}\n")),
     Case("duplicate key of an override", r"override 'run=\{seed: 1, seed: 2\}': is not YAML: key 'seed' stands", overrides=("run={seed: 1, seed: 2}",)),
@@ -207,7 +215,7 @@ CASES = [
 
 
 def make_run(folder: Path) -> None:
-    """A run that passes every check: model, drafter, prompts and run.yaml."""
+    """Write a run that passes every check: model, drafter, prompts and run.yaml."""
     folder.mkdir()
     write_model(folder / "model")
     write_drafter(folder / "drafter")
@@ -224,28 +232,16 @@ def arguments(folder: Path, overrides: tuple[str, ...]) -> list[str]:
     return ["--config", f"{folder}/run.yaml", *(text.replace("{0}", str(folder)) for text in overrides)]  # fmt: skip
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(REPO), "PYTHONDONTWRITEBYTECODE": "1"}
-
-
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | str, str]]:
-    """Exit code and standard error of every case, by name, from one process without torch."""
+    """Return exit code and standard error of every case by name, from one process without torch."""
     root, lines = tmp_path_factory.mktemp("refusals"), []
     for number, case in enumerate(CASES):
         folder = root / str(number)
         make_run(folder)
         case.change(folder)
         lines.append(json.dumps(arguments(folder, case.overrides)))
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER],
-        cwd=REPO,
-        env=environment(),
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-c", DRIVER, given="\n".join(lines))
     assert done.returncode == 0, done.stderr
     found = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
     return dict(zip([case.name for case in CASES], found, strict=True))
@@ -264,12 +260,6 @@ def test_what_files_tell_is_refused_in_one_line_before_torch(
 def test_a_rank_beside_the_first_refuses_without_a_line(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     remove("model/tokenizer.json")(tmp_path / "run")
-    done = subprocess.run(
-        [sys.executable, "launch/pretrain_rl.py", *arguments(tmp_path / "run", ())],
-        cwd=REPO,
-        env=environment() | {"RANK": "1", "WORLD_SIZE": "2"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words = ("launch/pretrain_rl.py", *arguments(tmp_path / "run", ()))
+    done = python(*words, RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stderr) == (2, "")

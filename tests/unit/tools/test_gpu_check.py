@@ -5,9 +5,7 @@ tests/e2e runs its own items.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 
-from tests.tiny_task import REPO
+from tests.tiny_task import REPO, python
 from tools.gpu.decoding import kernel_figures
 from tools.gpu.suites import read_junit
 
@@ -61,14 +59,8 @@ def rows_of(out: Path) -> dict[str, dict]:
 def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     (folder / "planted_items.py").write_text(PLANTED)
     given = ["--device", "cpu", "--out", f"{folder}/out", "--scratch", f"{folder}/scratch"]
-    return subprocess.run(
-        [sys.executable, REPO / "tools/gpu_check.py", *given, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    words = (REPO / "tools/gpu_check.py", *given, *arguments)
+    return python(*words, cwd=folder, timeout_s=100, PYTHONPATH=str(folder))
 
 
 def test_hangs_crashes_and_failures_are_rows(tmp_path: Path) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
 
-REPO = Path(__file__).resolve().parents[3]
+from tests.tiny_task import REPO, python
 
 
 @pytest.fixture(scope="module")
 def schema() -> dict:
-    command = [sys.executable, "-m", "tlt_megatron.cli", "schema"]
-    return json.loads(subprocess.check_output(command, cwd=REPO))
+    return json.loads(python("-m", "tlt_megatron.cli", "schema").stdout)
 
 
 def problems(schema: dict, text: str) -> list[str]:
