@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 def write_example(
     folder: Path, example: Path, sizes: dict[str, Any], *overrides: str
 ) -> tuple[RunConfig, Device]:
-    """The settings of an example with a model of `sizes` in `folder`, and a GPU."""
+    """Return the settings of an example with a model of `sizes` in `folder`, and a GPU."""
     (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
     for file in ("train.parquet", "eval.parquet"):
         (folder / file).touch()
@@ -57,11 +57,7 @@ def test_a_cluster_example_fits(
 def test_the_quickstart_speculates_and_trains_its_drafter_and_says_what_that_gained(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    for file in ("train.jsonl", "eval.jsonl"):
-        (tmp_path / file).touch()
-    here = [f"model.path={tmp_path}", f"data.train={tmp_path}/train.jsonl"]
-    config = load_config(EXAMPLES / "quickstart.yaml", [*here, f"data.eval={tmp_path}/eval.jsonl"])
+    config, _ = write_example(tmp_path, EXAMPLES / "quickstart.yaml", {})
     assert config.speculation.enabled
     assert config.speculation.selector == "cost_model"
     assert config.speculation.drafter == ""  # from random weights

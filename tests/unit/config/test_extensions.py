@@ -47,6 +47,15 @@ def test_a_new_selector_needs_one_file(
     assert chosen == ["ngram_4", "ngram_4", "ngram_2"]
 
 
+@pytest.mark.parametrize(("max_batch_size", "is_off"), [(8, True), (64, False)])
+def test_buckets_of_beg_mab_follow_the_largest_batch(max_batch_size: int, is_off: bool) -> None:
+    """Plain decoding begins above half of the largest batch: above 4 of 8, above 32 of 64."""
+    overrides = ["speculation.strategies=['ngram_4', 'ngram_2', 'off']", "speculation.enabled=true"]
+    named = ["speculation.selector=beg_mab", f"rollout.max_batch_size={max_batch_size}"]
+    selector = make_speculation(load_config(None, [*overrides, *named]), None).selector
+    assert selector.choose(5).strategy.is_off == is_off
+
+
 def test_a_reward_of_a_module_is_found_by_its_worker_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
