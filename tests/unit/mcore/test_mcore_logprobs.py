@@ -78,48 +78,36 @@ def _ours(
     return {name: value.detach() for name, value in values.items()}, shard.grad
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
-@pytest.mark.parametrize("which", [*GRADED, "all"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("has_kept", [False, True])
-def test_values_and_gradient_equal_a_dense_softmax(
-    temperature: float, which: str, has_kept: bool
-) -> None:
+def test_values_and_gradient_equal_a_dense_softmax(num_ranks: int, has_kept: bool) -> None:
     """Over the kept tokens, if there are some. The log-probs of the raw policy stay those of the
     whole vocabulary.
     """
     logits_PV, labels_P, weights_2P = _case()
-    if which != "all":
-        weights_2P = weights_2P * torch.tensor([[n == which] for n in GRADED])
     kept, is_kept_PV = _kept_sets(labels_P) if has_kept else (None, None)
-    expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_2P, is_kept_PV)
-    values, grad = _ours(SINGLE, logits_PV, labels_P, temperature, weights_2P, kept)
-    for name in NAMES:
-        assert values[name].dtype == torch.float32
-        torch.testing.assert_close(values[name].double(), expected[name], rtol=0, atol=2e-5)
-    torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=2e-5)
-    if has_kept:
-        assert values["logprobs"][2] == values["entropy"][2] == 0, "the label is the only one"
+    logprobs_alone, entropy_alone = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.0], [1.0]])
+    cases = [
+        (temperature, weights_2P * graded)
+        for temperature in (0.7, 1.0, 1.6)
+        for graded in (1.0, logprobs_alone, entropy_alone)
+    ]
 
-
-def test_two_ranks_equal_a_dense_softmax() -> None:
-    logits_PV, labels_P, weights_2P = _case()
-    kept, is_kept_PV = _kept_sets(labels_P)
-    cases = [(0.7, None, None), (1.0, None, None), (0.7, kept, is_kept_PV), (1.0, kept, is_kept_PV)]
-
-    def rank() -> list[tuple[dict[str, list[float]], list[list[float]]]]:
+    def rank() -> list[tuple[dict[str, Tensor], Tensor]]:
         tp = group_of(dist.group.WORLD)
-        results = [_ours(tp, logits_PV, labels_P, t, weights_2P, sets) for t, sets, _ in cases]
-        return [({k: v.tolist() for k, v in out.items()}, grad.tolist()) for out, grad in results]
+        return [_ours(tp, logits_PV, labels_P, *case, kept) for case in cases]
 
-    ranks = run_ranks(2, rank)
-    for number, (temperature, _, mask) in enumerate(cases):
-        expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_2P, mask)
-        outputs = [rank[number][0] for rank in ranks]
-        assert outputs[0] == outputs[1]
-        for name in NAMES:
-            value = torch.tensor(outputs[0][name], dtype=torch.float64)
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-5)
-        grad = torch.cat([torch.tensor(rank[number][1]) for rank in ranks], dim=-1)
+    ranks = run_ranks(num_ranks, rank)
+    for case, *found in zip(cases, *ranks, strict=True):
+        expected, expected_grad = _dense(logits_PV, labels_P, *case, is_kept_PV)
+        for values, _ in found:
+            for name in NAMES:
+                assert values[name].dtype == torch.float32
+                assert torch.equal(values[name], found[0][0][name])
+                torch.testing.assert_close(values[name].double(), expected[name], rtol=0, atol=2e-5)
+            if has_kept:
+                assert values["logprobs"][2] == values["entropy"][2] == 0, "the label is alone"
+        grad = torch.cat([grad for _, grad in found], dim=-1)
         torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=2e-5)
 
 
