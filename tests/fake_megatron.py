@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests import mcore_policy  # imports megatron.core
+from tests.policy_batches import make_packed
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.mcore import model as model_module
 from tlt_megatron.mcore import schedule
@@ -33,7 +34,6 @@ from tlt_megatron.mcore.optimizer import PolicyOptimizer, wrap_data_parallel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import ProcessGroups, group_of
-from tlt_megatron.types import MicroBatch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,6 @@ class PolicyBytes:
     gradients: int
     optimizer: int
     activations: int  # the peak of a forward and backward pass above these three, logits included
-    kept: int  # by an update, beyond these three
 
 
 class LiveBytes(TorchDispatchMode):
@@ -90,21 +89,18 @@ class LiveBytes(TorchDispatchMode):
         return self.peak - before
 
 
-def measure_policy(
-    config: RunConfig, world_size: int, stage: int, num_tokens: int, num_micro_batches: int
-) -> PolicyBytes:
-    """Build `stage` of the policy of `config` and train two steps of `num_micro_batches` of
-    `num_tokens` each.
+def measure_policy(config: RunConfig, world_size: int, stage: int) -> PolicyBytes:
+    """Build `stage` of the policy of `config` and train two steps of two full micro-batches each.
 
     Changes torch and Megatron: call it in a forked process (`run_ranks(1, ..., has_world=False)`).
     """
     groups = _join_fake_world(config, world_size, stage)
+    num_tokens = config.mcore.micro_batch_tokens
     section = dataclasses.replace(
         config.mcore, transformer={"bias_activation_fusion": True, "apply_rope_fusion": True}
     )
-    shape = (num_tokens // groups.tp.size, 1)
     hf_config = load_model_config(config.model.path)
-    _install_stand_ins((*shape, hf_config.hidden_size))
+    _install_stand_ins((num_tokens // groups.tp.size, 1, hf_config.hidden_size))
     live = LiveBytes(number=num_tokens)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         from megatron.core.transformer.module import Float16Module
@@ -121,7 +117,7 @@ def measure_policy(
         gradients = live.now - parameters
         optimizer = PolicyOptimizer(wrapped, config.optimizer, torch.bfloat16, config.num_updates)
         optimizer.megatron.get_grad_norm = lambda: 1.0
-        batch = [_micro_batch(num_tokens)] * num_micro_batches
+        batch = [make_packed([1.0] * num_tokens)] * 2
 
         def update() -> None:
             predict = schedule.label_logprobs(1.0, groups)
@@ -139,7 +135,6 @@ def measure_policy(
         gradients=gradients,
         optimizer=states,
         activations=activations,
-        kept=kept,
     )
 
 
@@ -236,20 +231,3 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return torch.empty_like(grad)
-
-
-def _micro_batch(num_tokens: int) -> MicroBatch:
-    """One sequence."""
-    ids, values = torch.zeros(num_tokens, dtype=torch.int64), torch.zeros(num_tokens)
-    return MicroBatch(
-        token_ids=ids,
-        labels=ids,
-        position_ids=ids,
-        cu_seqlens=torch.zeros(2, dtype=torch.int32),
-        loss_mask=torch.ones(num_tokens),
-        loss_weights=values,
-        advantages=values,
-        old_logprobs=values,
-        rollout_logprobs=values,
-        loss_count=num_tokens,
-    )

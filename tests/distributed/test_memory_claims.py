@@ -38,8 +38,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
     def measure(two: list[tuple[str, RunConfig, int, int]]) -> PolicyBytes:
         _, config, world_size, stage = two[int(os.environ["RANK"])]
-        num_tokens = config.mcore.micro_batch_tokens
-        return measure_policy(config, world_size, stage, num_tokens, num_micro_batches=2)
+        return measure_policy(config, world_size, stage)
 
     for first in range(0, len(stages), 2):
         two = stages[first : first + 2]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from tests.policy_batches import make_packed
 from tests.pretend_cuda import CUDA, PretendGpu
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
-from tlt_megatron.types import DraftSequence, MicroBatch
+from tlt_megatron.types import DraftSequence
 
-HIDDEN_SIZE, LENGTHS = 8, (5, 9)
+HIDDEN_SIZE, NUM_TOKENS = 8, 14
 
 
 class Layer(nn.Module):
@@ -48,24 +48,8 @@ class Stage(nn.Module):
         return self.decoder.final_layernorm(hidden)
 
 
-def batch_of(lengths: tuple[int, ...]) -> MicroBatch:
-    ends = list(itertools.accumulate(lengths))
-    numbers, zeros = torch.arange(ends[-1]), torch.zeros(ends[-1])
-    return MicroBatch(
-        token_ids=numbers,
-        labels=numbers,
-        position_ids=numbers,
-        cu_seqlens=torch.tensor([0, *ends], dtype=torch.int32),
-        loss_mask=zeros + 1,
-        loss_weights=zeros,
-        advantages=zeros,
-        old_logprobs=None,
-        rollout_logprobs=zeros,
-    )
-
-
 def tap(device: torch.device, aux_layer_ids: tuple[int, ...]) -> list[DraftSequence]:
-    """One micro-batch of two sequences, through a stage on `device`."""
+    """Tap one micro-batch of two sequences in a stage on `device`."""
     kept: list[DraftSequence] = []
     recorder = HiddenStateTap(
         on_sequence=kept.append,
@@ -74,8 +58,10 @@ def tap(device: torch.device, aux_layer_ids: tuple[int, ...]) -> list[DraftSeque
         aux_layer_ids=aux_layer_ids,
         dtype=torch.bfloat16,
     )
-    stage, batch = Stage().to(device), batch_of(LENGTHS)
-    states = torch.arange(float(sum(LENGTHS) * HIDDEN_SIZE)).view(-1, 1, HIDDEN_SIZE).to(device)
+    stage = Stage().to(device)
+    ends = torch.tensor([0, 5, NUM_TOKENS], dtype=torch.int32)
+    batch = make_packed([1.0] * NUM_TOKENS, token_ids=torch.arange(NUM_TOKENS), cu_seqlens=ends)
+    states = torch.arange(float(NUM_TOKENS * HIDDEN_SIZE)).view(-1, 1, HIDDEN_SIZE).to(device)
     with recorder.record([stage], [batch], ProcessGroups(world=SINGLE)):
         stage(states)
     return kept
@@ -90,12 +76,11 @@ def test_states_are_copied_while_the_pass_runs_and_read_when_they_are_there(
     with PretendGpu() as gpu:
         found = tap(CUDA, aux_layer_ids)
         assert not gpu.read_backs
-    assert len(found) == len(expected) == len(LENGTHS)
+    assert len(found) == len(expected) == 2
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.token_ids.equal(theirs.token_ids)
         assert mine.features.device.type == "cpu"
         assert mine.features.dtype == torch.bfloat16
         assert mine.features.equal(theirs.features)
         if aux_layer_ids:
-            assert mine.final_hidden is not None
             assert mine.final_hidden.equal(theirs.final_hidden)

@@ -37,20 +37,17 @@ def _transformer(
 
 
 @pytest.mark.parametrize(
-    ("recompute", "granularity", "method", "num_layers"),
+    ("recompute", "expected"),
     [
-        ("none", None, None, None),
-        ("selective", "selective", None, None),
-        ("full", "full", "uniform", 1),
+        ("none", (None, None, None)),
+        ("selective", ("selective", None, None)),
+        ("full", ("full", "uniform", 1)),
     ],
 )
-def test_recompute_maps_to_megatrons_fields(
-    recompute: str, granularity: str | None, method: str | None, num_layers: int | None
-) -> None:
-    fields = _transformer(McoreSection(recompute=recompute))
-    assert fields.recompute_granularity == granularity
-    assert fields.recompute_method == method
-    assert fields.recompute_num_layers == num_layers
+def test_recompute_maps_to_megatrons_fields(recompute: str, expected: tuple) -> None:
+    made = _transformer(McoreSection(recompute=recompute))
+    found = (made.recompute_granularity, made.recompute_method, made.recompute_num_layers)
+    assert found == expected
 
 
 def test_interleaved_stages_keep_what_they_send_until_it_is_sent() -> None:
