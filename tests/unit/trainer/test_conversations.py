@@ -52,7 +52,9 @@ class Letters:
 
 
 def answer_of(messages: Sequence[Message]) -> Outcome:
-    """Up to 40 tokens that depend on the conversation; done after a turn with an even sum."""
+    """Return up to 40 tokens that depend on the conversation. Its last turn decides whether it is
+    done.
+    """
     letters = [ord(char) for message in messages for char in str(message["content"])]
     size = sum(letters) % 41
     text = Letters().decode([(7 * i + sum(letters)) % 48 for i in range(size)])
@@ -97,7 +99,7 @@ def draw_prompts(count: int) -> list[Prompt]:
 def converse(
     engine: EmbeddedEngine, prompts: Sequence[Prompt], pool: Pool | None = None, **calls: Any
 ) -> list[Rollout]:
-    """The conversations in the order of the prompts; each was reported when it ended."""
+    """Return the conversations in the order of the prompts. Each must be reported when it ends."""
     conversations = Conversations(engine, pool or Pool(), Letters(), RolloutSection(**SETTINGS))
     found: list[Rollout] = calls.pop("ended", [])
     calls["on_finish"] = found.append
@@ -108,7 +110,7 @@ def converse(
 
 
 def turn_by_turn(engine: EmbeddedEngine, prompt: Prompt, sample_index: int) -> tuple[list, list]:
-    """The tokens and the mask of a conversation whose turns are separate calls of the engine."""
+    """Return tokens and mask of a conversation whose turns are separate calls of the engine."""
     messages: list[Message] = [{"role": "user", "content": Letters().decode(prompt.token_ids)}]
     tokens: list[int] = []
     mask: list[bool] = []
@@ -127,7 +129,6 @@ def turn_by_turn(engine: EmbeddedEngine, prompt: Prompt, sample_index: int) -> t
         mask += [True] * rollout.token_ids.numel()
         messages.append({"role": "assistant", "content": Letters().decode(rollout.token_ids)})
         answer = answer_of(messages).answer
-        assert answer is not None
         observed = Letters().encode_observation(answer.observation, 0, is_chat=False)
         is_long = mask.count(False) + len(observed) > SETTINGS["max_observation_tokens"]
         is_over = is_long or sum(mask) == PARAMS.max_new_tokens or turn == 4
@@ -278,5 +279,4 @@ def test_a_conversation_has_the_routes_of_all_its_turns(tmp_path: Path) -> None:
     assert any(rollout.loss_mask is not None for rollout in found)
     _, routes_of = open_mixture(path)
     for rollout in found:
-        assert rollout.routes is not None
         assert torch.equal(rollout.routes.long().sort().values, routes_of(rollout))

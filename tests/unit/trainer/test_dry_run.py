@@ -61,18 +61,13 @@ def test_a_value_per_node_does_not_make_a_line_per_node() -> None:
     assert lines[-2].strip() == "and 120 more nodes"
 
 
-def test_a_report_passes_the_store_unchanged() -> None:
-    (report,) = reports(1).values()
-    assert Report.from_json(report.to_json()) == report
-
-
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_task(tmp_path_factory.mktemp("task"))
 
 
 def problems(config: Path, run_dir: Path, *settings: str, shared: str = "") -> dict[str, str]:
-    """What is wrong on the first of two nodes, by check."""
+    """Return what is wrong on the first of two nodes, by check."""
     loaded = load_config([config], [f"run.dir={run_dir}", *settings])
     checks = examine_node(loaded, node=0, num_nodes=2, num_ranks=1, shared=shared)
     return {check.name: check.problem for check in checks if check.problem}
@@ -88,7 +83,7 @@ def test_a_node_that_can_run_has_no_problem_and_makes_no_folder(
 def test_disk_memory_and_a_run_folder_that_nodes_do_not_share_are_refused(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most three checkpoints of 1.5 MB are there at once, and one is."""
+    """At most three checkpoints of 1.5 MB are kept at once, and the folder holds one already."""
     saved = tmp_path / "run" / "checkpoints" / "iter_0000001"
     saved.mkdir(parents=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2_500_000))

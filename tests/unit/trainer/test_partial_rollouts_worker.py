@@ -14,13 +14,10 @@ from torch import Tensor
 from tests.rollout_stand_ins import Rewards, make_worker
 from tests.routes import open_mixture
 from tests.tiny_models import make_tiny_hf
-from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
-from tlt_megatron.models.config import load_model_config
+from tests.unit.engines.conftest import engine_over
 from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.rewards.open_responses import load_carried, save_carried
-from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.sampling import request_seed, sample
 from tlt_megatron.trainer.rollout_worker import Collected
 from tlt_megatron.types import Prompt, Rollout, SamplingParams, ScoredGroup
@@ -38,7 +35,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tensors_of(path: Path, version: int) -> list[tuple[str, Tensor]]:
-    """Another policy for each version."""
+    """Return the weights of another policy for each version."""
     return [(n, t.double() * (1 + 0.1 * version)) for n, t in HfReader(path).items()]
 
 
@@ -47,14 +44,10 @@ def prompt_at(draw: int) -> Prompt:
 
 
 def run(path: Path, folder: Path, **settings: bool) -> tuple[list[Collected], Rewards]:
-    """Several steps, between which the policy changes and carried responses go through a
+    """Run several steps. Between them the policy changes, and carried responses go through a
     checkpoint.
     """
-    engine = EmbeddedEngine(
-        load_model_config(path),
-        RolloutSection(dtype="float64", max_batch_size=16, **settings),
-        select_device("cpu"),
-    )
+    engine = engine_over(path, max_batch_size=16, **settings)
     rewards = Rewards(float)  # the reward is the length
     worker = make_worker(engine, rewards)
     num_drawn = 0
@@ -123,7 +116,6 @@ def test_tokens_and_logprobs_are_those_of_the_policies_that_drew_them(
         for name in ("logprobs", "policy_logprobs"):
             expected = getattr(drawn, f"{name}_B")
             torch.testing.assert_close(getattr(rollout, name), expected, rtol=0, atol=1e-5)
-        assert rollout.kept is not None
         assert rollout.kept.counts.numel() == len(versions)
 
 
@@ -141,6 +133,5 @@ def test_routes_are_those_of_the_passes_that_drew_the_tokens(tmp_path: Path) -> 
     for i, rollout in enumerate(rollouts(steps)):
         versions = [version for version, count in rollout.versions for _ in range(count)]
         versions[:0] = versions[:1] * (len(rollout.prompt_ids) - 1)
-        assert rollout.routes is not None
         for t, version in enumerate(versions):
             assert torch.equal(rollout.routes[t].long().sort().values, expected[version][i][t])

@@ -24,17 +24,11 @@ from tlt_megatron.trainer.manifest import (
     read_pointer,
     write_manifest,
 )
-from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun, find_saved_run
+from tlt_megatron.trainer.run_checkpoint import CheckpointManager, find_saved_run
 
 
 def manager(root: Path, keep: int = 0) -> CheckpointManager:
     return CheckpointManager(root=root, models={"policy": NumberModel()}, keep=keep, world=SINGLE)
-
-
-def find(root: Path) -> SavedRun:
-    saved = find_saved_run(root, SINGLE)
-    assert saved is not None
-    return saved
 
 
 def flip_bit(path: Path) -> None:
@@ -50,7 +44,7 @@ def names(root: Path) -> list[str]:
 def test_a_restore_from_another_runs_folder_changes_nothing_there(tmp_path: Path) -> None:
     unfinished = manager(tmp_path / "theirs").save(2, {})
     unfinished = unfinished.rename(unfinished.with_suffix(".tmp"))
-    saved = find(tmp_path / "theirs")
+    saved = find_saved_run(tmp_path / "theirs", SINGLE)
     assert manager(tmp_path / "ours").restore(saved) == unfinished
     assert names(tmp_path / "theirs") == ["iter_0000002.tmp"]
 
@@ -69,7 +63,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_costs_a_warning(
 
     monkeypatch.setattr(Path, "rename", refuse)
     checkpoints.save(2, {})
-    assert find(tmp_path).step == read_pointer(tmp_path) == 2
+    assert find_saved_run(tmp_path, SINGLE).step == read_pointer(tmp_path) == 2
     assert "old checkpoints are not deleted" in caplog.text
     assert "iter_0000001" in caplog.text
 
@@ -115,7 +109,7 @@ def test_the_newest_intact_one_is_taken_and_the_broken_file_is_named(
     for step in (1, 2):
         manager(tmp_path).save(step, {})
     DAMAGES[named](tmp_path / "iter_0000002")
-    assert find(tmp_path).step == 1
+    assert find_saved_run(tmp_path, SINGLE).step == 1
     assert f"iter_0000002/{named}" in caplog.text
     (tmp_path / "iter_0000001" / "policy" / ".metadata").unlink()
     with pytest.raises(ValueError, match=r"no checkpoint in .* is intact: .*metadata is missing"):
@@ -130,7 +124,7 @@ def test_a_wrong_pointer_costs_a_warning_and_a_pointer_alone_an_error(
     (tmp_path / POINTER).unlink()
     if content is not None:
         (tmp_path / POINTER).write_bytes(content)
-    assert find(tmp_path).step == 3
+    assert find_saved_run(tmp_path, SINGLE).step == 3
     assert POINTER in caplog.text
     shutil.rmtree(tmp_path / "iter_0000003")
     if content is None:

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.trainer.test_speculation_log import make_pass
 from tlt_megatron.trainer.slow_rank import describe, pass_costs, slowest_rank
-from tlt_megatron.trainer.speculation_log import PassTotals
-
-
-def total(strategy: str, batch_size: int, passes: int, seconds: float) -> PassTotals:
-    return PassTotals(
-        step=1,
-        rank=0,
-        strategy=strategy,
-        batch_size=batch_size,
-        passes=passes,
-        seconds=seconds,
-        committed=0,
-        accepted_by_depth=(),
-        reasons={},
-    )
+from tlt_megatron.trainer.speculation_log import sum_passes
 
 
 def test_passes_are_compared_by_strategy_and_about_equal_batch_size() -> None:
-    totals = [total("off", 5, 2, 0.5), total("off", 8, 1, 0.25), total("2_1_2", 1, 3, 0.3)]
-    assert pass_costs(totals) == {"off 3": [3, 0.75], "2_1_2 0": [3, 0.3]}
+    passes = [make_pass(0.0, batch_size, "off") for batch_size in (5, 5, 8)]
+    passes += [make_pass(0.0, 1, "2_1_2")] * 2
+    totals = sum_passes(passes, step=1, rank=0)
+    assert pass_costs(totals) == {"off 3": [3, 0.75], "2_1_2 0": [2, 0.5]}
 
 
 def test_the_slowest_rank_is_that_of_the_largest_slowdown_and_not_of_the_longest_rollout() -> None:
