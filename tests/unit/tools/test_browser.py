@@ -4,16 +4,15 @@ figures and responses.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from docs.picture import BROWSER_OPTIONS
 from tests.unit.tools.test_report import figures, make_run
 from tests.unit.tools.test_running_step import RANKS, write
 from tests.unit.tools.test_watch import get, serving, write_responses
@@ -31,34 +30,22 @@ def open_page(url: str, folder: Path, *, width: int, is_dark: bool) -> tuple[str
     if browser is None:
         pytest.skip(f"no browser on PATH: {', '.join(BROWSERS)}")
     command = [
-        *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-        *("--no-first-run", "--disable-background-networking", "--no-proxy-server"),
+        *(browser, *BROWSER_OPTIONS, "--disable-dev-shm-usage", "--no-proxy-server"),
         "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
         *("--enable-logging=stderr", "--v=0", f"--user-data-dir={folder / 'profile'}"),
         *(["--blink-settings=preferredColorScheme=0"] if is_dark else []),
         *(f"--window-size={width},1200", "--virtual-time-budget=2000", "--dump-dom", url),
     ]
-    out, log = folder / "page.html", folder / "browser.log"
-    with out.open("wb") as stdout, log.open("wb") as stderr:
-        process = subprocess.Popen(
-            command,
-            stdout=stdout,
-            stderr=stderr,
-            env=os.environ | {"HOME": str(folder)},
-            start_new_session=True,
+    home = os.environ | {"HOME": str(folder)}
+    try:
+        done = subprocess.run(
+            command, env=home, capture_output=True, text=True, errors="replace", timeout=LIMIT_S
         )
-        try:
-            code = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # what it has started
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    page, lines = out.read_text(errors="replace"), log.read_text(errors="replace")
-    if code != 0 or "</html>" not in page:
-        pytest.skip(f"{browser} does not work here (exit code {code}): {lines[-500:]}")
-    return page, lines
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{browser} does not end within {LIMIT_S:g} s")
+    if done.returncode != 0 or "</html>" not in done.stdout:
+        pytest.skip(f"{browser} does not work here ({done.returncode}): {done.stderr[-500:]}")
+    return done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("width, is_dark", [(1400, False), (400, True)])
