@@ -25,13 +25,6 @@ def test_a_listed_benchmark_explains_its_options(
     assert f"usage: tools.bench {name} " in capsys.readouterr().out
 
 
-def test_a_name_that_is_not_listed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["rollouts"])
-    assert ended.value.code == 2
-    assert "'rollouts' (choose from" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["rollout", "speculation", "step"])
 def test_a_fresh_clone_is_told_what_to_make(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

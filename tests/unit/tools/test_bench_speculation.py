@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 
 from tools.bench.interleaved import PLAIN, Comparison, Record, with_plain
 from tools.bench.measure import first_differences
 from tools.bench.speed import BEG_MAB, COST_MODEL, best_fixed, compare_selectors
-from tools.load_engine import LoadedPolicy
 
 
 def test_plain_decoding_runs_on_both_sides_of_every_variant() -> None:
@@ -38,9 +35,8 @@ def test_the_first_round_warms_up_and_does_not_count() -> None:
 
 
 def test_the_best_strategy_is_that_of_all_batch_sizes() -> None:
-    policy = cast(LoadedPolicy, None)  # nothing is decoded
     ratios = {1: {"a": 4.0, "b": 2.0, COST_MODEL: 3.0}, 8: {"a": 1.0, "b": 1.5, COST_MODEL: 1.5}}
-    measured = {size: Comparison(policy, {}) for size in ratios}
+    measured = {size: Comparison(None, {}) for size in ratios}
     for size, by_name in ratios.items():
         measured[size].records = {
             name: Record(ratios=[9.0, ratio]) for name, ratio in (by_name | {BEG_MAB: 1.0}).items()

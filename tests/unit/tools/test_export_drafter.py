@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model
+from tests.unit.trainer.test_run_checkpoint import flip_bit
 from tlt_megatron.drafter.eagle_folder import load_drafter, save_drafter
 from tlt_megatron.models.config import RopeConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel
@@ -199,9 +200,7 @@ def test_a_run_is_exported_from_the_checkpoint_that_a_resume_takes(
         seal(folder.parent, step=step)
         for path in (run, root, folder.parent, folder):
             assert find_drafter(path) == folder
-    weights = bytearray((newest / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (newest / "model.safetensors").write_bytes(weights)
+    flip_bit(newest / "model.safetensors")
     for damaged in (newest, newest.parent):
         with pytest.raises(ValueError, match=r"drafter/model\.safetensors is damaged"):
             find_drafter(damaged)

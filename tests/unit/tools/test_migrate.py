@@ -25,7 +25,7 @@ class Migrated(NamedTuple):
     error: str
 
     def check(self, expected: str) -> None:
-        """The config has these settings, written as `a.b=value ...`."""
+        """Check that the config has these settings, written as `a.b=value ...`."""
         assert self.code == 0, self.error
         config = load_config(self.out)
         for item in expected.split():
@@ -65,7 +65,7 @@ def migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Migrate:
     ],
 )
 def test_a_run_of_theirs_becomes_one_of_ours(migrate: Migrate, name: str, ranks: str) -> None:
-    """`NAME.expected` has settings of ours, and below a line those of theirs that are listed."""
+    """`NAME.expected` holds our settings, and below a line their settings that are listed."""
     found = migrate((THEIRS / name).read_text(), name)
     expected, listed = (THEIRS / f"{name}.expected").read_text().split("# Not taken over:\n")
     found.check(expected)

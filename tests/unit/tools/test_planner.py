@@ -148,10 +148,14 @@ def test_compared_settings_have_a_row_and_the_best_that_fits_is_taken(plan, tmp_
     assert "None fits. as given: memory: the" in text
 
 
-def test_figure_shows_both_replicas_and_the_phases(plan, tmp_path: Path) -> None:
+def test_a_prediction_stands_beside_what_was_measured_and_both_are_drawn(
+    plan, tmp_path: Path
+) -> None:
     run, path = str(_record(tmp_path / "run")), tmp_path / "plan.svg"
-    code, text, _ = plan("--simulate", run, "--against", run, "--figure", str(path))
+    code, text, table = plan("--simulate", run, "--against", run, "--figure", str(path))
     assert code == 0, text
+    predicted, measured, ratio = table["update_actor"]
+    assert (predicted, ratio) == (measured, 1.0)
     drawn = ElementTree.parse(path).getroot()
     texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert {"plain", "TLT", "update_actor", "run, predicted", "run, measured"} <= set(texts)
@@ -207,14 +211,6 @@ def test_partial_rollouts_end_a_step_with_enough_complete_groups(plan, tmp_path:
     # it draws a group more, [4, 4], while rank 0 ends the last one. The second step draws one.
     first_s = (2 * two + one) + 3 * one + 3 * two
     assert table["gen"][0] == pytest.approx((first_s + 3 * two) / 2, abs=0.01)
-
-
-def test_prediction_stands_beside_what_was_measured(plan, tmp_path: Path) -> None:
-    run = str(_record(tmp_path / "run"))
-    code, text, table = plan("--simulate", run, "--against", run)
-    assert code == 0, text
-    predicted, measured, ratio = table["update_actor"]
-    assert (predicted, ratio) == (measured, 1.0)
 
 
 def test_drafter_training_is_not_predicted_from_runs_without_it(plan, tmp_path: Path) -> None:

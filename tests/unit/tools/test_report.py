@@ -51,7 +51,7 @@ def passes_of(rank: int, step: int) -> list[PassRecord]:
 
 
 def step_metrics(step: int) -> dict[str, float]:
-    """All different, so that a number on the page tells where it is from."""
+    """Return metrics that all differ, so that a number on the page tells where it is from."""
     return {
         "critic/rewards/mean": 0.3 + step / 100,
         "response_length/mean": 50.0 + step,
@@ -66,7 +66,7 @@ def step_metrics(step: int) -> dict[str, float]:
 
 
 def tlt_metrics(step: int) -> dict[str, float]:
-    """Those of speculation and of drafter training in idle time."""
+    """Return the metrics of speculation and of drafter training in idle time."""
     return {
         "rollout/spec_accept_length": 2.5 + step / 100,
         **{f"rollout/spec_accepted_at/{d}": 0.9 - d / 10 + step / 1000 for d in (1, 2, 10)},
@@ -79,7 +79,7 @@ def tlt_metrics(step: int) -> dict[str, float]:
 
 
 def make_run(folder: Path, *, is_plain: bool = False) -> Path:
-    """Three steps on two ranks, written by what writes them in a run. A plain one keeps no
+    """Write a run of three steps on two ranks with the writers of a run. A plain one keeps no
     trace.
     """
     config = load_config(
@@ -135,7 +135,7 @@ def page_of(run_dir: Path, *arguments: str) -> str:
 
 
 def figures(page: str) -> dict[str, dict[str, Any]]:
-    """What is drawn, read back from the page."""
+    """Return what is drawn, read back from the page."""
     pattern = r'<script type="application/json" id="figure-(\w+)">(.*?)</script>'
     return {key: json.loads(text) for key, text in re.findall(pattern, page, flags=re.DOTALL)}
 

@@ -72,14 +72,13 @@ def test_a_step_that_the_metrics_have_is_not_under_way(tmp_path: Path) -> None:
         write(run_dir, *(dataclasses.replace(rank, step=step) for rank in RANKS))
         (state,) = live.states()
         assert state.sentence.startswith("3 of ")
-        assert state.now is not None
         titles.append(state.now.title)
         assert ("s so far" in state.now.note) == (step == 4)
     assert titles == ["After step 3", "Step 4 is under way"]
 
 
 def test_what_ranks_did_before_a_resume_is_not_shown(tmp_path: Path) -> None:
-    """A run that was killed in a step and starts again seemed to hang until its ranks wrote."""
+    """Otherwise a run that was killed and starts again seems to hang until its ranks write."""
     write(tmp_path, *RANKS)
     os.utime(tmp_path / "status" / "rank_00000.json", (NOW, NOW))
     os.utime(tmp_path / "status" / "rank_00002.json", (NOW, NOW))

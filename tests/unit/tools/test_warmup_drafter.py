@@ -21,12 +21,6 @@ def _warm_up(folder: Path, *arguments: str) -> None:
     warmup_drafter.main([*common, *few, *arguments])
 
 
-def _num_updates(folder: Path) -> int:
-    state = load_trainer_state(folder / "drafter")
-    assert state is not None
-    return int(state["num_updates"])
-
-
 def test_a_warm_up_trains_measures_and_saves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -34,10 +28,10 @@ def test_a_warm_up_trains_measures_and_saves(
     with (tmp_path / "train.jsonl").open("a") as rows:
         rows.write('{"prompt": "1+1+1+1+1+1+1+1+1=", "label": "5"}\n')
     _warm_up(tmp_path, "--minutes", "0")  # measures, but has no time to train
-    assert _num_updates(tmp_path) == 0
+    assert load_trainer_state(tmp_path / "drafter")["num_updates"] == 0
     assert "1 of 25 prompts are longer than data.max_prompt_tokens=16" in caplog.text
     _warm_up(tmp_path, "--steps", "3")
-    assert _num_updates(tmp_path) == 3
+    assert load_trainer_state(tmp_path / "drafter")["num_updates"] == 3
     assert "accept length, after 3 steps" in capsys.readouterr().out
     measured = json.loads((tmp_path / "drafter" / "warm_up.json").read_text())
     assert [row["steps"] for row in measured] == [0, 3]

@@ -154,7 +154,7 @@ def test_what_is_no_run_and_no_port_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_runs_stands_for_the_runs_below_it(tmp_path: Path) -> None:
-    """Depth 1 and 2. What no run has written is left out."""
+    """Runs at depth 1 and 2 are found, and a folder that no run has written is left out."""
     names = ["one", "sweep/other"]
     for name in names:
         make_run(tmp_path / name, is_plain=True)
