@@ -45,12 +45,6 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
         def log_message(self, *arguments: object) -> None:
             pass
 
-        def do_GET(self) -> None:
-            self._answer()
-
-        def do_HEAD(self) -> None:
-            self._answer()
-
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             path = unquote(urlsplit(self.path).path)
@@ -71,9 +65,9 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
                 url = f"{hub.url}/{repo}/commit/{COMMIT}"
                 self._send_json({"commitUrl": url, "commitOid": COMMIT})
             else:
-                self._answer()
+                self.do_GET()
 
-        def _answer(self) -> None:
+        def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
             hub.requests.append(f"{self.command} {path}")
             words = path.strip("/").split("/")
@@ -96,6 +90,8 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
                 self._send_json(about | {"private": False, "gated": False, "tags": []})
             else:
                 self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+
+        do_HEAD = do_GET
 
         def _send_file(self, file: Path) -> None:
             if file.is_file():

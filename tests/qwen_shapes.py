@@ -1,17 +1,13 @@
 """The config.json of models that tests plan memory and layouts for."""
 
-QWEN_7B = {
-    "model_type": "qwen2",
-    "rope_theta": 1e6,
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 28,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "eos_token_id": 1,
-}
+from __future__ import annotations
+
+import json
+
+from tools.gpu.shapes import MODEL_CONFIGS
+
+_CONFIG_7B = MODEL_CONFIGS / "qwen2.5-7b" / "config.json"
+QWEN_7B = json.loads(_CONFIG_7B.read_text(encoding="utf-8")) | {"eos_token_id": 1}
 QWEN_30B_A3B = {
     "model_type": "qwen3_moe",
     "rope_theta": 1e6,
