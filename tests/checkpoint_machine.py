@@ -35,12 +35,12 @@ class NumberModel:
     value = 0
 
     def save(self, path: Path) -> None:
-        """As a policy does, into an empty folder."""
+        """Write the state into an empty folder, as a policy does."""
         (path / "__0_0.distcp").write_text(str(self.value))
         (path / ".metadata").write_text("one number")
 
     def load(self, path: Path) -> None:
-        """What `save` wrote."""
+        """Restore what `save` wrote."""
         self.value = int((path / "__0_0.distcp").read_text())
 
 
@@ -60,7 +60,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.manager = self.make_manager()
 
     def make_manager(self) -> CheckpointManager:
-        """Of a new process of the run."""
+        """Return the manager that a new process of the run makes."""
         return CheckpointManager(
             root=self.root, models={"policy": self.model}, keep=KEEP, world=SINGLE
         )
@@ -71,12 +71,12 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @initialize()
     def first(self) -> None:
-        """There is something to lose."""
+        """Save once, so that there is something to lose."""
         self.save(ahead=1)
 
     @rule(ahead=st.integers(1, 3))
     def save(self, ahead: int) -> None:
-        """A save that ends well."""
+        """Save without a fault."""
         self.num_values += 1
         self.step += ahead
         self.model.value = self.num_values
@@ -85,8 +85,8 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule(ahead=st.integers(1, 2), operation=st.integers(1, 40), is_full=st.booleans())
     def cut_off_save(self, ahead: int, operation: int, is_full: bool) -> None:
-        """The process ends, or the disk is full, at a file operation of a save. The run resumes
-        from what is there.
+        """End the process, or fill the disk, at a file operation of a save. Then resume from what
+        is there.
         """
         self.num_values += 1
         value, before = self.num_values, list(self.intact)
@@ -107,9 +107,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.resume()
 
     def save_until(self, step: int, operation: int, is_full: bool) -> None:
-        """In a process of its own: save, and be cut off at the given file operation. Never
-        returns.
-        """
+        """Save in this forked process, which the given file operation cuts off. Never returns."""
         code = 70
         cut_off_at(operation, self.root, is_full)
         self.model.value = self.num_values
@@ -124,7 +122,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.intact)
     @rule(seed=st.integers(0, 1 << 16))
     def damage(self, seed: int) -> None:
-        """Any file of any checkpoint."""
+        """Damage any file of any checkpoint."""
         rng = random.Random(seed)
         folder = rng.choice(sorted(self.intact))
         damage_file(rng, folder)
@@ -132,7 +130,7 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule(text=st.sampled_from([None, "", "soon", "7", "1"]))
     def damage_pointer(self, text: str | None) -> None:
-        """It is gone, torn, or names another step."""
+        """Remove the pointer, tear it, or let it name another step."""
         (self.root / POINTER).unlink(missing_ok=True)
         if text is not None:
             (self.root / POINTER).write_text(text)
@@ -140,9 +138,7 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        """A new process takes the newest intact checkpoint, or refuses where every one is
-        damaged.
-        """
+        """Let a new process take the newest intact checkpoint. It refuses if all are damaged."""
         self.manager = self.make_manager()
         saved = self.find()
         if not self.intact:
@@ -162,8 +158,8 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.step = saved.step
 
     def find(self) -> SavedRun | None:
-        """What a resumed run starts from; None too where it is refused, which is right only if
-        nothing is intact.
+        """Return what a resumed run starts from. None if there is nothing, or if the resume is
+        refused because no checkpoint is intact.
         """
         try:
             return find_saved_run(self.root, SINGLE)
@@ -181,15 +177,15 @@ class CheckpointMachine(RuleBasedStateMachine):
             assert self.manager.folder(step).is_dir(), f"the pointer's target {step} is gone"
 
     def note(self, folder: Path, value: int) -> None:
-        """A new checkpoint is the newest, and older ones may have been dropped."""
+        """Note a new checkpoint as the newest, and forget the older ones that are gone."""
         self.intact.pop(folder, None)
         self.intact[folder] = value
         self.intact = {path: v for path, v in self.intact.items() if path.exists()}
 
 
 def cut_off_at(operation: int, root: Path, is_full: bool) -> None:
-    """In this process: end it at the given operation on files below `root`, or let the disk be full
-    from there on.
+    """End this process at the given operation on files below `root`. With `is_full` the disk is
+    full from that operation on.
     """
     count = 0
 

@@ -124,16 +124,14 @@ def write_environment(task: Path) -> str:
 
 
 def run(num_ranks: int, config: Path, run_dir: Path, *arguments: str) -> None:
-    """The whole program on forked ranks. AssertionError with what it said if it does not end
-    well.
-    """
+    """Run the whole program on forked ranks. AssertionError has what it said if it fails."""
     results = run_forked(num_ranks, "--config", config, f"run.dir={run_dir}", *arguments)
     for rank, (code, stderr) in enumerate(results):
         assert code == 0, f"rank {rank}: {stderr[-5000:]}"
 
 
 def run_forked(num_ranks: int, *arguments: str | Path) -> list[tuple[int, str]]:
-    """What torchrun would start, forked from here: exit code and stderr of every rank."""
+    """Fork what torchrun would start, and return exit code and stderr of every rank."""
     import tlt_megatron.trainer.build
     import tlt_megatron.trainer.finish  # noqa: F401  # both here, once, and not on every rank
     from launch.pretrain_rl import main
@@ -149,8 +147,8 @@ def run_forked(num_ranks: int, *arguments: str | Path) -> list[tuple[int, str]]:
 def run_ending(
     code: int, num_ranks: int, config: Path, run_dir: Path, *arguments: str | Path
 ) -> str:
-    """The whole program on forked ranks, which all end with this exit code: what they say. A
-    failure prints no traceback.
+    """Run the whole program on forked ranks, and return what they say. All must end with `code`,
+    and a failure without a traceback.
     """
     results = run_forked(num_ranks, "--config", config, f"run.dir={run_dir}", *arguments)
     said = "".join(stderr for _, stderr in results)
@@ -166,7 +164,7 @@ def python(
     timeout_s: float = 600,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """`python words` on this checkout, with `given` as its input; what it says is captured."""
+    """Run `python words` on this checkout with `given` as its input, and capture what it says."""
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
     try:
         return subprocess.run(
@@ -186,13 +184,13 @@ def python(
 def launch(
     num_ranks: int, *arguments: str | Path, timeout_s: float = 600, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`torchrun --nproc-per-node num_ranks launch/pretrain_rl.py arguments`."""
+    """Run `torchrun --nproc-per-node num_ranks launch/pretrain_rl.py arguments`."""
     words = torchrun(num_ranks, *arguments)[1:]
     return python(*words, timeout_s=timeout_s, **environment)
 
 
 def torchrun(num_ranks: int, *arguments: str | Path) -> list[str]:
-    """The command line of `launch`."""
+    """Return the command line of `launch`."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--local-addr", "127.0.0.1"),  # the name of this machine need not resolve
@@ -202,15 +200,16 @@ def torchrun(num_ranks: int, *arguments: str | Path) -> list[str]:
 
 
 def patient_engine(folder: Path, name: str) -> str:
-    """The setting of an engine, embedded or sglang, that makes sure of idle time: in the first two
-    steps rank 0's rollouts end when rank 1 has trained the drafter."""
+    """Return the setting of an engine, embedded or sglang, that makes sure of idle time. In the
+    first two steps rank 0's rollouts end when rank 1 has trained the drafter.
+    """
     path = folder / "patient_engine.py"
     path.write_text(PATIENT_ENGINE.replace("NAME", name))
     return f"rollout.engine={path}:engine"
 
 
 def rollouts(run_dir: Path) -> list[dict]:
-    """Every response that a run has trained on, as it wrote them down."""
+    """Return every response that a run has trained on, as the run logged it."""
     steps: dict[str, list[dict]] = {}
     for file in sorted((run_dir / "rollouts").glob("step_*.jsonl")):
         step = steps.setdefault(file.name.partition(".")[0], [])
@@ -220,25 +219,25 @@ def rollouts(run_dir: Path) -> list[dict]:
 
 
 def answers(run_dir: Path) -> list[tuple]:
-    """Tokens and reward of every response, and whose they are."""
+    """Return prompt, sample index, tokens and reward of every response."""
     return [
         (r["prompt_id"], r["sample_index"], r["token_ids"], r["reward"]) for r in rollouts(run_dir)
     ]
 
 
 def weights(run_dir: Path) -> dict[str, Tensor]:
-    """Of the trained policy."""
+    """Return the weights of the trained policy."""
     return dict(HfReader(run_dir / "hf").items())
 
 
 def metric_rows(run_dir: Path) -> list[dict]:
-    """One for each step, and one for each evaluation."""
+    """Return a row for each step and one for each evaluation."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def check_same_tokens(run_dir: Path, expected: Path) -> None:
-    """Both drew the same tokens from the same policies, response by response, and got the same
-    rewards.
+    """Check that both drew the same tokens from the same policies and got the same rewards,
+    response by response.
     """
     one, other = read_run(run_dir), read_run(expected)
     assert one.keys() == other.keys()
@@ -249,13 +248,13 @@ def check_same_tokens(run_dir: Path, expected: Path) -> None:
 
 
 def check_same_run(run_dir: Path, expected: Path) -> None:
-    """Both drew the same tokens, and learned the same weights bit for bit."""
+    """Check that both drew the same tokens and learned the same weights bit for bit."""
     check_same_tokens(run_dir, expected)
     check_same_weights(run_dir, expected)
 
 
 def check_same_weights(run_dir: Path, expected: Path) -> None:
-    """Both learned the same weights bit for bit."""
+    """Check that both learned the same weights bit for bit."""
     found = weights(run_dir)
     for name, tensor in weights(expected).items():
         assert torch.equal(found[name], tensor), name

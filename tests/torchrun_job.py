@@ -82,7 +82,7 @@ class Job:
         return [line for line in self.output.splitlines() if part in line]
 
     def line(self, part: str) -> str:
-        """The only line with `part` in it."""
+        """Return the only line with `part` in it."""
         lines = self.lines(part)
         assert len(lines) == 1, f"{part!r} is in {len(lines)} lines:\n{self.output}"
         return lines[0]
@@ -95,24 +95,24 @@ class Job:
             time.sleep(0.02)
 
     def wait_until_held(self) -> None:
-        """Until `hold` of HOLDING is called: a response of the step under way waits for its score
-        or answer.
+        """Wait until `hold` of HOLDING is called: then a response of the step under way waits for
+        its score or answer.
         """
         self.wait_until((self.folder / "called").is_file, "a response waits")
 
     def end(self, code: int) -> None:
-        """It ends by itself, with that exit code and without a traceback."""
+        """Wait until it ends by itself. It must end with that exit code and without a traceback."""
         assert self.process.wait(timeout=LIMIT_S) == code, self.output
         assert "Traceback" not in self.output, self.output
         (self.folder / "hold").unlink(missing_ok=True)
 
     def open_ports(self) -> set[tuple[str, int]]:
-        """The addresses at which its processes listen."""
+        """Return the addresses at which its processes listen."""
         connections = [c for process in self.family() for c in process.net_connections("tcp")]
         return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
 
     def family(self) -> list[psutil.Process]:
-        """torchrun, ranks, reward workers, resource trackers."""
+        """Return its processes: torchrun, ranks, reward workers, resource trackers."""
         process = psutil.Process(self.process.pid)
         return [process, *process.children(recursive=True)]
 

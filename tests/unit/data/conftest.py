@@ -71,6 +71,6 @@ def load(tokenizer: OurTokenizer, tmp_path: Path) -> Callable[..., PromptSet]:
         rows: str | list[Mapping[str, object]], suffix: str = ".jsonl", **section: object
     ) -> PromptSet:
         path = write_rows(tmp_path / f"t{suffix}", rows)
-        return load_prompts(path, tokenizer, DataSection(**section))  # pyright: ignore[reportArgumentType]
+        return load_prompts(path, tokenizer, DataSection(**section))
 
     return load

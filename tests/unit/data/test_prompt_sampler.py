@@ -49,7 +49,7 @@ def test_without_shuffle_prompts_come_in_file_order() -> None:
 
 @pytest.mark.parametrize("num_before", [0, 7, 10, 23])
 def test_resume_equals_straight_run(num_before: int) -> None:
-    """A state also takes a sampler back that has drawn further."""
+    """A state also resets a sampler that has drawn further."""
     straight, resumed = (PromptSampler(make_set(), shuffle=True, seed=1) for _ in range(2))
     resumed.next_batch(15)
     if num_before:
