@@ -8,9 +8,9 @@ from tlt_megatron.data.prompts import PromptSampler, PromptSet
 from tlt_megatron.types import Prompt
 
 
-def make_set(num_prompts: int = 10, name: str = "train") -> PromptSet:
+def make_set(name: str = "train") -> PromptSet:
     rows = tuple(
-        Prompt(prompt_id=f"{name}:{i}", draw_index=i, token_ids=(i,)) for i in range(num_prompts)
+        Prompt(prompt_id=f"{name}:{i}", draw_index=i, token_ids=(i,)) for i in range(10)
     )
     return PromptSet(path=f"{name}.jsonl", rows=rows, fingerprint=f"of-{name}")
 

@@ -24,14 +24,13 @@ CONFIG = tiny_config(hidden_size=32, ffn_size=48, head_dim=16)
 def _transformer(
     section: McoreSection | None = None,
     parallel: ParallelSection | None = None,
-    dtype: torch.dtype = torch.float32,
     device: Device | None = None,
 ) -> Any:
     return transformer_config(
         CONFIG,
         parallel=parallel or ParallelSection(),
         section=section or McoreSection(),
-        dtype=dtype,
+        dtype=torch.float32,
         device=device or select_device("cpu"),
     )
 

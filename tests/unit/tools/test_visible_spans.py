@@ -63,11 +63,11 @@ def test_a_bar_too_narrow_to_see_joins_its_neighbour_of_the_same_name() -> None:
     assert bars[0].args == {"joined spans": 3}
 
 
-def write_ranks(folder: Path, step: int, *, num_ranks: int = 1000) -> None:
-    """A step of 10 s on many ranks: rank r decodes for 1 + r / 250 s in 5 passes, and then
+def write_ranks(folder: Path, step: int) -> None:
+    """A step of 10 s on 1000 ranks: rank r decodes for 1 + r / 250 s in 5 passes, and then
     waits.
     """
-    for rank in range(num_ranks):
+    for rank in range(1000):
         start = 10.0 * step
         end = start + 1 + rank / 250
         times = [start + i * (end - start) / 5 for i in range(6)]
