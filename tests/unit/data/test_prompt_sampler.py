@@ -9,9 +9,7 @@ from tlt_megatron.types import Prompt
 
 
 def make_set(name: str = "train") -> PromptSet:
-    rows = tuple(
-        Prompt(prompt_id=f"{name}:{i}", draw_index=i, token_ids=(i,)) for i in range(10)
-    )
+    rows = tuple(Prompt(prompt_id=f"{name}:{i}", draw_index=i, token_ids=(i,)) for i in range(10))
     return PromptSet(path=f"{name}.jsonl", rows=rows, fingerprint=f"of-{name}")
 
 
