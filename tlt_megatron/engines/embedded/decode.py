@@ -18,7 +18,6 @@ from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_pool import Models
 from tlt_megatron.engines.embedded.kv_layout import KvLayout
 from tlt_megatron.engines.embedded.lane_steps import Committed, Report, Rows
-from tlt_megatron.engines.embedded.model_drafter import Roots
 from tlt_megatron.engines.embedded.outputs import Outputs
 from tlt_megatron.engines.embedded.scheduler import DrawnTokens, Request, Scheduler
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -247,12 +246,11 @@ class DecodeBatch:
         assert self._speculator is not None
         assert self._layout.has_lanes
         rows, outputs = self._rows, self._outputs
-        roots = Roots(
-            requests=self.requests, rows=rows, state_FB=self._state_FB, positions=self._positions
-        )
         committed = self._speculator.step(
             self._layout.view(len(self.requests)),
-            roots,
+            self.requests,
+            self._positions,
+            self._state_FB,
             strategy,
             lambda count: outputs.latest(rows.out, count),
         )

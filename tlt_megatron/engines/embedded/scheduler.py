@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tlt_megatron.models.kv_cache import KvCache, SequenceKv
+from tlt_megatron.speculation.ngram import IndexedText
 from tlt_megatron.speculation.sampling import request_seed
 from tlt_megatron.types import Prompt, SamplingParams
 
@@ -65,6 +66,7 @@ class Request:
     accept_lengths: list[int] = field(default_factory=list)
     # the ids that top-p and top-k kept at each token so far; empty without them
     kept: list[Tensor] = field(default_factory=list)
+    text: IndexedText | None = None  # what the n-gram drafter has of it
 
     @property
     def num_saved(self) -> int:

@@ -8,24 +8,27 @@ has what runs on the device.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.engines.embedded.graph_plan import EagerReason
 from tlt_megatron.engines.embedded.graph_pool import Models
-from tlt_megatron.engines.embedded.lane_steps import Committed
+from tlt_megatron.engines.embedded.lane_steps import Committed, Rows
 from tlt_megatron.engines.embedded.memory_plan import draft_slots_of
-from tlt_megatron.engines.embedded.model_drafter import ModelDrafter, Roots
-from tlt_megatron.engines.embedded.retrieval import Retriever
 from tlt_megatron.engines.embedded.scheduler import Request
 from tlt_megatron.models.attention.lanes import LaneView
 from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.speculation.ngram import IndexedText, NgramIndex
 from tlt_megatron.speculation.sampling import NoiseWindow, is_searched
 from tlt_megatron.speculation.selector import StrategySelector
 from tlt_megatron.speculation.token_counts import TokenCounts
-from tlt_megatron.speculation.tree import chain_tree
+from tlt_megatron.speculation.tree import DraftTree, chain_tree
+
+_LAG = 32  # rows with more unseen pairs catch up in separate passes
 
 
 class Speculation:
@@ -45,7 +48,7 @@ class Speculation:
         self.strategies = tuple(drafting)
         self.draft = draft
         self.selector = selector
-        self.retriever = Retriever()
+        self.ngrams = NgramIndex()
         self.draft_slots = draft_slots_of(drafting)
         # Counts the tokens of all responses if the drafter proposes only the most frequent ids.
         self._token_counts: TokenCounts | None = None
@@ -85,65 +88,74 @@ class Speculation:
 
     def start(self, models: Models, noise: NoiseWindow) -> Speculator:
         """Return a Speculator for one `generate` call. `noise` is that of the batch."""
-        self.retriever.start()
         if self._token_counts is not None:
             assert self.draft is not None
             self.draft.draft_from(self._token_counts.most_frequent().to(models.policy.device))
         return Speculator(self, models, noise)
 
     def finish(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Learn from a complete response, also if it was decoded plainly."""
         if any(strategy.num_retrieved for strategy in self.strategies):
-            self.retriever.finish(request, token_ids)
+            text = self.text_of(request)
+            self.ngrams.append([text], [token_ids[text.num_appended :]])
         if self._token_counts is not None:
             self._token_counts.add(token_ids)
 
+    def text_of(self, request: Request) -> IndexedText:
+        """Return what the index of n-grams has of a request."""
+        if request.text is None:
+            prompt = request.state.prompt
+            request.text = self.ngrams.start(prompt.prompt_id, prompt.token_ids)
+        return request.text
+
 
 class Speculator:
-    """Drafts and verifies for the rows of a batch in lanes."""
+    """Drafts and verifies for the rows of a batch in lanes, during one `generate` call."""
 
     def __init__(self, speculation: Speculation, models: Models, noise: NoiseWindow) -> None:
         self._speculation = speculation
         self._models = models
-        self._drafter = None
-        if speculation.draft is not None:
-            self._drafter = ModelDrafter(models, speculation.draft)
         self._noise = noise
+        self._num_loads = 0  # of the drafter that has seen `_num_seen`
+        self._num_seen: dict[Request, int] = {}  # positions whose pairs are in the drafter's KV
 
     def step(
         self,
         view: LaneView,
-        roots: Roots,
+        requests: Sequence[Request],
+        positions: Sequence[int],
+        state_FB: Tensor,
         strategy: SpeculationStrategy,
         latest: Callable[[int], list[list[int]]],
     ) -> Committed:
-        """Draft and verify once for every row. `latest` is for `Retriever.propose`."""
-        noise_BSV = self._noise_of(roots, strategy)
+        """Draft and verify once for every row, from the roots at `positions`.
+
+        `state_FB` is the matrix of `Rows`. `latest(n)` returns the last n tokens of each response,
+        the root included.
+        """
+        noise_BSV = self._noise_of(Rows(*state_FB), strategy)
         if strategy.num_retrieved:
-            found_BN = self._speculation.retriever.propose(
-                roots.requests, roots.positions, latest, strategy.num_retrieved
-            )
-            tree = chain_tree(found_BN.to(self._models.policy.device, non_blocking=True))
+            tree = self._retrieve(requests, positions, latest, strategy.num_retrieved)
         else:
-            assert self._drafter is not None, strategy
             noise = None if self._is_reduced else noise_BSV
-            tree = self._drafter.propose(view, roots, strategy, noise_BSV=noise)
-        longest = roots.longest + tree.num_rows
-        return self._models.graphs.target(view, roots.state_FB, tree, longest, noise_BSV)
+            tree = self._draft(view, requests, positions, state_FB, strategy, noise)
+        longest = max(positions) + 1 + tree.num_rows
+        return self._models.graphs.target(view, state_FB, tree, longest, noise_BSV)
 
     @property
     def _is_reduced(self) -> bool:
         """Whether the drafter proposes only some token ids."""
-        draft = self._speculation.draft
+        draft = self._models.draft
         return draft is not None and draft.ids_C is not None
 
-    def _noise_of(self, roots: Roots, strategy: SpeculationStrategy) -> Tensor | None:
+    def _noise_of(self, rows: Rows, strategy: SpeculationStrategy) -> Tensor | None:
         """Return the noise of the tokens after the roots, [B, depth + 1, V]. None where it is made
         when it is used.
         """
-        policy, graphs, rows = self._models.policy, self._models.graphs, roots.rows
+        policy, graphs = self._models.policy, self._models.graphs
         if self._models.params.temperature == 0.0 or graphs.has_graphs or rows.seed.is_cuda:
             return None
-        num_rows = len(roots.requests) * (strategy.depth + 1)
+        num_rows = len(rows.seed) * (strategy.depth + 1)
         # a tree reads the noise of all token ids, or makes that of its few
         is_read = (strategy.is_learned and not self._is_reduced) or not is_searched(
             num_rows, policy.config.vocab_size, policy.device
@@ -151,3 +163,75 @@ class Speculator:
         if not is_read:
             return None
         return self._noise.window(rows.seed, rows.count + 1, strategy.depth + 1)
+
+    # ---- n-grams
+
+    def _retrieve(
+        self,
+        requests: Sequence[Request],
+        positions: Sequence[int],
+        latest: Callable[[int], list[list[int]]],
+        num_tokens: int,
+    ) -> DraftTree:
+        """Return the continuations in earlier text. The index learns the new tokens before."""
+        ngrams = self._speculation.ngrams
+        texts = [self._speculation.text_of(request) for request in requests]
+        unseen = [
+            position + 1 - request.state.num_tokens - text.num_appended
+            for request, position, text in zip(requests, positions, texts, strict=True)
+        ]
+        rows = latest(max(unseen))
+        ngrams.append(texts, [row[len(row) - n :] for row, n in zip(rows, unseen, strict=True)])
+        found_BN = ngrams.propose(texts, num_tokens)
+        return chain_tree(found_BN.to(self._models.policy.device, non_blocking=True))
+
+    # ---- the learned drafter
+
+    def _draft(
+        self,
+        view: LaneView,
+        requests: Sequence[Request],
+        positions: Sequence[int],
+        state_FB: Tensor,
+        strategy: SpeculationStrategy,
+        noise_BSV: Tensor | None,
+    ) -> DraftTree:
+        """Compute the pairs that the drafter has not seen. Then grow a tree from every root.
+
+        Without `noise_BSV` noise is made where it is used.
+        """
+        draft = self._models.draft
+        assert draft is not None, strategy
+        if self._num_loads != draft.num_loads:  # a new drafter has seen no positions
+            self._num_loads = draft.num_loads
+            self._num_seen.clear()
+        rows = list(zip(positions, requests, strict=True))
+        num_unseen = [position - self._num_seen.get(request, 0) for position, request in rows]
+        num_left = self._catch_up(view, positions, state_FB, num_unseen)
+        self._num_seen.update((request, position) for position, request in rows)
+        longest = max(positions) + 1 + strategy.topk * (strategy.num_steps - 1)
+        return self._models.graphs.draft(view, state_FB, strategy, num_left, longest, noise_BSV)
+
+    def _catch_up(
+        self, view: LaneView, positions: Sequence[int], state_FB: Tensor, num_unseen: Sequence[int]
+    ) -> int:
+        """Compute the pairs of rows that lag far behind, but for the newest. Return the most that
+        another row lacks.
+        """
+        lagging = [n > _LAG for n in num_unseen]
+        if all(lagging):
+            return max(num_unseen)
+        start = 0
+        for is_lagging, run in itertools.groupby(lagging):
+            end = start + len(list(run))
+            if is_lagging:
+                self._models.graphs.catch_up(
+                    view.part(start, end),
+                    Rows(*state_FB[:, start:end]),
+                    max(num_unseen[start:end]),
+                    1,
+                    max(positions[start:end]) + 1,
+                    EagerReason.LAGGING,
+                )
+            start = end
+        return max(n for n in num_unseen if n <= _LAG)
