@@ -18,16 +18,12 @@ from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 class EngineStats:
     """Counters of one engine since its last `generate` call began."""
 
-    num_prompt_tokens: int = 0  # prefilled; a prompt shared by siblings counts once
+    num_prefilled_tokens: int = 0  # a prompt shared by siblings counts once, recomputation too
     num_generated_tokens: int = 0
-    num_decode_passes: int = 0
     num_preemptions: int = 0  # requests evicted because KV memory ran out; recomputed later
-    num_recomputed_tokens: int = 0  # prefilled again after preemption; not in num_prompt_tokens
     # Plain because memory was short, although the selector chose to speculate.
     num_unspeculated_passes: int = 0
     seconds: float = 0.0
-    peak_kv_tokens: int = 0  # most KV positions in use at once
-    kv_capacity_tokens: int = 0
     num_graph_replays: int = 0  # policy and drafter passes that replayed a captured graph
     eager_passes: dict[str, int] = field(default_factory=dict)  # other passes, by model and reason
     # Start and end of each copy of changed weights to the drafter, on the clock of

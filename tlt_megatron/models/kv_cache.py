@@ -99,11 +99,10 @@ class KvCache:
         return self.token_ids_T.numel() > 0
 
     def reset(self) -> None:
-        """Free every page and reset the peak."""
+        """Free every page."""
         self._state = bytearray(self.num_pages)
         self._holder: list[list[int] | None] = [None] * self.num_pages
         self.num_free = self.num_pages
-        self.peak_pages = 0
 
     # ---- taking and freeing pages
 
@@ -140,7 +139,6 @@ class KvCache:
         pages += taken
         self.bias_T[taken.start * self.page_size : taken.stop * self.page_size].fill_(-torch.inf)
         self.num_free -= len(taken)
-        self.peak_pages = max(self.peak_pages, self.num_pages - self.num_free)
 
     def free(self, pages: list[int]) -> None:
         """Free all of `pages` and empty the list."""

@@ -61,7 +61,6 @@ class DecodeBatch:
         self._outputs = Outputs(max_batch_size, params.max_new_tokens + draft_slots, device)
         self.requests: list[Request] = []
         self._positions: list[int] = []  # `Rows.position` on the host
-        self.num_passes = 0
         size = len(Rows._fields), max_batch_size
         self._state = torch.zeros(size, dtype=torch.int64, device=device)
         self._hidden_BD = torch.empty(0, model.config.hidden_size, dtype=dtype, device=device)
@@ -117,7 +116,6 @@ class DecodeBatch:
     def _advance(self, num_tokens: Sequence[int]) -> None:
         """Move the positions on the host on by so many tokens."""
         self._positions = list(map(operator.add, self._positions, num_tokens))
-        self.num_passes += 1
 
     # ---- one pass
 

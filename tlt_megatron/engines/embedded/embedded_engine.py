@@ -72,7 +72,7 @@ class EmbeddedEngine:
         self._plan = self.memory_plan(())
         self._graphs = self._make_graphs()
         self._cache: KvCache | None = None
-        self._stats = EngineStats(kv_capacity_tokens=self._plan.kv_tokens)
+        self._stats = EngineStats()
         self._passes: list[PassRecord] = []
         self._unusable = ""  # why, while asleep or after `close`
 

@@ -85,8 +85,7 @@ class Generation:
         # A GPU runs a plain pass while its tokens are awaited: the pass is its launch and their
         # sampling.
         self._step_s = 0.0
-        self._num_computed = self._num_recomputed = 0  # prefilled tokens
-        self._num_generated = self._num_unspeculated = 0
+        self._num_prefilled = self._num_generated = self._num_unspeculated = 0
         self.passes: list[PassRecord] = []
         self._refreshes: list[tuple[float, float]] = []
         models.graphs.start_counts()
@@ -103,9 +102,7 @@ class Generation:
             with self._counted():
                 self._wait()
             if chunks:
-                new, again = prefill(self._models.policy, self._models.cache, chunks)
-                self._num_computed += new
-                self._num_recomputed += again
+                self._num_prefilled += prefill(self._models.policy, self._models.cache, chunks)
             if admitted:
                 self._batch.add(admitted)
             self._wait()
@@ -191,17 +188,13 @@ class Generation:
 
     def stats(self, seconds: float) -> EngineStats:
         """Return the counters of this call, which took `seconds`. Call it once, at the end."""
-        cache, graphs = self._models.cache, self._models.graphs
+        graphs = self._models.graphs
         return EngineStats(
-            num_prompt_tokens=self._num_computed,
-            num_recomputed_tokens=self._num_recomputed,
+            num_prefilled_tokens=self._num_prefilled,
             num_generated_tokens=self._num_generated,
-            num_decode_passes=self._batch.num_passes,
             num_preemptions=self._scheduler.num_preemptions,
             num_unspeculated_passes=self._num_unspeculated,
             seconds=seconds,
-            peak_kv_tokens=cache.peak_pages * cache.page_size,
-            kv_capacity_tokens=cache.num_pages * cache.page_size,
             num_graph_replays=graphs.num_replays.total(),
             eager_passes=dict(graphs.eager_passes),
             drafter_refreshes=tuple(self._refreshes),

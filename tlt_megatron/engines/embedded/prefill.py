@@ -17,24 +17,20 @@ from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.types import Rollout
 
 
-def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) -> tuple[int, int]:
+def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) -> int:
     """Run one packed pass and keep the hidden state after the last token of each chunk.
 
-    Return the number of new tokens and the number of recomputed tokens.
+    Return the number of tokens.
     """
     token_ids, position_ids, segments = [], [], []
-    num_again = 0
     for owner, start, end in chunks:
         if isinstance(owner, PromptState):
             first, tokens = 0, torch.tensor(owner.prompt.token_ids[start:end])
             context = cache.slots(owner.pages, 0, end)
-            num_again += max(min(end, owner.num_ever_computed) - start, 0)
-            owner.num_ever_computed = max(owner.num_ever_computed, end)
         else:
             assert owner.saved is not None
             first, tokens = owner.state.num_tokens, owner.saved.token_ids_T[start:end]
             context = cache.sequence_slots(owner.kv, first + end)
-            num_again += end - start
         token_ids.append(tokens)
         position_ids.append(torch.arange(first + start, first + end))
         new = context[first + start :]
@@ -54,7 +50,7 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
     for owner, start, end in chunks:
         num_tokens += end - start
         owner.last_hidden_D = hidden_PD[num_tokens - 1].clone()
-    return num_tokens - num_again, num_again
+    return num_tokens
 
 
 def features_of(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:

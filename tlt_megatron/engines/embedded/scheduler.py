@@ -29,7 +29,6 @@ class PromptState:
     prompt: Prompt
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_ever_computed: int = 0  # prefill of tokens below this is recomputation
     # The state of its last token, from which siblings sample their first token.
     last_hidden_D: Tensor | None = None
     num_running: int = 0
@@ -359,7 +358,7 @@ class Scheduler:
         num_known = len(kept.token_ids)
         if state.prompt.token_ids[:num_known] == kept.token_ids and num_known < state.num_tokens:
             self._cache.pass_on(kept.pages, state.pages)
-            state.num_computed = state.num_ever_computed = num_known
+            state.num_computed = num_known
         else:
             self._cache.free(kept.pages)
 
