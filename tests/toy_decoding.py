@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from tlt_megatron.speculation.sampling import gumbel_noise, sample
 from tlt_megatron.speculation.tree import DraftTree, TreeGrower, ancestor_mask
 from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed
+from tlt_megatron.types import SamplingParams
 
 NUM_STATES = 97
 
@@ -32,25 +32,11 @@ def random_table(vocab_size: int, seed: int, sharpness: float = 3.0) -> Tensor:
     return sharpness * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the toy model samples."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-
-def draw(table: Tensor, states: Tensor, seeds: Tensor, positions: Tensor, how: Sampling) -> Tensor:
+def draw(
+    table: Tensor, states: Tensor, seeds: Tensor, positions: Tensor, how: SamplingParams
+) -> Tensor:
     """The noise-keyed sample at every state; all arguments have one shape."""
-    sampled = sample(
-        table[states.reshape(-1)],
-        seeds.reshape(-1),
-        positions.reshape(-1),
-        how.temperature,
-        how.top_p,
-        how.top_k,
-    )
+    sampled = sample(table[states.reshape(-1)], seeds.reshape(-1), positions.reshape(-1), how)
     return sampled.token_ids_B.view(states.shape)
 
 
@@ -58,7 +44,7 @@ def grow_draft(
     draft_table: Tensor,
     states_B: Tensor,
     grower: TreeGrower,
-    how: Sampling,
+    how: SamplingParams,
     noise_BDV: Tensor | None = None,
     *,
     noise_keys: tuple[Tensor, Tensor] | None = None,
@@ -77,12 +63,10 @@ def grow_draft(
     return grower.grow(
         logits[states_B],
         expand,
-        temperature=how.temperature,
+        how,
+        noise_keys=noise_keys or (states_B, states_B),
         noise_BDV=noise_BDV,
-        noise_keys=noise_keys,
         ids_V=ids_C,
-        top_p=how.top_p,
-        top_k=how.top_k,
     )
 
 

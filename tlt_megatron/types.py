@@ -61,6 +61,11 @@ class SamplingParams:
         """Whether top-p or top-k leaves out tokens."""
         return self.top_p < 1.0 or self.top_k > 0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens come from the raw logits: greedily, or at temperature 1 without a cut."""
+        return self.temperature == 0.0 or (self.temperature == 1.0 and not self.is_cut)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:

@@ -14,6 +14,7 @@ import torch
 
 from tests.tiny_task import REPO
 from tlt_megatron.speculation.sampling import add_noise, gumbel_noise, sample
+from tlt_megatron.types import SamplingParams
 
 pytest.importorskip(
     "triton", reason="the CPU build of torch comes without triton: make test-sglang"
@@ -80,7 +81,7 @@ def test_tokens_are_those_of_the_torch_form(vocab_size: int, dtype: torch.dtype)
     seeds_B, positions_B = keys()
     generator = torch.Generator().manual_seed(vocab_size)
     logits_BV = 3.0 * torch.randn(len(seeds_B), vocab_size, generator=generator, dtype=dtype)
-    expected = sample(logits_BV, seeds_B.cpu(), positions_B.cpu(), temperature=1.0)
+    expected = sample(logits_BV, seeds_B.cpu(), positions_B.cpu(), SamplingParams())
     tokens_B = noisy_argmax(logits_BV.to(DEVICE), seeds_B, positions_B)
     assert tokens_B.tolist() == expected.token_ids_B.tolist()
 

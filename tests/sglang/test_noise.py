@@ -38,9 +38,7 @@ def test_draws_are_those_of_plain_sampling_however_they_are_cut(
     positions_BQ = lengths_B.unsqueeze(1) + torch.tensor([0, 1, 1, 2])
     found_P = tree_draws(logits_PV, seeds_B, positions_BQ, params, most=most)
     seeds_P = seeds_B.repeat_interleave(NUM_NODES)
-    expected = sample(
-        logits_PV, seeds_P, positions_BQ.flatten(), params.temperature, params.top_p, params.top_k
-    )
+    expected = sample(logits_PV, seeds_P, positions_BQ.flatten(), params)
     assert found_P.tolist() == expected.token_ids_B.tolist()
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from tlt_megatron.runtime.device import has_triton
 from tlt_megatron.speculation import noise
 from tlt_megatron.speculation.noise import GOLDEN, MULTIPLIERS, SHIFTS
+from tlt_megatron.types import SamplingParams
 
 _MASK_64 = (1 << 64) - 1
 _NOISE_AHEAD = 1 << 12  # elements; below this, call overhead dominates the cost of noise
@@ -263,13 +264,20 @@ def _top_ids(scaled_BV: Tensor, top_k: int) -> Tensor:
     return _ids_of(kept_BV, top_k)
 
 
+def allowed_logits(logits_BV: Tensor, params: SamplingParams) -> Tensor:
+    """Return the logits that tokens are drawn from: over the temperature, -inf where they are cut.
+    Greedy sampling takes the raw ones.
+    """
+    if params.is_plain:
+        return logits_BV
+    return cut_logits(logits_BV / params.temperature, params.top_p, params.top_k)
+
+
 def sample(
     logits_BV: Tensor,
     seeds_B: Tensor,
     positions_B: Tensor,
-    temperature: float,
-    top_p: float = 1.0,
-    top_k: int = 0,
+    params: SamplingParams,
     *,
     noise_BV: Tensor | None = None,
 ) -> Sampled:
@@ -281,9 +289,7 @@ def sample(
     shorter than the logits.
     """
     logits = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
-    is_greedy, is_cut = temperature == 0.0, top_p < 1.0 or top_k > 0
-    is_plain = is_greedy or (temperature == 1.0 and not is_cut)
-    scaled = logits if is_plain else cut_logits(logits / temperature, top_p, top_k)
+    is_greedy, scaled = params.temperature == 0.0, allowed_logits(logits, params)
     if is_greedy:
         tokens_B = logits.argmax(dim=-1)
     elif noise_BV is not None:
@@ -291,12 +297,12 @@ def sample(
     else:
         tokens_B = noisy_argmax(scaled, seeds_B, positions_B)
     policy_B = _logprobs(logits, tokens_B)
-    logprobs_B = policy_B if is_plain else _logprobs(scaled, tokens_B)
+    logprobs_B = policy_B if params.is_plain else _logprobs(scaled, tokens_B)
     return Sampled(
         token_ids_B=tokens_B,
         logprobs_B=torch.zeros_like(policy_B) if is_greedy else logprobs_B,
         policy_logprobs_B=policy_B,
-        kept=kept_table(scaled) if is_cut and not is_greedy else None,
+        kept=kept_table(scaled) if params.is_cut and not is_greedy else None,
     )
 
 

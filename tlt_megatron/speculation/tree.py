@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.sampling import add_noise, cut_logits
+from tlt_megatron.types import SamplingParams
 
 ROOT = -1  # as a parent: the last committed token
 UNUSED = -1  # as a token: a node that is never accepted
@@ -144,11 +145,9 @@ class _Scoring:
     """Estimates the acceptance of every token as a child of a node, by depth."""
 
     scale: Tensor  # factor on the logits; 0-dim, so that float64 does not promote the logits
-    offsets: tuple[Tensor, ...] | None  # [B, V] each, added to the scaled logits
-    keys: tuple[Tensor, Tensor] | None  # instead: seeds [B] and positions [B] of depth 0's noise
-    temperature: float
-    top_p: float
-    top_k: int
+    params: SamplingParams  # of the target
+    keys: tuple[Tensor, Tensor]  # seeds [B] and positions [B] of depth 0's noise
+    offsets: tuple[Tensor, ...] | None  # by depth, [B, V] each: their noise, if it is there already
     ids_V: Tensor | None  # token ids of the columns, ascending; None: 0 to V - 1
 
     def best(self, logits: Tensor, depth: int, count: int) -> tuple[Tensor, Tensor]:
@@ -167,17 +166,16 @@ class _Scoring:
 
     def _scores(self, logits: Tensor, depth: int) -> Tensor:
         """Return logits * scale + offset in at least float32. `logits` is [B, V] or [B, K, V]."""
-        if self.offsets is None and self.keys is None:
+        if self.params.temperature == 0.0:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             return logits * self.scale
-        if self.top_p < 1.0 or self.top_k > 0:
+        if self.params.is_cut:
             logits = self._cut(logits)
-        if self.keys is not None:
+        if self.offsets is None:
             seeds_B, positions_B = self.keys
-            factor = self.scale * self.temperature
+            factor = self.scale * self.params.temperature
             positions_B = positions_B + depth
             return add_noise(logits, seeds_B, positions_B, self.scale, factor, self.ids_V)
-        assert self.offsets is not None
         offset = self.offsets[depth]
         if logits.dim() == 3:
             offset = offset.unsqueeze(1)
@@ -189,11 +187,12 @@ class _Scoring:
 
         The drafter knows the border only roughly, so its cut is half as strict.
         """
-        top_p, top_k = (1.0 + self.top_p) / 2, self.top_k + (self.top_k + 1) // 2
+        params = self.params
+        top_p, top_k = (1.0 + params.top_p) / 2, params.top_k + (params.top_k + 1) // 2
         flat = logits.to(torch.promote_types(logits.dtype, torch.float32)).view(
             -1, logits.shape[-1]
         )
-        cut = cut_logits(flat / self.temperature, top_p, top_k)
+        cut = cut_logits(flat / params.temperature, top_p, top_k)
         return flat.masked_fill(cut == -torch.inf, -torch.inf).view_as(logits)
 
 
@@ -203,8 +202,6 @@ class TreeGrower:
     def __init__(
         self, strategy: SpeculationStrategy, *, device: torch.device | str = "cpu"
     ) -> None:
-        if not strategy.is_learned:
-            raise ValueError(f"strategy={strategy} grows no tree: no drafter takes part")
         self.strategy = strategy
         steps, topk = strategy.num_steps, strategy.topk
         depths = torch.tensor([1] * topk + [d for d in range(2, steps + 1) for _ in range(topk**2)])
@@ -220,39 +217,28 @@ class TreeGrower:
         self,
         root_logits_BV: Tensor,
         expand: Expand,
+        params: SamplingParams,
         *,
-        temperature: float,
+        noise_keys: tuple[Tensor, Tensor],
         noise_BDV: Tensor | None = None,
-        noise_keys: tuple[Tensor, Tensor] | None = None,
-        top_p: float = 1.0,
-        top_k: int = 0,
         ids_V: Tensor | None = None,
     ) -> DraftTree:
         """Grow one tree per request.
 
-        `root_logits_BV` are the draft logits after the root. `noise_BDV[:, d]` is `gumbel_noise` of
-        the position of depth d + 1; the row for the bonus token is not read. Temperature 0 needs no
-        noise. On CUDA give `noise_keys` instead, the seeds and positions [B] of depth 1: then the
-        noise is never written. `top_p` and `top_k` are those of the target's sampling. `ids_V` are
-        the token ids of the columns of logits and `noise_BDV`; None: 0 to V - 1.
+        `root_logits_BV` are the draft logits after the root. `params` are those of the target.
+        `noise_keys` are the seeds and positions [B] of depth 1. If the noise is there already,
+        `noise_BDV[:, d]` is `gumbel_noise` of the position of depth d + 1; the row for the bonus
+        token is not read. `ids_V` are the token ids of the columns of logits and `noise_BDV`; None:
+        0 to V - 1.
         """
-        dtype = torch.promote_types(root_logits_BV.dtype, torch.float32)
-        has_noise = temperature > 0.0
-        if has_noise and noise_BDV is None and noise_keys is None:
-            raise ValueError(f"temperature={temperature}: needs noise_BDV or noise_keys")
         scale = self._one / _DRAFT_ERROR
         offsets = None
-        if has_noise and noise_BDV is not None:
+        if noise_BDV is not None:
+            dtype = torch.promote_types(root_logits_BV.dtype, torch.float32)
             noise_BDV = noise_BDV[:, : self.strategy.num_steps]
-            offsets = (noise_BDV * (scale * temperature)).to(dtype).unbind(1)
+            offsets = (noise_BDV * (scale * params.temperature)).to(dtype).unbind(1)
         scoring = _Scoring(
-            scale=scale,
-            offsets=offsets,
-            keys=noise_keys if has_noise and offsets is None else None,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            ids_V=ids_V,
+            scale=scale, params=params, keys=noise_keys, offsets=offsets, ids_V=ids_V
         )
         if self.strategy.topk == 1:
             return self._grow_chain(root_logits_BV, expand, scoring)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.toy_decoding import (
-    Sampling,
     grow_draft,
     next_states,
     noise_of_depths,
@@ -16,7 +15,7 @@ from tests.toy_decoding import (
     random_tree,
     row_states,
 )
-from tlt_megatron.config.strategy import OFF, SpeculationStrategy
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import (
     _DRAFT_ERROR,
     UNUSED,
@@ -25,6 +24,7 @@ from tlt_megatron.speculation.tree import (
     ancestor_mask,
     chain_tree,
 )
+from tlt_megatron.types import SamplingParams
 
 STRATEGIES = ("1_1_1", "4_1_4", "1_3_2", "3_2_6", "4_2_14", "5_3_11", "6_4_16")
 Path = tuple[int, ...]
@@ -34,7 +34,7 @@ def grow_slowly(
     table: torch.Tensor,
     state: int,
     strategy: SpeculationStrategy,
-    how: Sampling,
+    how: SamplingParams,
     noise_DV: torch.Tensor,
 ) -> set[Path]:
     """Paths of the kept nodes, by the definition."""
@@ -77,7 +77,7 @@ def paths_of(tree: DraftTree, row: int) -> set[Path]:
 def test_growth_equals_the_slow_definition(text: str, temperature: float) -> None:
     strategy, how, batch_size = (
         SpeculationStrategy.parse(text),
-        Sampling(temperature=temperature),
+        SamplingParams(temperature=temperature),
         5,
     )
     table = random_table(23, seed=1)
@@ -98,7 +98,7 @@ def test_tree_holds_all_ancestors_when_scores_tie(dtype: torch.dtype) -> None:
     table[:, 4] = 0.0
     strategy = SpeculationStrategy.parse("6_3_7")
     noise_BDV = torch.zeros(2, 7, 9)
-    tree = grow_draft(table, torch.tensor([0, 5]), TreeGrower(strategy), Sampling(), noise_BDV)
+    tree = grow_draft(table, torch.tensor([0, 5]), TreeGrower(strategy), SamplingParams(), noise_BDV)
     for row in range(2):
         assert (4,) * 6 in paths_of(tree, row)
 
@@ -108,7 +108,7 @@ def test_tokens_outside_the_cut_are_unused() -> None:
     table = random_table(11, seed=5)
     strategy, states_B = SpeculationStrategy.parse("2_4_20"), torch.tensor([1, 2, 3])
     noise_BDV = noise_of_depths(states_B, states_B, 2, 11)
-    tree = grow_draft(table, states_B, TreeGrower(strategy), Sampling(top_k=2), noise_BDV)
+    tree = grow_draft(table, states_B, TreeGrower(strategy), SamplingParams(top_k=2), noise_BDV)
     at_root = tree.parents_BQ.eq(-1) & tree.token_ids_BQ.ne(UNUSED)
     assert at_root.sum(1).tolist() == [3, 3, 3]
     for row in range(3):
@@ -127,7 +127,7 @@ def test_few_ids_grow_the_tree_of_all_ids_with_the_others_masked(text: str) -> N
     noise_BDV = noise_of_depths(seeds_B, positions_B, strategy.num_steps, vocab_size)
     masked = torch.full_like(table, -torch.inf)
     masked[:, ids_C] = table[:, ids_C]
-    grower, how = TreeGrower(strategy), Sampling(temperature=0.7)
+    grower, how = TreeGrower(strategy), SamplingParams(temperature=0.7)
     expected = grow_draft(masked, states_B, grower, how, noise_BDV)
     keys = seeds_B, positions_B
     tree = grow_draft(table, states_B, grower, how, noise_keys=keys, ids_C=ids_C)
@@ -139,17 +139,9 @@ def test_broken_drafter_gives_a_well_formed_tree() -> None:
     table = torch.full((97, 11), torch.nan)
     strategy, states_B = SpeculationStrategy.parse("4_3_9"), torch.tensor([1, 2])
     noise_BDV = noise_of_depths(states_B, states_B, 4, 11)
-    tree = grow_draft(table, states_B, TreeGrower(strategy), Sampling(), noise_BDV)
+    tree = grow_draft(table, states_B, TreeGrower(strategy), SamplingParams(), noise_BDV)
     assert tree.token_ids_BQ.eq(UNUSED).all()
     assert (tree.parents_BQ < torch.arange(9)).all()
-
-
-def test_noise_ranking_without_noise_is_refused() -> None:
-    strategy, table = SpeculationStrategy.parse("2_1_2"), random_table(7, seed=1)
-    with pytest.raises(ValueError, match="needs noise_BDV"):
-        TreeGrower(strategy).grow(table[:1], lambda *_: table[:1, None], temperature=1.0)
-    with pytest.raises(ValueError, match="off"):
-        TreeGrower(OFF)
 
 
 def test_ancestor_mask_equals_the_walk_along_parents() -> None:

@@ -19,6 +19,7 @@ from tlt_megatron.speculation.sampling import (
     row_keys,
     sample,
 )
+from tlt_megatron.types import SamplingParams
 
 REAL = 20_011  # a vocabulary that is searched for 8 rows, with tokens after the last whole block
 
@@ -120,7 +121,8 @@ def test_samples_are_those_of_the_whole_noise(
     logits_BV = normal(8, REAL, 4, 3.0).to(dtype)
     seeds_B, positions_B = draws(8)
     noise_BV = gumbel_noise(seeds_B, positions_B, REAL)
-    rows = (logits_BV, seeds_B, positions_B, temperature, top_p, top_k)
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+    rows = (logits_BV, seeds_B, positions_B, params)
     expected = sample(*rows, noise_BV=noise_BV)
     wide = logits_BV.to(torch.promote_types(dtype, torch.float32))
     scaled = wide if temperature == 1.0 and top_p == 1.0 else wide / temperature

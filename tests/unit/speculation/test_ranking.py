@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.toy_decoding import (
-    Sampling,
     draw,
     grow_draft,
     next_states,
@@ -24,6 +23,7 @@ from tests.toy_decoding import (
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, TreeGrower
 from tlt_megatron.speculation.verify import first_on_path
+from tlt_megatron.types import SamplingParams
 
 VOCAB = 512
 TARGET = random_table(VOCAB, seed=0)
@@ -32,7 +32,7 @@ DRAFT = TARGET + random_table(VOCAB, seed=1, sharpness=0.7)
 
 def accept_length(
     text: str,
-    how: Sampling,
+    how: SamplingParams,
     *,
     drafts_by_noise: bool = True,
     drafter: Tensor = DRAFT,
@@ -65,7 +65,7 @@ def accept_length(
 @pytest.mark.parametrize("text", ["4_1_4", "4_4_12"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_noise_ranked_trees_accept_more_tokens(text: str, temperature: float) -> None:
-    how = Sampling(temperature=temperature)
+    how = SamplingParams(temperature=temperature)
     assert accept_length(text, how) > 1.2 * accept_length(text, how, drafts_by_noise=False)
 
 
@@ -74,7 +74,7 @@ def test_noise_ranked_trees_accept_more_tokens(text: str, temperature: float) ->
 def test_all_drafts_of_a_drafter_equal_to_the_target_are_accepted(
     text: str, temperature: float
 ) -> None:
-    how = Sampling(temperature=temperature)
+    how = SamplingParams(temperature=temperature)
     depth = SpeculationStrategy.parse(text).depth
     assert accept_length(text, how, drafter=TARGET, num_steps=3, batch_size=8) == depth + 1
 
@@ -83,7 +83,7 @@ def test_cut_target_is_followed_by_a_cut_drafter() -> None:
     """The noise lifts tokens that a cut target cannot draw; a drafter that ranked them would lose a
     third.
     """
-    assert accept_length("4_1_4", Sampling(top_k=8)) > 2.1
+    assert accept_length("4_1_4", SamplingParams(top_k=8)) > 2.1
 
 
 def test_first_children_of_a_small_tree_by_hand() -> None:

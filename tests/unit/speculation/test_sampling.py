@@ -23,6 +23,7 @@ from tlt_megatron.speculation.sampling import (
     request_seed,
     sample,
 )
+from tlt_megatron.types import SamplingParams
 
 ALARM = 1e-4
 LOGITS = torch.tensor([2.0, 1.2, 1.2, 0.3, 0.0, -0.4, -1.0, -1.5, -1.5, -2.5, -3.0, -6.0])
@@ -72,7 +73,8 @@ def test_sampled_tokens_follow_the_exact_distribution(
     count = 20_000
     many, one = torch.arange(count), torch.zeros(count, dtype=torch.int64)
     row_seeds, positions = (seeds(count), one + 3) if over == "seeds" else (one + 99, many)
-    drawn = sample(LOGITS.expand(count, -1), row_seeds, positions, temperature, top_p, top_k)
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+    drawn = sample(LOGITS.expand(count, -1), row_seeds, positions, params)
     probs = exact(temperature, top_p, top_k)
     counts = torch.bincount(drawn.token_ids_B, minlength=len(LOGITS))
     assert chi_square_p(counts, probs) > ALARM
@@ -87,7 +89,8 @@ def test_sampled_tokens_follow_the_exact_distribution(
 
 def test_greedy_takes_the_first_of_the_largest() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 0.0]])
-    drawn = sample(logits, seeds(2), torch.zeros(2, dtype=torch.int64), 0.0)
+    greedy = SamplingParams(temperature=0.0)
+    drawn = sample(logits, seeds(2), torch.zeros(2, dtype=torch.int64), greedy)
     assert drawn.token_ids_B.tolist() == [1, 0]
     assert drawn.logprobs_B.tolist() == [0.0, 0.0]
     torch.testing.assert_close(drawn.policy_logprobs_B, logits.log_softmax(1).max(1).values)
@@ -233,6 +236,7 @@ def test_drawn_tokens_follow_the_softmax_over_several_blocks() -> None:
     count = 20_000
     logits_V = torch.randn(NUM_IDS, generator=torch.Generator().manual_seed(0)) * 1.5
     logits_V[[5, 6, 130]] += 3.0
-    drawn = sample(logits_V.expand(count, -1), seeds(count), torch.zeros(count).long(), 1.0)
+    rows = logits_V.expand(count, -1), seeds(count), torch.zeros(count).long()
+    drawn = sample(*rows, SamplingParams())
     counts = torch.bincount(drawn.token_ids_B, minlength=NUM_IDS)
     assert chi_square_p(counts, logits_V.softmax(0)) > ALARM

@@ -105,13 +105,8 @@ def test_tokens_and_logprobs_are_those_of_the_policies_that_drew_them(
         assert rollout.policy_version == versions[-1]
         logits_TV = torch.stack([logits_of[v, i][t] for t, v in enumerate(versions)])
         seed = request_seed(PARAMS.seed, rollout.draw_index, rollout.sample_index)
-        drawn = sample(
-            logits_TV,
-            torch.full((len(versions),), seed),
-            torch.arange(len(versions)),
-            PARAMS.temperature,
-            PARAMS.top_p,
-        )
+        seeds_T, positions_T = torch.full((len(versions),), seed), torch.arange(len(versions))
+        drawn = sample(logits_TV, seeds_T, positions_T, PARAMS)
         assert rollout.token_ids.tolist() == drawn.token_ids_B.tolist()
         for name in ("logprobs", "policy_logprobs"):
             expected = getattr(drawn, f"{name}_B")

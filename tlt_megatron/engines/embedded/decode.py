@@ -156,15 +156,7 @@ class DecodeBatch:
         )
         if first_row == 0 and params.temperature > 0.0 and not is_made:
             noise_BV = self._noise.window(rows.seed, rows.count, 1)[:, 0]
-        sampled = sample(
-            logits_BV,
-            rows.seed,
-            rows.count,
-            params.temperature,
-            params.top_p,
-            params.top_k,
-            noise_BV=noise_BV,
-        )
+        sampled = sample(logits_BV, rows.seed, rows.count, params, noise_BV=noise_BV)
         rows.token.copy_(sampled.token_ids_B)
         self._outputs.write(
             rows.out, sampled.token_ids_B, sampled.logprobs_B, sampled.policy_logprobs_B

@@ -187,17 +187,14 @@ class LaneSteps:
         noise is made where it is used.
         """
         assert self._draft is not None
-        params = self.params
         self._write_roots(rows)
         hidden_BD, head_BD = self.extend(view, rows, num_unseen, 0, longest)
         return self._grower(strategy).grow(
             self._draft.logits(head_BD),
             self._expand_from(view, rows, hidden_BD, strategy, longest),
-            temperature=params.temperature,
-            noise_BDV=noise_BSV,
+            self.params,
             noise_keys=(rows.seed, rows.count + 1),
-            top_p=params.top_p,
-            top_k=params.top_k,
+            noise_BDV=noise_BSV,
             ids_V=self._draft.ids_C,
         )
 
@@ -332,7 +329,6 @@ class LaneSteps:
         self, hidden_PD: Tensor, rows: Rows, tree: DraftTree, noise_BSV: Tensor | None
     ) -> Sampled:
         """Sample the target's token after every node, as plain decoding does."""
-        params = self.params
         noise_PV, seeds_P, positions_P = None, rows.seed, rows.count
         if noise_BSV is None:
             positions_BR = positions_P.unsqueeze(1) + 1 + tree.row_depths_BR
@@ -345,15 +341,8 @@ class LaneSteps:
             else:
                 rows_B1 = torch.arange(num_rows, device=noise_BSV.device).unsqueeze(1)
                 noise_PV = noise_BSV[rows_B1, tree.row_depths_BR].view(-1, vocab_size)
-        return sample(
-            self._model.logits(hidden_PD),
-            seeds_P,
-            positions_P,
-            params.temperature,
-            params.top_p,
-            params.top_k,
-            noise_BV=noise_PV,
-        )
+        logits_PV = self._model.logits(hidden_PD)
+        return sample(logits_PV, seeds_P, positions_P, self.params, noise_BV=noise_PV)
 
     def _settle(self, rows: Rows, tree: DraftTree, verdict: Verdict, features_PF: Tensor) -> None:
         """Move the committed path to consecutive positions and make it visible."""

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tlt_megatron.speculation.sampling import cut_logits, kept_ids, kept_table, noisy_argmax, sample
+from tlt_megatron.speculation.sampling import (
+    allowed_logits,
+    kept_ids,
+    kept_table,
+    noisy_argmax,
+    sample,
+)
 from tlt_megatron.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -34,11 +40,6 @@ def is_active() -> bool:
     from sglang.srt.runtime_context import get_serving
 
     return get_serving().served_model_name == MARK
-
-
-def is_plain(params: SamplingParams) -> bool:
-    """Whether the sampled distribution is the raw policy."""
-    return params.temperature == 1.0 and not params.is_cut
 
 
 def row_chunks(num_rows: int, row_size: int, most: int = _MOST_NOISE) -> Iterator[slice]:
@@ -120,12 +121,9 @@ class NoiseSampling:
     ) -> Tensor:
         """Return [B] tokens. Write log-probabilities of the sampled distribution, and on request
         `_write_top`; none of them if `top_logprobs_nums` is None."""
-        params = self.params
-        sampled = sample(
-            logits_BV, seeds_B, positions_B, params.temperature, params.top_p, params.top_k
-        )
+        sampled = sample(logits_BV, seeds_B, positions_B, self.params)
         if top_logprobs_nums is not None:
-            is_greedy = params.temperature == 0.0
+            is_greedy = self.params.temperature == 0.0
             logits_output.next_token_logprobs = (
                 sampled.policy_logprobs_B if is_greedy else sampled.logprobs_B
             )
@@ -181,8 +179,7 @@ class NoiseSampling:
     ) -> None:
         """Around `compute_spec_logprobs`, which ignores top-p and top-k: apply them too."""
         params = self.params
-        is_ours = is_active() and params.temperature > 0.0 and not is_plain(params)
-        if not is_ours or accept_index is None:
+        if not is_active() or params.is_plain or accept_index is None:
             original(
                 batch, logits_output, predict, accept_index=accept_index, chain_stride=chain_stride
             )
@@ -192,7 +189,7 @@ class NoiseSampling:
         sampled, policy, kept = [], [], []
         for rows in row_chunks(nodes.shape[0], logits_output.next_token_logits.shape[-1]):
             logits_PV = logits_output.next_token_logits[nodes[rows]].float()
-            allowed_PV = _allowed(logits_PV, params)
+            allowed_PV = allowed_logits(logits_PV, params)
             sampled.append(allowed_PV.log_softmax(-1).gather(1, tokens_P1[rows]))
             policy.append(logits_PV.log_softmax(-1).gather(1, tokens_P1[rows]))
             kept.append(kept_table(allowed_PV))
@@ -218,18 +215,12 @@ def tree_draws(
     seeds_P = seeds_B.unsqueeze(1).expand_as(positions_BQ).reshape(-1)
     positions_P = positions_BQ.reshape(-1).to(torch.int64)
     draws = [
-        noisy_argmax(_allowed(logits_PV[rows], params), seeds_P[rows], positions_P[rows])
+        noisy_argmax(
+            allowed_logits(logits_PV[rows].float(), params), seeds_P[rows], positions_P[rows]
+        )
         for rows in row_chunks(logits_PV.shape[0], logits_PV.shape[1], most)
     ]
     return torch.cat(draws)
-
-
-def _allowed(logits_PV: Tensor, params: SamplingParams) -> Tensor:
-    """Return float32 logits, scaled by temperature and cut exactly as in `sample`."""
-    logits_PV = logits_PV.float()
-    if is_plain(params):
-        return logits_PV
-    return cut_logits(logits_PV / params.temperature, params.top_p, params.top_k)
 
 
 def _write_top(

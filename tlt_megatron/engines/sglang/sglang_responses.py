@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.engines.sglang.answers import VERIFY_PASSES
-from tlt_megatron.engines.sglang.sglang_noise import is_plain
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.speculation.sampling import request_seed, seed_at_origin
 from tlt_megatron.types import FinishReason, KeptTokens, Prompt, Rollout, SamplingParams
@@ -95,7 +94,7 @@ async def generate_one(
             "sampling_seed": seed_at_origin(seed, len(prompt.token_ids)),
         },
         return_logprob=True,
-        top_logprobs_num=0 if is_plain(params) or params.temperature == 0.0 else 1,
+        top_logprobs_num=0 if params.is_plain else 1,
         return_routed_experts=routed is not None,
     )
     rollout = make_rollout(prompt, sample_index, params, policy_version, output)
