@@ -88,10 +88,6 @@ class DraftInference:
         )
         self.refresh()
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the drafter's own tensors, in the form that `load` takes."""
-        return self._model.state_dict()
-
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Load a drafter's own tensors, named as in `DraftModel.state_dict`."""

@@ -44,15 +44,12 @@ def _signed(value: int) -> int:
 
 
 def _mix(value: int) -> int:
-    value &= _MASK_64
-    for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
-        value = ((value ^ (value >> shift)) * multiplier) & _MASK_64
-    return value ^ (value >> SHIFTS[2])
+    return int(_mix_(torch.tensor(_signed(value))))
 
 
 def _mix_(value: Tensor) -> Tensor:
-    """Apply `_mix` to an int64 tensor in place. Multiplications wrap; masks turn arithmetic shifts
-    into logical ones.
+    """Apply SplitMix64's finalizer to an int64 tensor in place. Multiplications wrap; masks turn
+    arithmetic shifts into logical ones.
     """
     for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
         value ^= (value >> shift) & ((1 << (64 - shift)) - 1)

@@ -127,7 +127,7 @@ def test_whatever_moves_changes_what_is_read_and_new_weights_do_not(passes: Lane
     before = reads()
     for name, tensor in list(passes.model.named_hf_tensors()):
         passes.model.load_hf(name, tensor.clone())
-    passes.draft.load({name: t * 2.0 for name, t in passes.draft.weights().items()})
+    passes.draft.load({name: t * 2.0 for name, t in passes.draft._model.state_dict().items()})
     passes.draft.refresh()
     passes.model.rotary.reserve(LANE)
     assert reads() == before

@@ -90,7 +90,7 @@ def test_inference_follows_changed_weights_and_embedding(architecture: str) -> N
     with torch.no_grad():
         for tensor in (model.embedding_VD, model.lm_head_VD):
             tensor.mul_(1.25).add_(0.01)
-        view.load({name: weight * 1.25 + 0.01 for name, weight in view.weights().items()})
+        view.load({name: weight * 1.25 + 0.01 for name, weight in model.state_dict().items()})
         positions, tokens = torch.arange(6), sequence.token_ids[1:7]
         features = sequence.features[:6]
         expected = model(tokens, model.fuse(features), positions, GrowingKv())

@@ -40,10 +40,6 @@ class LaneView:
         """Round `longest` up to few distinct lengths, so that views are reused."""
         return min(-(-longest // _LANE_SLICE) * _LANE_SLICE, self.lane)
 
-    def slots(self, positions_BR: Tensor) -> Tensor:
-        """Return the slots of each row's positions, [B*R]."""
-        return (positions_BR + self.starts_B.unsqueeze(1)).view(-1)
-
     def kv(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values, each [B, K, S, H], of the first `length` positions."""
         found = self._kv.get((layer, length))
