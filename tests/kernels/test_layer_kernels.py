@@ -1,34 +1,16 @@
-"""The Triton kernels between two matrices of a layer against their torch forms.
-
-`make test-sglang` runs them on a CPU, with TRITON_INTERPRET=1.
-"""
+"""The Triton kernels between two matrices of a layer against their torch forms."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny_task import REPO
-from tlt_megatron.models.arithmetic import PLAIN
-from tlt_megatron.models.layers import RmsNorm
+from tests.kernels.triton_device import DEVICE
 
-pytest.importorskip(
-    "triton", reason="the CPU build of torch comes without triton: make test-sglang"
-)
-if torch.cuda.is_available():
-    DEVICE = "cuda"
-elif os.environ.get("TRITON_INTERPRET") == "1":
-    DEVICE = "cpu"
-else:
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
-
+# isort: split
 from torch.utils._pytree import tree_map
 from triton.runtime.interpreter import GridExecutor
 
@@ -37,37 +19,15 @@ from tests.tiny_models import tiny_config
 from tests.unit.engines.conftest import checksum
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
+from tlt_megatron.models.arithmetic import PLAIN
 from tlt_megatron.models.layer_kernels import FusedNorm, gate_silu, rotate
+from tlt_megatron.models.layers import RmsNorm
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.types import Prompt, SamplingParams
 
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = list(CLOSE)
 EPS = 1e-6
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from tlt_megatron.models.attention.fused_kernel import triton_wide
-from tlt_megatron.models import layer_kernels as kernels
-import torch
-
-sizes = {kernels._normalize: (3584, 4096), kernels._rotate: (128, 128), kernels._gate: (0, 1024)}
-for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)):
-    for kernel, (size, block) in sizes.items():
-        options = {"SIZE": size, "BLOCK": block, "HALF": 64, "WIDE": triton_wide(dtype)}
-        options |= {"HAS_ADDEND": True, "HAS_WEIGHT": True}
-        pointers = dict.fromkeys(("x", "addend", "weight", "out", "heads", "cos", "sin", "gate", "up"), "*" + name)
-        pointers["eps"] = "*fp64" if name == "fp64" else "*fp32"
-        constants = {p.name: options[p.name] for p in kernel.params if p.is_constexpr}
-        signature = {p.name: pointers.get(p.name, "i32") for p in kernel.params}
-        signature |= dict.fromkeys(constants, "constexpr")
-        for capability in (80, 89, 90):
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-            made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-            assert made.asm["cubin"]
-"""
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -186,12 +146,3 @@ def test_a_layer_of_a_plain_pass_is_few_nodes_of_its_graph(
     few, many = nodes
     assert (many - few) / 2 <= most
     assert few - most <= 60  # embedding, masks, head, sampling and bookkeeping
-
-
-def test_kernels_compile(tmp_path: Path) -> None:
-    """By Triton's own compiler and assembler, which need no GPU. Where they are interpreted,
-    nothing is compiled.
-    """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(REPO), "TRITON_CACHE_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE], env=environment, check=True)

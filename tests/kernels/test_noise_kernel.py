@@ -1,60 +1,18 @@
-"""The Triton kernels against their torch forms. `make test-sglang` runs them on a CPU, with
-TRITON_INTERPRET=1.
-"""
+"""The Triton kernels of the noise against their torch forms."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.tiny_task import REPO
+from tests.kernels.triton_device import DEVICE
+from tlt_megatron.speculation import noise_kernel
+from tlt_megatron.speculation.noise_kernel import noisy_argmax
 from tlt_megatron.speculation.sampling import add_noise, gumbel_noise, sample
 from tlt_megatron.types import SamplingParams
 
-pytest.importorskip(
-    "triton", reason="the CPU build of torch comes without triton: make test-sglang"
-)
-if torch.cuda.is_available():
-    DEVICE = "cuda"
-elif os.environ.get("TRITON_INTERPRET") == "1":
-    DEVICE = "cpu"
-else:
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
-
-from tlt_megatron.speculation import noise_kernel
-from tlt_megatron.speculation.noise_kernel import noisy_argmax
-
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF0]
 ULPS = 4 * 2.0**-52 * 40  # the logarithms of the two libraries may round apart; noise is below 40
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from tlt_megatron.speculation import noise_kernel
-
-add = {"logits": "*bf16", "seeds": "*i64", "positions": "*i64", "scale": "*fp64", "factors": "*fp64", "ids": "*i64"}
-add |= {"out": "*fp32", "vocab_size": "i32", "rows_per_seed": "i32"}
-add |= {"BLOCK": "constexpr", "HAS_IDS": "constexpr"}
-outputs = {"vocab_size": "i32", "BLOCK": "constexpr"}
-argmax = {"logits": "*fp32", "seeds": "*i64", "positions": "*i64", "largest": "*fp64", "winners": "*i64"} | outputs
-for kernel, signature, constants in (
-    (noise_kernel._argmax_of_block, argmax, {}),
-    (noise_kernel._add, add, {"HAS_IDS": False}),
-    (noise_kernel._add, add, {"HAS_IDS": True}),
-):
-    constants |= {"BLOCK": noise_kernel._BLOCK}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    for capability in (80, 89, 90):
-        target = GPUTarget("cuda", capability, 32)
-        assert triton.compile(source, target=target, options=noise_kernel._OPTIONS).asm["cubin"]
-"""
 
 
 def keys() -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,12 +85,3 @@ def test_rows_of_a_strided_view_are_read_as_they_lie() -> None:
     assert torch.equal(
         tokens_B, noisy_argmax(wide_BV[::2].clone().to(DEVICE), seeds_B, positions_B)
     )
-
-
-def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
-    """By Triton's own compiler and assembler, which need no GPU. Where they are interpreted,
-    nothing is compiled.
-    """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(REPO), "TRITON_CACHE_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE], env=environment, check=True)

@@ -1,23 +1,19 @@
 """`rollout.batch_invariant` on CUDA: a row has the same bits in every pass.
 
-`make test-sglang` runs it on a CPU, with TRITON_INTERPRET=1. It shows that the same numbers are
-added in the same order, not how a GPU rounds.
+It shows that the same numbers are added in the same order, not how a GPU rounds.
 """
 
 from __future__ import annotations
-
-import os
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip(
-    "triton", reason="the CPU build of torch comes without triton: make test-sglang"
-)
-if os.environ.get("TRITON_INTERPRET") != "1" or torch.cuda.is_available():
-    pytest.skip("needs TRITON_INTERPRET=1; tests/gpu has the real one", allow_module_level=True)
+from tests.kernels.triton_device import DEVICE
+
+if DEVICE == "cuda":
+    pytest.skip("tests/gpu has the real one", allow_module_level=True)
 
 import triton.language as tl
 from torch.utils._pytree import tree_map
