@@ -8,6 +8,7 @@ and in tiles of two sizes, is checked on this machine when the model is made.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
@@ -188,11 +189,7 @@ def _check_exp(dtype: torch.dtype) -> None:
 def _check_gate(size: int, dtype: torch.dtype) -> None:
     """Raise RuntimeError if a row of `gate_silu` depends on the other rows."""
     fused = torch.linspace(-30.0, 30.0, 131 * size).view(size, 131).t().repeat(1, 2).to(dtype)
-    expected = torch.cat([gate_silu(*row.chunk(2, dim=1)) for row in fused.split(1)])
-    for num_rows in (2, 7, 32, 131):
-        found = gate_silu(*fused[:num_rows].chunk(2, dim=1))
-        what = f"silu of {num_rows} rows of {size} {dtype} is not that of each row"
-        require_equal([found], [expected[:num_rows]], what)
+    _check_rows(lambda x: [gate_silu(*x.chunk(2, dim=1))], fused, f"silu of {size} {dtype}")
 
 
 def _check_routing(config: ExpertsConfig, dtype: torch.dtype) -> None:
@@ -200,9 +197,13 @@ def _check_routing(config: ExpertsConfig, dtype: torch.dtype) -> None:
     size, wide = config.num_experts, wide_dtype(dtype)
     scores_PE = torch.linspace(-30.0, 30.0, 131 * size, dtype=wide).view(size, 131).t().contiguous()
     bias_E = torch.linspace(-0.1, 0.1, size, dtype=wide) if config.is_sigmoid else None
-    rows = [route(row_1E, bias_E, config) for row_1E in scores_PE.split(1)]
-    expected = [torch.cat(part) for part in zip(*rows, strict=True)]
+    _check_rows(lambda x: route(x, bias_E, config), scores_PE, f"routing among {size} experts")
+
+
+def _check_rows(run: Callable[[Tensor], Sequence[Tensor]], x: Tensor, what: str) -> None:
+    """Raise RuntimeError if a row of the results of `run` depends on the other rows of x."""
+    alone = [run(row) for row in x.split(1)]
+    expected = [torch.cat(part) for part in zip(*alone, strict=True)]
     for num_rows in (2, 7, 32, 131):
-        found = route(scores_PE[:num_rows], bias_E, config)
-        what = f"the routing of {num_rows} rows among {size} experts is not that of each row"
-        require_equal(found, [whole[:num_rows] for whole in expected], what)
+        otherwise = f"{what} of {num_rows} rows is not that of each row"
+        require_equal(run(x[:num_rows]), [part[:num_rows] for part in expected], otherwise)

@@ -120,6 +120,7 @@ class LaneSteps:
         self.params = params
         self._model = model
         self._draft = draft
+        self._draft_layer = model.config.num_layers  # of the cache
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=cache.device)
         self._last_slot = cache.bias_T.shape[0] - 1
         self._grower = functools.cache(partial(TreeGrower, device=cache.device))
@@ -214,30 +215,14 @@ class LaneSteps:
         # Features are the final state, then the tapped states. An EAGLE-3 drafter reads only the
         # tapped ones.
         of_drafter = slice(-draft.config.feature_size, None)
-        hidden_PD, head_PD = self._run_draft(
-            view,
+        hidden_PD, head_PD = draft.forward(
             cache.token_ids_T.index_select(0, slots_P + 1),
             draft.fuse(cache.features_TD.index_select(0, slots_P)[:, of_drafter]),
             pairs_BM.view(-1),
-            slots_P,
-            bias_BMS,
+            LaneTreeAttention(view, slots_P, bias_BMS, first_layer=self._draft_layer),
         )
         shape = view.num_rows, start - end, -1
         return hidden_PD.view(shape)[:, -1], head_PD.view(shape)[:, -1]
-
-    def _run_draft(
-        self,
-        view: LaneView,
-        token_ids_P: Tensor,
-        hidden_PD: Tensor,
-        positions_P: Tensor,
-        slots_P: Tensor,
-        bias_BRS: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        assert self._draft is not None
-        first_layer = self._model.config.num_layers
-        attention = LaneTreeAttention(view, slots_P, bias_BRS, first_layer=first_layer)
-        return self._draft.forward(token_ids_P, hidden_PD, positions_P, attention)
 
     def _expand_from(
         self,
@@ -264,13 +249,13 @@ class LaneSteps:
             hidden_BKD = hidden_BKD.gather(1, parents_BK1.expand(-1, -1, size))
             seen_BKX = seen_BKX.gather(1, parents_BK1.expand(-1, -1, seen_BKX.shape[2]))
             seen_BKX = torch.cat((seen_BKX, self_BKK), dim=2)
-            hidden_PD, head_PD = self._run_draft(
-                view,
+            slots_P = self._slots(rows, offsets_K + depth * topk)
+            bias_BKS = drafted_bias(view, rows.position, seen_BKX, length)
+            hidden_PD, head_PD = draft.forward(
                 token_ids_BK.reshape(-1),
                 hidden_BKD.view(-1, size),
                 (rows.position + depth).unsqueeze(1).expand(-1, topk).reshape(-1),
-                self._slots(rows, offsets_K + depth * topk),
-                drafted_bias(view, rows.position, seen_BKX, length),
+                LaneTreeAttention(view, slots_P, bias_BKS, first_layer=self._draft_layer),
             )
             hidden_BKD = hidden_PD.view(num_rows, topk, size)
             depth += 1
