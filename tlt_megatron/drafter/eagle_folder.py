@@ -18,12 +18,7 @@ from torch import Tensor
 
 from tlt_megatron.config.draft_folder import ARCHITECTURES, SIZES, read_draft_settings
 from tlt_megatron.config.model_shape import rope_config
-from tlt_megatron.models.draft_model import (
-    DraftConfig,
-    DraftModel,
-    TargetFingerprint,
-    fingerprint_target,
-)
+from tlt_megatron.models.draft_model import DraftConfig, DraftModel, fingerprint_target
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors
 
@@ -105,7 +100,10 @@ def _to_hf_config(config: DraftConfig, dtype_name: str) -> dict[str, Any]:
             "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
             "use_aux_hidden_state": True,
         }
-    target = None if config.target is None else dataclasses.asdict(config.target)
+    target = None
+    if config.target is not None:
+        target = {name: getattr(config, name) for name in ("hidden_size", "vocab_size")}
+        target["embedding_hash"] = config.target
     return hf | {_OWN_KEY: {"target": target}}
 
 
@@ -119,7 +117,7 @@ def load_draft_config(path: str | Path) -> DraftConfig:
         architecture=names[hf["architectures"][0]],
         rope=rope_config(hf),
         aux_layer_ids=tuple(eagle.get("eagle_aux_hidden_state_layer_ids", ())),
-        target=TargetFingerprint(**target) if target else None,
+        target=target["embedding_hash"] if target else None,
         **{ours: hf[theirs] for ours, theirs in SIZES.items()},
     )
 

@@ -29,15 +29,6 @@ _HASH_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetFingerprint:
-    """Identifies a target model. RL updates of a policy keep (almost) the same fingerprint."""
-
-    hidden_size: int
-    vocab_size: int
-    embedding_hash: str  # 64 hex digits, see `fingerprint_target`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
     """Sizes of a drafter, and its target. Fields are named as in ModelConfig."""
 
@@ -53,7 +44,7 @@ class DraftConfig:
     max_position_embeddings: int
     vocab_size: int
     aux_layer_ids: tuple[int, ...] = ()  # eagle3: features are the residual stream after these
-    target: TargetFingerprint | None = None  # None: a foreign checkpoint without a fingerprint
+    target: str | None = None  # `fingerprint_target`; None: a foreign checkpoint without it
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
@@ -102,8 +93,9 @@ def make_draft_config(
     )
 
 
-def fingerprint_target(embedding_VD: Tensor) -> TargetFingerprint:
-    """Return the fingerprint of the target with this embedding.
+def fingerprint_target(embedding_VD: Tensor) -> str:
+    """Return the fingerprint of the target with this embedding, 64 hex digits. RL updates of a
+    policy keep (almost) the same one.
 
     Its 256 bits are the signs of random projections of some rows (Charikar 2002, SimHash), so small
     changes of the embedding flip few. An exact checksum would change after one update, or in
@@ -117,11 +109,7 @@ def fingerprint_target(embedding_VD: Tensor) -> TargetFingerprint:
     right = _random_signs(hidden_size, _HASH_SIDE, seed=2)
     bits = (left @ sample @ right).flatten() > 0
     value = sum(1 << index for index, bit in enumerate(bits.tolist()) if bit)
-    return TargetFingerprint(
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        embedding_hash=f"{value:0{_HASH_SIDE * _HASH_SIDE // 4}x}",
-    )
+    return f"{value:0{_HASH_SIDE * _HASH_SIDE // 4}x}"
 
 
 def _random_signs(num_rows: int, num_columns: int, seed: int) -> Tensor:
@@ -140,13 +128,13 @@ def check_target(config: DraftConfig, embedding_VD: Tensor) -> None:
             raise ValueError(f"the drafter's {name}={own} is not the target's {actual}")
     if config.target is None:
         return
-    found = fingerprint_target(embedding_VD).embedding_hash
-    differing = (int(found, 16) ^ int(config.target.embedding_hash, 16)).bit_count()
+    found = fingerprint_target(embedding_VD)
+    differing = (int(found, 16) ^ int(config.target, 16)).bit_count()
     if differing > _MAX_DIFFERING_BITS:
         raise ValueError(
             f"the drafter belongs to another target: {differing} of 256 bits of the"
             f" embedding's hash differ (at most {_MAX_DIFFERING_BITS}); drafter's target"
-            f" {config.target.embedding_hash[:16]}.., here {found[:16]}.."
+            f" {config.target[:16]}.., here {found[:16]}.."
         )
 
 
