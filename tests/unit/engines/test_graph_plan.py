@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tlt_megatron.config.draft_folder import SIZES
 from tlt_megatron.config.schema import SpeculationSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import (
@@ -44,10 +45,6 @@ SMALLER = {
     "num_kv_heads": 2,
     "vocab_size": 64,
 }
-SHARED_SIZES = (
-    "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope",
-    "max_position_embeddings", "vocab_size",
-)  # fmt: skip
 QUICKSTART = tuple(SpeculationSection().strategies)
 PAPER_CODE = ("8_4_47", "8_4_31", "8_4_15", "8_4_8")  # its defaults, the root not counted
 MIXED = ("8_4_48", "6_4_16", "4_2_8", "6_1_6", "ngram_8")
@@ -214,7 +211,8 @@ def test_estimate_is_what_a_dry_run_of_the_drafter_takes(
     model_config = dataclasses.replace(QWEN_7B, num_layers=3, **sizes)
     draft_config = DraftConfig(
         architecture="eagle3",
-        **{name: getattr(model_config, name) for name in SHARED_SIZES},
+        rope=model_config.rope,
+        **{name: getattr(model_config, name) for name in SIZES},
         aux_layer_ids=(0, 1, 2),
     )
     shape = model_config.vocab_size, model_config.hidden_size

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from tests.tiny_models import KINDS, make_tiny_hf
+from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.models.attention.paged import PrefillAttention, PrefillSegment
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
@@ -93,6 +94,8 @@ def test_named_tensors_give_back_what_was_loaded(kind: str, tied: bool, tmp_path
     model = load(path, torch.float32)
     given = dict(model.named_hf_tensors())
     assert set(given) == set(saved) == model.hf_names()
+    shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    assert shapes == tensor_shapes(model.config)
     assert ("lm_head.weight" in given) is not tied
     for name, tensor in given.items():
         torch.testing.assert_close(tensor, saved[name], atol=0, rtol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
 from tests.toy_decoding import random_tree, verify
@@ -48,7 +49,8 @@ def assert_is(verdict: Verdict, row: int, expected: tuple[int, list[int], list[i
     assert verdict.committed_tokens_BS[row, count:].eq(UNUSED).all()
 
 
-def test_verdict_equals_the_slow_walk_on_random_trees() -> None:
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_verdict_equals_the_slow_walk(is_chain: bool) -> None:
     """Two or three different tokens, so that long paths, repeated siblings and early stops all
     occur.
     """
@@ -56,7 +58,9 @@ def test_verdict_equals_the_slow_walk_on_random_trees() -> None:
     for _ in range(150):
         vocab, batch_size = generator.randrange(2, 4), 4
         tree = random_tree(generator, batch_size, generator.randrange(1, 16), vocab)
-        num_rows = tree.parents_BQ.shape[1] + 1
+        if is_chain:
+            tree = chain_tree(tree.token_ids_BQ)
+        num_rows = tree.num_rows
         samples = [[generator.randrange(vocab) for _ in range(num_rows)] for _ in range(batch_size)]
         stops = {0} if generator.random() < 0.3 else set()
         limits = [generator.randrange(1, 6) for _ in range(batch_size)]
@@ -69,17 +73,6 @@ def test_verdict_equals_the_slow_walk_on_random_trees() -> None:
             num_stopped += bool(verdict.is_stopped_B[row])
     assert longest >= 3
     assert num_stopped > 20
-
-
-def test_verdict_equals_the_slow_walk_on_chains() -> None:
-    generator = random.Random(2)
-    for _ in range(60):
-        tokens = torch.tensor([[generator.randrange(-1, 2) for _ in range(5)] for _ in range(3)])
-        tree = chain_tree(tokens)
-        samples = [[generator.randrange(2) for _ in range(6)] for _ in range(3)]
-        verdict = verify(tree, torch.tensor(samples))
-        for row in range(3):
-            assert_is(verdict, row, walk(tree, row, samples[row], set(), 99))
 
 
 def test_accepted_by_depth_counts_requests() -> None:
