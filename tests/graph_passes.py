@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.slow_draft import TARGET, VOCAB_SIZE, make_draft_model
+from tests.tiny_models import random_weights
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
@@ -209,12 +210,9 @@ class LanePasses:
 
 def make_lane_passes(device: torch.device, dtype: torch.dtype, *, num_lanes: int) -> LanePasses:
     """The same weights and committed keys for the same sizes, on any device."""
-    generator = torch.Generator().manual_seed(3)
     model = Transformer(TARGET, dtype, device)
-    for name in sorted(model.hf_names()):
-        shape = dict(model.named_hf_tensors())[name].shape
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        model.load_hf(name, noise * 0.3 + (1.0 if name.endswith("norm.weight") else 0.0))
+    for name, tensor in random_weights(TARGET, dtype):
+        model.load_hf(name, tensor)
     drafter = make_draft_model("eagle", dtype=dtype)
     drafter.embedding_VD, drafter.lm_head_VD = model.embedding, model.lm_head
     draft = DraftInference(drafter.to(device))

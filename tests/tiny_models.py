@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
@@ -46,6 +48,16 @@ def tiny_config(**changes: Any) -> ModelConfig:
         "has_qk_norm": True,
     }
     return ModelConfig(**fields | changes)
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+    """A policy's tensors by name: 0.3 x normal, norms around 1; the same at every call."""
+    generator = torch.Generator().manual_seed(3)
+    weights = []
+    for name, shape in tensor_shapes(config).items():
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        weights.append((name, (noise * 0.3 + name.endswith("norm.weight")).to(dtype)))
+    return weights
 
 
 def make_tiny_hf(

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.pretend_cuda import pretend_device
-from tests.tiny_models import tiny_config
+from tests.tiny_models import random_weights, tiny_config
 from tests.tiny_task import REPO
 from tests.unit.engines.conftest import checksum, speculate
 from tlt_megatron.config.schema import RolloutSection
@@ -27,7 +27,6 @@ from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.models.attention.kernels import attend_fused, attend_in_chunks
 from tlt_megatron.models.attention.sums import wide_dtype
-from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device, select_device
 from tlt_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -151,16 +150,7 @@ def test_an_engine_on_a_pretended_gpu_does_what_it_does_on_a_cpu(
     )
     params = SamplingParams(num_samples=3, max_new_tokens=6, seed=5)
     prompts = [Prompt(prompt_id="0", draw_index=0, token_ids=tuple(range(8, 38)))]
-    weights = [
-        (
-            name,
-            0.3 * uniform(*tensor.shape, dtype=torch.float64, seed=seed)
-            + name.endswith("norm.weight"),
-        )
-        for seed, (name, tensor) in enumerate(
-            Transformer(config, torch.float64, torch.device("cpu")).named_hf_tensors()
-        )
-    ]
+    weights = random_weights(config, torch.float64)
 
     def rollouts_on(device: Device, strategy: SpeculationStrategy) -> list[Rollout]:
         engine = EmbeddedEngine(config, section, device)

@@ -8,21 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.triton_device import DEVICE
-
-# isort: split
-from torch.utils._pytree import tree_map
-from triton.runtime.interpreter import GridExecutor
-
-from tests.pretend_cuda import PretendTensor, pretend_device
-from tests.tiny_models import tiny_config
+from tests.kernels.triton_device import DEVICE, launch_on_host
+from tests.pretend_cuda import pretend_device
+from tests.tiny_models import random_weights, tiny_config
 from tests.unit.engines.conftest import checksum
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.models.arithmetic import PLAIN
 from tlt_megatron.models.layer_kernels import FusedNorm, gate_silu, rotate
 from tlt_megatron.models.layers import RmsNorm
-from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.types import Prompt, SamplingParams
 
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -118,24 +112,14 @@ def test_a_layer_of_a_plain_pass_is_few_nodes_of_its_graph(
     monkeypatch: pytest.MonkeyPatch, model_type: str, most: int
 ) -> None:
     """And one more to merge the parts of more than 512 keys."""
-    launch = GridExecutor.__call__
-
-    def on_host(self: GridExecutor, *args: object, **kwargs: object) -> None:
-        device.gpu.note_launch()
-        inner = tree_map(lambda x: x.inner if isinstance(x, PretendTensor) else x, args)
-        launch(self, *inner, **kwargs)
-
-    monkeypatch.setattr(GridExecutor, "__call__", on_host)
     device, nodes = pretend_device(), []
+    launch_on_host(monkeypatch, device.gpu.note_launch)
     params = SamplingParams(max_new_tokens=8, seed=5)
     prompts = [Prompt(prompt_id="0", draw_index=0, token_ids=(8, 9, 10))]
     for num_layers in (1, 3):
         config = tiny_config(vocab_size=48, num_layers=num_layers, model_type=model_type)
         section = RolloutSection(dtype="float64", max_batch_size=1, num_samples=1, max_new_tokens=8)
-        named = Transformer(config, torch.float64, torch.device("cpu")).named_hf_tensors()
-        weights = [
-            (name, 0.1 * normal(*tensor.shape, dtype=torch.float64)) for name, tensor in named
-        ]
+        weights = random_weights(config, torch.float64)
         with device.gpu:
             engine = EmbeddedEngine(config, section, device, max_prompt_tokens=32)
             engine.load_weights(weights, version=1, checksum=partial(checksum, weights))

@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.triton_device import DEVICE
+from tests.kernels.triton_device import DEVICE, launch_on_host
 
 if DEVICE == "cuda":
     pytest.skip("tests/gpu has the real one", allow_module_level=True)
 
 import triton.language as tl
-from torch.utils._pytree import tree_map
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests.pretend_cuda import PretendTensor, pretend_device
-from tests.tiny_models import tiny_config
+from tests.pretend_cuda import pretend_device
+from tests.tiny_models import random_weights, tiny_config
 from tests.unit.engines.conftest import checksum, speculate
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
@@ -30,7 +29,6 @@ from tlt_megatron.models.attention.ordered_kernel import OrderedAttention, atten
 from tlt_megatron.models.attention.tables import table_lanes
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.row_kernels import multiply
-from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.types import Prompt, SamplingParams
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -66,18 +64,6 @@ def dot_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
         return TensorHandle(total.data + (sums[0] + sums[1]), total.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-
-
-@pytest.fixture(autouse=True)
-def launch_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter copies tensors of a GPU to the host, which a captured pass must not do."""
-    launch = GridExecutor.__call__
-
-    def on_host(self: GridExecutor, *args: object, **kwargs: object) -> None:
-        inner = tree_map(lambda x: x.inner if isinstance(x, PretendTensor) else x, args)
-        launch(self, *inner, **kwargs)
-
-    monkeypatch.setattr(GridExecutor, "__call__", on_host)
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -138,7 +124,9 @@ def test_a_tree_node_reads_its_path_in_order() -> None:
     assert torch.equal(*outs)
 
 
-def test_speculation_on_a_pretended_gpu_gives_the_bits_of_plain_decoding() -> None:
+def test_speculation_on_a_pretended_gpu_gives_the_bits_of_plain_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In bfloat16: prompts in chunks, pages, lanes, and trees in captured graphs."""
     config = tiny_config(vocab_size=48, num_layers=1)
     params = SamplingParams(max_new_tokens=5, seed=5)
@@ -146,11 +134,7 @@ def test_speculation_on_a_pretended_gpu_gives_the_bits_of_plain_decoding() -> No
         Prompt(prompt_id=str(i), draw_index=i, token_ids=tuple(range(8, 8 + size)))
         for i, size in enumerate((3, 16))
     ]
-    named = Transformer(config, torch.bfloat16, torch.device("cpu")).named_hf_tensors()
-    weights = [
-        (name, 0.3 * normal(*tensor.shape, dtype=torch.bfloat16, seed=seed) + name.endswith("norm.weight"))
-        for seed, (name, tensor) in enumerate(named)
-    ]  # fmt: skip
+    weights = random_weights(config, torch.bfloat16)
 
     def responses(
         strategy: str, batch_size: int, *, graphs: str
@@ -175,6 +159,7 @@ def test_speculation_on_a_pretended_gpu_gives_the_bits_of_plain_decoding() -> No
         return [(each.token_ids.tolist(), each.logprobs.tolist()) for each in rollouts]
 
     device = pretend_device()
+    launch_on_host(monkeypatch, device.gpu.note_launch)
     with device.gpu:
         expected = responses("off", 2, graphs="off")
         assert responses("off", 1, graphs="off") == expected
