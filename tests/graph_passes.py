@@ -19,7 +19,7 @@ from tests.tiny_models import random_weights
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
-from tlt_megatron.engines.embedded.lane_steps import LaneSteps, Rows
+from tlt_megatron.engines.embedded.lane_steps import LaneBatch, LaneSteps, Rows
 from tlt_megatron.models.attention.lanes import LaneView
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
@@ -145,9 +145,6 @@ class LanePasses:
         pool.bind(self.steps())
         return pool
 
-    def view(self, batch_size: int) -> LaneView:
-        return LaneView(self.cache, num_rows=batch_size, lane=LANE)
-
     def state(self, batch_size: int, seed: int = 0) -> Tensor:
         """Random roots behind the committed positions, with room for 1 to 5 tokens."""
         generator = torch.Generator().manual_seed(seed)
@@ -174,14 +171,16 @@ class LanePasses:
         tokens: what was proposed, what was committed, and what the KV holds at the root of each
         row.
         """
-        state_FB, view = self.state(batch_size, seed), self.view(batch_size)
+        state_FB = self.state(batch_size, seed)
+        view = LaneView(self.cache, num_rows=batch_size, lane=LANE)
+        batch = LaneBatch(view, state_FB, Rows(*state_FB))
         tree = chain_tree(state_FB.new_empty(batch_size, 0))
         if not strategy.is_off:
-            tree = steps.draft(view, state_FB, strategy, NUM_UNSEEN, LANE)
+            tree = steps.draft(batch, strategy, NUM_UNSEEN, LANE)
             tree = DraftTree(
                 *(t.clone() for t in tree.tensors), depth=tree.depth, is_chain=tree.is_chain
             )
-        done, roots_B = steps.target(view, state_FB, tree, PROMPT + 1 + tree.num_rows), state_FB[-1]
+        done, roots_B = steps.target(batch, tree, PROMPT + 1 + tree.num_rows), state_FB[-1]
         seen = slice(strategy.depth + 1)
         kv = self.cache.kv_LKTH[: -1 if strategy.is_off else None]
         found = (

@@ -17,7 +17,7 @@ from torch import Tensor
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_pool import Models
 from tlt_megatron.engines.embedded.kv_layout import KvLayout
-from tlt_megatron.engines.embedded.lane_steps import Committed, Report, Rows
+from tlt_megatron.engines.embedded.lane_steps import Committed, LaneBatch, Report, Rows
 from tlt_megatron.engines.embedded.outputs import Outputs
 from tlt_megatron.engines.embedded.scheduler import DrawnTokens, Request, Scheduler
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -187,7 +187,7 @@ class DecodeBatch:
         num_rows, longest = len(self.requests), max(self._positions) + 1
         if layout.has_lanes and graphs.has_graphs:  # the graph samples too
             no_tree = chain_tree(rows.token.new_empty(num_rows, 0))
-            committed = graphs.target(layout.view(num_rows), self._state_FB, no_tree, longest)
+            committed = graphs.target(self._lane_batch(), no_tree, longest)
             self._commit(committed)
             self._read_ended = lambda: self._take(committed.read())
         else:
@@ -195,6 +195,10 @@ class DecodeBatch:
             self._state[_FIRST_GROWING:, :num_rows].add_(1)
         self._advance([1] * num_rows)
         return Advance(num_rows)
+
+    def _lane_batch(self) -> LaneBatch:
+        view = self._layout.view(len(self.requests))
+        return LaneBatch(view, self._state_FB, self._rows)
 
     @property
     def _state_FB(self) -> Tensor:
@@ -237,10 +241,9 @@ class DecodeBatch:
         assert self._layout.has_lanes
         rows, outputs = self._rows, self._outputs
         committed = self._speculator.step(
-            self._layout.view(len(self.requests)),
+            self._lane_batch(),
             self.requests,
             self._positions,
-            self._state_FB,
             strategy,
             lambda count: outputs.latest(rows.out, count),
         )

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphKey, GraphPlan, Role
-from tlt_megatron.engines.embedded.lane_steps import Committed, LaneSteps, Rows
-from tlt_megatron.models.attention.lanes import LaneView
+from tlt_megatron.engines.embedded.lane_steps import Committed, LaneBatch, LaneSteps
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
@@ -42,8 +41,8 @@ class _Captured:
 class GraphPool:
     """The captures of one engine, made at the first use of a shape.
 
-    Example: `pool.bind(LaneSteps(...))` once; then `pool.target(view, state_FB, tree, longest)` for
-    each step.
+    Example: `pool.bind(LaneSteps(...))` once; then `pool.target(batch, tree, longest)` for each
+    step.
     """
 
     def __init__(self, plan: GraphPlan, new_memory: Callable[[], GraphMemory | None]) -> None:
@@ -90,53 +89,38 @@ class GraphPool:
     # ---- the steps
 
     def draft(
-        self,
-        view: LaneView,
-        state_FB: Tensor,
-        strategy: SpeculationStrategy,
-        num_unseen: int,
-        longest: int,
-        noise_BSV: Tensor | None = None,
+        self, batch: LaneBatch, strategy: SpeculationStrategy, num_unseen: int, longest: int
     ) -> DraftTree:
         """Run DRAFT: see `LaneSteps.draft`. With a graph, its next replay overwrites the tree.
 
         Older pairs than a graph computes are computed before it.
         """
-        key = self._find(Role.DRAFT, 1, view.num_rows, longest, strategy)
+        key = self._find(Role.DRAFT, 1, batch.view.num_rows, longest, strategy)
         most = _EXTEND_POSITIONS if key is None else key.num_rows
-        rows = Rows(*state_FB)
-        self.catch_up(view, rows, num_unseen, most, longest, EagerReason.ROWS)
+        self.catch_up(batch, num_unseen, most, longest, EagerReason.ROWS)
         if key is None:
-            num_left = min(num_unseen, most)
-            return self.steps.draft(view, rows, strategy, num_left, longest, noise_BSV)
-        tensors = self._replay(key, state_FB, None)
+            return self.steps.draft(batch, strategy, min(num_unseen, most), longest)
+        tensors = self._replay(key, batch.state_FB, None)
         return DraftTree(*tensors, depth=strategy.depth, is_chain=strategy.is_chain)
 
     def catch_up(
-        self, view: LaneView, rows: Rows, start: int, end: int, longest: int, reason: EagerReason
+        self, batch: LaneBatch, start: int, end: int, longest: int, reason: EagerReason
     ) -> None:
         """Compute the drafter's pairs from `start` positions before the roots to `end` before them,
         without graphs.
         """
         for first in range(start, end, -_EXTEND_POSITIONS):
             self.count_eager(Role.DRAFT, reason)
-            self.steps.extend(view, rows, first, max(first - _EXTEND_POSITIONS, end), longest)
+            self.steps.extend(batch, first, max(first - _EXTEND_POSITIONS, end), longest)
 
-    def target(
-        self,
-        view: LaneView,
-        state_FB: Tensor,
-        tree: DraftTree,
-        longest: int,
-        noise_BSV: Tensor | None = None,
-    ) -> Committed:
+    def target(self, batch: LaneBatch, tree: DraftTree, longest: int) -> Committed:
         """Run TARGET: see `LaneSteps.target`. With a graph, its next replay overwrites what it
         commits.
         """
-        key = self._find(Role.TARGET, tree.num_rows, view.num_rows, longest)
+        key = self._find(Role.TARGET, tree.num_rows, batch.view.num_rows, longest)
         if key is None:
-            return self.steps.target(view, Rows(*state_FB), tree, longest, noise_BSV)
-        return Committed(*self._replay(key, state_FB, tree))
+            return self.steps.target(batch, tree, longest)
+        return Committed(*self._replay(key, batch.state_FB, tree))
 
     def _find(
         self,

@@ -58,6 +58,16 @@ class Rows(NamedTuple):
     slot: Tensor  # the KV slot of the root
 
 
+class LaneBatch(NamedTuple):
+    """Rows in lanes, over which a step runs."""
+
+    view: LaneView
+    state_FB: Tensor  # the matrix of `rows`
+    rows: Rows
+    # of the positions after the roots; None: noise is made where it is used
+    noise_BSV: Tensor | None = None
+
+
 class Report(NamedTuple):
     """What the host learns about a step, by row."""
 
@@ -153,13 +163,13 @@ class LaneSteps:
         """Run the step of a graph: DRAFT returns `DraftTree.tensors`, and TARGET returns a
         `Committed`.
         """
-        view, rows = self._view(key.batch_size), Rows(*state_FB)
+        batch = LaneBatch(self._view(key.batch_size), state_FB, Rows(*state_FB))
         if key.strategy is not None:
-            return self.draft(view, rows, key.strategy, key.num_rows, key.length).tensors
+            return self.draft(batch, key.strategy, key.num_rows, key.length).tensors
         tree = DraftTree(*tree_3BQ, depth=key.depth)
         if key.num_rows == 1:
             tree = chain_tree(tree.token_ids_BQ)
-        return self.target(view, rows, tree, key.length)
+        return self.target(batch, tree, key.length)
 
     def _slots(self, rows: Rows, offsets: Tensor) -> Tensor:
         """Return the slots at offsets [R] or [B, R] from the roots, [B*R]. Those of padding stay in
@@ -174,39 +184,33 @@ class LaneSteps:
     # ---- DRAFT
 
     def draft(
-        self,
-        view: LaneView,
-        rows: Rows,
-        strategy: SpeculationStrategy,
-        num_unseen: int,
-        longest: int,
-        noise_BSV: Tensor | None = None,
+        self, batch: LaneBatch, strategy: SpeculationStrategy, num_unseen: int, longest: int
     ) -> DraftTree:
         """Compute the last `num_unseen` pairs of every row. Then grow a tree from every root.
 
-        `longest` counts positions of a row, those that growth writes included. Without `noise_BSV`
-        noise is made where it is used.
+        `longest` counts positions of a row, those that growth writes included.
         """
         assert self._draft is not None
+        rows = batch.rows
         self._write_roots(rows)
-        hidden_BD, head_BD = self.extend(view, rows, num_unseen, 0, longest)
+        hidden_BD, head_BD = self.extend(batch, num_unseen, 0, longest)
         return self._grower(strategy).grow(
             self._draft.logits(head_BD),
-            self._expand_from(view, rows, hidden_BD, strategy, longest),
+            self._expand_from(batch, hidden_BD, strategy, longest),
             self.params,
             noise_keys=(rows.seed, rows.count + 1),
-            noise_BDV=noise_BSV,
+            noise_BDV=batch.noise_BSV,
             ids_V=self._draft.ids_C,
         )
 
     def extend(
-        self, view: LaneView, rows: Rows, start: int, end: int, longest: int
+        self, batch: LaneBatch, start: int, end: int, longest: int
     ) -> tuple[Tensor, Tensor]:
         """Compute the pairs from `start` positions before the root to `end` before it.
 
         Return (hidden, head input), [B, D] each, of the newest.
         """
-        cache, draft = self.cache, self._draft
+        cache, draft, view, rows = self.cache, self._draft, batch.view, batch.rows
         assert draft is not None
         back_M = torch.arange(start, end, -1, device=cache.device)
         pairs_BM = (rows.position.unsqueeze(1) - back_M).clamp(min=0)
@@ -225,14 +229,10 @@ class LaneSteps:
         return hidden_PD.view(shape)[:, -1], head_PD.view(shape)[:, -1]
 
     def _expand_from(
-        self,
-        view: LaneView,
-        rows: Rows,
-        hidden_BD: Tensor,
-        strategy: SpeculationStrategy,
-        longest: int,
+        self, batch: LaneBatch, hidden_BD: Tensor, strategy: SpeculationStrategy, longest: int
     ) -> Expand:
         """Return the drafter's pass over the nodes of one depth, for one tree."""
+        view, rows = batch.view, batch.rows
         (num_rows, size), device, draft = hidden_BD.shape, hidden_BD.device, self._draft
         assert draft is not None
         topk, length = strategy.topk, view.read_length(longest)
@@ -265,20 +265,12 @@ class LaneSteps:
 
     # ---- TARGET
 
-    def target(
-        self,
-        view: LaneView,
-        rows: Rows,
-        tree: DraftTree,
-        longest: int,
-        noise_BSV: Tensor | None = None,
-    ) -> Committed:
+    def target(self, batch: LaneBatch, tree: DraftTree, longest: int) -> Committed:
         """Run the target over root and tree, B * R tokens, and commit the tokens that it samples.
 
-        `longest` counts positions of a row, those of the tree included. `noise_BSV[:, d]` is for
-        nodes at depth d.
+        `longest` counts positions of a row, those of the tree included.
         """
-        model, cache = self._model, self.cache
+        model, cache, view, rows = self._model, self.cache, batch.view, batch.rows
         self._write_roots(rows)
         ancestors_BRR, depths_BR = ancestor_mask(tree), tree.row_depths_BR
         num_rows, num_queries = depths_BR.shape
@@ -290,7 +282,7 @@ class LaneSteps:
             model.arithmetic.lanes(view, slots_P, bias_BRS),
             cache.tap_layers,
         )
-        sampled = self._sample(hidden_PD, rows, tree, noise_BSV)
+        sampled = self._sample(hidden_PD, batch, tree)
         rooms_B = rows.last - rows.count
         verdict = verify_noise_keyed(
             tree,
@@ -310,11 +302,12 @@ class LaneSteps:
             report_BX=_report(tree, verdict, rooms_B, sampled.kept),
         )
 
-    def _sample(
-        self, hidden_PD: Tensor, rows: Rows, tree: DraftTree, noise_BSV: Tensor | None
-    ) -> Sampled:
-        """Sample the target's token after every node, as plain decoding does."""
-        noise_PV, seeds_P, positions_P = None, rows.seed, rows.count
+    def _sample(self, hidden_PD: Tensor, batch: LaneBatch, tree: DraftTree) -> Sampled:
+        """Sample the target's token after every node, as plain decoding does. The noise of a node
+        at depth d is `noise_BSV[:, d]`.
+        """
+        noise_BSV, noise_PV = batch.noise_BSV, None
+        seeds_P, positions_P = batch.rows.seed, batch.rows.count
         if noise_BSV is None:
             positions_BR = positions_P.unsqueeze(1) + 1 + tree.row_depths_BR
             seeds_P = seeds_P.unsqueeze(1).expand_as(positions_BR).reshape(-1)

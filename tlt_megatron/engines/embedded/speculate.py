@@ -17,10 +17,9 @@ from torch import Tensor
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import EagerReason
 from tlt_megatron.engines.embedded.graph_pool import Models
-from tlt_megatron.engines.embedded.lane_steps import Committed, Rows
+from tlt_megatron.engines.embedded.lane_steps import Committed, LaneBatch, Rows
 from tlt_megatron.engines.embedded.memory_plan import draft_slots_of
 from tlt_megatron.engines.embedded.scheduler import Request
-from tlt_megatron.models.attention.lanes import LaneView
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.speculation.ngram import IndexedText, NgramIndex
 from tlt_megatron.speculation.sampling import NoiseWindow, is_searched
@@ -121,26 +120,24 @@ class Speculator:
 
     def step(
         self,
-        view: LaneView,
+        batch: LaneBatch,
         requests: Sequence[Request],
         positions: Sequence[int],
-        state_FB: Tensor,
         strategy: SpeculationStrategy,
         latest: Callable[[int], list[list[int]]],
     ) -> Committed:
         """Draft and verify once for every row, from the roots at `positions`.
 
-        `state_FB` is the matrix of `Rows`. `latest(n)` returns the last n tokens of each response,
-        the root included.
+        `latest(n)` returns the last n tokens of each response, the root included.
         """
-        noise_BSV = self._noise_of(Rows(*state_FB), strategy)
+        noise_BSV = self._noise_of(batch.rows, strategy)
         if strategy.num_retrieved:
             tree = self._retrieve(requests, positions, latest, strategy.num_retrieved)
         else:
-            noise = None if self._is_reduced else noise_BSV
-            tree = self._draft(view, requests, positions, state_FB, strategy, noise)
+            drafting = batch if self._is_reduced else batch._replace(noise_BSV=noise_BSV)
+            tree = self._draft(drafting, requests, positions, strategy)
         longest = max(positions) + 1 + tree.num_rows
-        return self._models.graphs.target(view, state_FB, tree, longest, noise_BSV)
+        return self._models.graphs.target(batch._replace(noise_BSV=noise_BSV), tree, longest)
 
     @property
     def _is_reduced(self) -> bool:
@@ -189,17 +186,12 @@ class Speculator:
 
     def _draft(
         self,
-        view: LaneView,
+        batch: LaneBatch,
         requests: Sequence[Request],
         positions: Sequence[int],
-        state_FB: Tensor,
         strategy: SpeculationStrategy,
-        noise_BSV: Tensor | None,
     ) -> DraftTree:
-        """Compute the pairs that the drafter has not seen. Then grow a tree from every root.
-
-        Without `noise_BSV` noise is made where it is used.
-        """
+        """Compute the pairs that the drafter has not seen. Then grow a tree from every root."""
         draft = self._models.draft
         assert draft is not None, strategy
         if self._num_loads != draft.num_loads:  # a new drafter has seen no positions
@@ -207,13 +199,13 @@ class Speculator:
             self._num_seen.clear()
         rows = list(zip(positions, requests, strict=True))
         num_unseen = [position - self._num_seen.get(request, 0) for position, request in rows]
-        num_left = self._catch_up(view, positions, state_FB, num_unseen)
+        num_left = self._catch_up(batch, positions, num_unseen)
         self._num_seen.update((request, position) for position, request in rows)
         longest = max(positions) + 1 + strategy.topk * (strategy.num_steps - 1)
-        return self._models.graphs.draft(view, state_FB, strategy, num_left, longest, noise_BSV)
+        return self._models.graphs.draft(batch, strategy, num_left, longest)
 
     def _catch_up(
-        self, view: LaneView, positions: Sequence[int], state_FB: Tensor, num_unseen: Sequence[int]
+        self, batch: LaneBatch, positions: Sequence[int], num_unseen: Sequence[int]
     ) -> int:
         """Compute the pairs of rows that lag far behind, but for the newest. Return the most that
         another row lacks.
@@ -225,13 +217,9 @@ class Speculator:
         for is_lagging, run in itertools.groupby(lagging):
             end = start + len(list(run))
             if is_lagging:
-                self._models.graphs.catch_up(
-                    view.part(start, end),
-                    Rows(*state_FB[:, start:end]),
-                    max(num_unseen[start:end]),
-                    1,
-                    max(positions[start:end]) + 1,
-                    EagerReason.LAGGING,
-                )
+                most, longest = max(num_unseen[start:end]), max(positions[start:end]) + 1
+                part_FB = batch.state_FB[:, start:end]
+                part = LaneBatch(batch.view.part(start, end), part_FB, Rows(*part_FB))
+                self._models.graphs.catch_up(part, most, 1, longest, EagerReason.LAGGING)
             start = end
         return max(n for n in num_unseen if n <= _LAG)
