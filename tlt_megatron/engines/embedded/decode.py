@@ -48,21 +48,21 @@ class DecodeBatch:
     """Sequences that decode together. Before `sample`, each has a last state or a next token."""
 
     def __init__(
-        self, models: Models, *, max_batch_size: int, speculation: Speculation | None
+        self, models: Models, scheduler: Scheduler, speculation: Speculation | None
     ) -> None:
         """Responses have at most `models.params.max_new_tokens`."""
         model, params = models.policy, models.params
         device, dtype = model.device, model.dtype
         draft_slots = speculation.draft_slots if speculation else 0
         self._models = models
-        self._layout = KvLayout(models, draft_slots)
+        self._layout = KvLayout(models, scheduler, draft_slots)
         self._noise = NoiseWindow(model.config.vocab_size)
         self._speculator = speculation.start(models, self._noise) if speculation else None
-        self._outputs = Outputs(max_batch_size, params.max_new_tokens + draft_slots, device)
+        size = scheduler.max_batch_size
+        self._outputs = Outputs(size, params.max_new_tokens + draft_slots, device)
         self.requests: list[Request] = []
         self._positions: list[int] = []  # `Rows.position` on the host
-        size = len(Rows._fields), max_batch_size
-        self._state = torch.zeros(size, dtype=torch.int64, device=device)
+        self._state = torch.zeros(len(Rows._fields), size, dtype=torch.int64, device=device)
         self._hidden_BD = torch.empty(0, model.config.hidden_size, dtype=dtype, device=device)
         # Tells which rows have ended, after a step that has sampled the next tokens already.
         self._read_ended: Callable[[], list[bool]] | None = None
@@ -171,19 +171,19 @@ class DecodeBatch:
             request.kept.append(ids)
         return table[:, -1].bool().tolist()
 
-    def grow(self, scheduler: Scheduler) -> None:
+    def grow(self) -> None:
         """Take a page for each row whose next token starts one. Save and remove preempted rows."""
-        preempted = self._layout.grow(self.requests, self._positions, scheduler)
+        preempted = self._layout.grow(self.requests, self._positions)
         rows = [row for row, request in enumerate(self.requests) if request in preempted]
         for row in rows:
             self.requests[row].saved = self._drawn_tokens(row)
         self.remove(rows)
 
-    def forward(self, scheduler: Scheduler) -> Advance:
+    def forward(self) -> Advance:
         """Run the sampled tokens through the model."""
         rows, layout, graphs = self._rows, self._layout, self._models.graphs
         if not layout.is_placed:
-            self._place(scheduler)
+            self._place()
         num_rows, longest = len(self.requests), max(self._positions) + 1
         if layout.has_lanes and graphs.has_graphs:  # the graph samples too
             no_tree = chain_tree(rows.token.new_empty(num_rows, 0))
@@ -220,17 +220,17 @@ class DecodeBatch:
             request.kept.extend(sets)
         return report.has_ended
 
-    def _place(self, scheduler: Scheduler) -> None:
-        slots = self._layout.place(self.requests, self._positions, scheduler)
+    def _place(self) -> None:
+        slots = self._layout.place(self.requests, self._positions)
         self._rows.slot.copy_(torch.tensor(slots, dtype=torch.int64))
 
-    def enter_lanes(self, scheduler: Scheduler) -> bool:
+    def enter_lanes(self) -> bool:
         """Move all rows to lanes, which `speculate` needs. Return False if they do not all fit."""
         layout = self._layout
         if not layout.has_lanes:
-            layout.move_to_lanes(self.requests, self._positions, scheduler)
+            layout.move_to_lanes(self.requests, self._positions)
         if not layout.is_placed:
-            self._place(scheduler)
+            self._place()
         return layout.has_lanes
 
     def speculate(self, strategy: SpeculationStrategy) -> Advance:

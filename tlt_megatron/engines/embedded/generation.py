@@ -78,8 +78,7 @@ class Generation:
         self._models = models
         self._speculation = speculation
         self._scheduler = scheduler
-        size = scheduler.max_batch_size
-        self._batch = DecodeBatch(models, max_batch_size=size, speculation=speculation)
+        self._batch = DecodeBatch(models, scheduler, speculation)
         self._wait = wait
         self._step: _Step | None = None  # the pass whose tokens the next `sample` draws
         # A GPU runs a plain pass while its tokens are awaited: the pass is its launch and their
@@ -132,7 +131,7 @@ class Generation:
             self._scheduler.keep_turn(end.request, token_ids)
             self._scheduler.finish(end.request)
         batch.remove([end.row for end in ended])
-        batch.grow(self._scheduler)
+        batch.grow()
         self._step = None
         if batch.requests:
             strategy, reason = self._choose()
@@ -157,13 +156,10 @@ class Generation:
     def _run_pass(self, strategy: SpeculationStrategy, reason: str) -> _Step:
         batch, started = self._batch, time.perf_counter()
         batch_size = len(batch.requests)
-        if not strategy.is_off and not batch.enter_lanes(self._scheduler):
+        if not strategy.is_off and not batch.enter_lanes():
             self._num_unspeculated += 1
             strategy, reason = OFF, "no memory"
-        if strategy.is_off:
-            advance = batch.forward(self._scheduler)
-        else:
-            advance = batch.speculate(strategy)
+        advance = batch.forward() if strategy.is_off else batch.speculate(strategy)
         return _Step(strategy, reason, batch_size, started, advance)
 
     def _record(self, step: _Step) -> None:

@@ -30,10 +30,11 @@ class KvLayout:
     compute.
     """
 
-    def __init__(self, models: Models, draft_slots: int) -> None:
+    def __init__(self, models: Models, scheduler: Scheduler, draft_slots: int) -> None:
         """A speculative step may write `draft_slots` slots after a sequence."""
         self._models = models
         self._cache = models.cache
+        self._scheduler = scheduler
         self._draft_slots = draft_slots
         self._paged = models.policy.arithmetic.paged(models.cache)
         self._lane = 0  # slots of a lane; 0 while rows are in pages
@@ -65,9 +66,7 @@ class KvLayout:
         self.is_placed = False
         self._view = None
 
-    def grow(
-        self, requests: Sequence[Request], positions: Sequence[int], scheduler: Scheduler
-    ) -> set[Request]:
+    def grow(self, requests: Sequence[Request], positions: Sequence[int]) -> set[Request]:
         """Take a page for each row whose next token starts one. Return the requests preempted."""
         preempted: set[Request] = set()
         if self._lane:
@@ -77,22 +76,20 @@ class KvLayout:
         due = [r for r, position in rows if position == r.kv.num_prompt + len(r.kv.pages) * size]
         for request in sorted(due, key=lambda request: request.order):
             if request not in preempted:
-                preempted.update(scheduler.grow(request))
+                preempted.update(self._scheduler.grow(request))
         if due:
             self.set_changed()
         return preempted
 
     # ---- one pass
 
-    def place(
-        self, requests: Sequence[Request], positions: Sequence[int], scheduler: Scheduler
-    ) -> list[int]:
+    def place(self, requests: Sequence[Request], positions: Sequence[int]) -> list[int]:
         """Choose pages or lanes. Return the slot of each row's next token."""
         if not self._lane and (
             self._models.graphs.has_graphs  # graphs save more than pages do
-            or (not scheduler.has_waiting and self._lanes_pay(requests, positions))
+            or (not self._scheduler.has_waiting and self._lanes_pay(requests, positions))
         ):
-            self.move_to_lanes(requests, positions, scheduler)
+            self.move_to_lanes(requests, positions)
         self.is_placed = True
         if self._lane:
             return [row * self._lane + position for row, position in enumerate(positions)]
@@ -147,11 +144,9 @@ class KvLayout:
         limit = _LANE_WASTE * num_pages * self._cache.page_size + _LANE_FREE_POSITIONS
         return len(positions) * max(positions) <= limit
 
-    def move_to_lanes(
-        self, requests: Sequence[Request], positions: Sequence[int], scheduler: Scheduler
-    ) -> None:
+    def move_to_lanes(self, requests: Sequence[Request], positions: Sequence[int]) -> None:
         """Move all rows to lanes of full length, if those of all requests fit."""
-        if self._reserve_lanes(scheduler):
+        if self._reserve_lanes():
             self._to_lanes(0, requests, positions)
             self.is_placed = False
 
@@ -181,9 +176,9 @@ class KvLayout:
         cache.relocate(source_S, target_S)
         cache.mark_written(target_S)
 
-    def _reserve_lanes(self, scheduler: Scheduler) -> bool:
+    def _reserve_lanes(self) -> bool:
         """Reserve lanes as long as planned, which keeps captured graphs, or else as needed."""
-        cache, graphs = self._cache, self._models.graphs
+        cache, graphs, scheduler = self._cache, self._models.graphs, self._scheduler
         needed = cache.pages_for(scheduler.longest_sequence + self._draft_slots)
         planned = cache.pages_for(graphs.plan.max_length) if graphs.has_graphs else 0
         for lane_pages in sorted({needed, max(needed, planned)}, reverse=True):
