@@ -7,7 +7,6 @@ b of every tensor is `requests[b]`; the last rows fill the places of rows that l
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from tlt_megatron.engines.embedded.graph_pool import Models
 from tlt_megatron.engines.embedded.kv_layout import KvLayout
 from tlt_megatron.engines.embedded.lane_steps import Committed, LaneBatch, Report, Rows
 from tlt_megatron.engines.embedded.outputs import Outputs
-from tlt_megatron.engines.embedded.scheduler import DrawnTokens, Request, Scheduler
+from tlt_megatron.engines.embedded.scheduler import DrawnTokens, Request, Scheduler, longest_of
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.speculation.sampling import NoiseWindow, is_searched, kept_ids, sample
 from tlt_megatron.speculation.tree import chain_tree
@@ -61,7 +60,6 @@ class DecodeBatch:
         size = scheduler.max_batch_size
         self._outputs = Outputs(size, params.max_new_tokens + draft_slots, device)
         self.requests: list[Request] = []
-        self._positions: list[int] = []  # `Rows.position` on the host
         self._state = torch.zeros(len(Rows._fields), size, dtype=torch.int64, device=device)
         self._hidden_BD = torch.empty(0, model.config.hidden_size, dtype=dtype, device=device)
         # Tells which rows have ended, after a step that has sampled the next tokens already.
@@ -81,9 +79,9 @@ class DecodeBatch:
             last_hidden_D = request.last_hidden_D if count else request.state.last_hidden_D
             assert last_hidden_D is not None
             hidden.append(last_hidden_D.unsqueeze(0))
-            position, out = request.state.num_tokens + count, self._outputs.open(request)
-            rows.append([0, request.seed, request.max_new_tokens - 1, position, count, out, 0])
-            self._positions.append(position)
+            request.position, out = request.state.num_tokens + count, self._outputs.open(request)
+            last = request.max_new_tokens - 1
+            rows.append([0, request.seed, last, request.position, count, out, 0])
         self._layout.join(start, requests)
         self.requests.extend(requests)
         self._state[:, start : len(self.requests)] = torch.tensor(rows, dtype=torch.int64).t()
@@ -100,22 +98,17 @@ class DecodeBatch:
             last = kept.pop()
             if row < len(kept):
                 kept[row] = last
-        self._layout.leave(self.requests, kept, self._positions)
+        self._layout.leave(self.requests, kept)
         index = torch.tensor(kept, dtype=torch.int64, device=self._state.device)
         self._state[:, : len(kept)] = self._state.index_select(1, index)
         self._hidden_BD = self._hidden_BD[: len(kept)]  # consumed; `forward` replaces it
         self.requests = [self.requests[row] for row in kept]
-        self._positions = [self._positions[row] for row in kept]
         self._set_changed()
 
     def _set_changed(self) -> None:
         self._layout.set_changed()
         self._noise.start()
         self._rows = Rows(*self._state[:, : len(self.requests)])
-
-    def _advance(self, num_tokens: Sequence[int]) -> None:
-        """Move the positions on the host on by so many tokens."""
-        self._positions = list(map(operator.add, self._positions, num_tokens))
 
     # ---- one pass
 
@@ -130,16 +123,14 @@ class DecodeBatch:
         if True not in flags:
             return []
         return [
-            Ended(row, request, self._drawn_tokens(row))
+            Ended(row, request, self._drawn_tokens(request))
             for row, request in enumerate(self.requests)
             if flags[row]
         ]
 
-    def _drawn_tokens(self, row: int) -> DrawnTokens:
-        """Return the tokens of a row, after `sample`."""
-        request = self.requests[row]
-        num_drawn = self._positions[row] - request.state.num_tokens + 1
-        return self._outputs.read(request, num_drawn)
+    def _drawn_tokens(self, request: Request) -> DrawnTokens:
+        """Return the tokens of a running request, after `sample`."""
+        return self._outputs.read(request, request.position - request.state.num_tokens + 1)
 
     def _draw(self, first_row: int) -> list[bool]:
         """Sample and record the next token of the rows from `first_row` on. Return which of them
@@ -173,18 +164,17 @@ class DecodeBatch:
 
     def grow(self) -> None:
         """Take a page for each row whose next token starts one. Save and remove preempted rows."""
-        preempted = self._layout.grow(self.requests, self._positions)
-        rows = [row for row, request in enumerate(self.requests) if request in preempted]
-        for row in rows:
-            self.requests[row].saved = self._drawn_tokens(row)
-        self.remove(rows)
+        preempted = self._layout.grow(self.requests)
+        for request in preempted:
+            request.saved = self._drawn_tokens(request)
+        self.remove([row for row, request in enumerate(self.requests) if request in preempted])
 
     def forward(self) -> Advance:
         """Run the sampled tokens through the model."""
         rows, layout, graphs = self._rows, self._layout, self._models.graphs
         if not layout.is_placed:
             self._place()
-        num_rows, longest = len(self.requests), max(self._positions) + 1
+        num_rows, longest = len(self.requests), longest_of(self.requests)
         if layout.has_lanes and graphs.has_graphs:  # the graph samples too
             no_tree = chain_tree(rows.token.new_empty(num_rows, 0))
             committed = graphs.target(self._lane_batch(), no_tree, longest)
@@ -193,7 +183,8 @@ class DecodeBatch:
         else:
             self._hidden_BD = layout.run(rows.token, rows.position, rows.slot, longest)
             self._state[_FIRST_GROWING:, :num_rows].add_(1)
-        self._advance([1] * num_rows)
+        for request in self.requests:
+            request.position += 1
         return Advance(num_rows)
 
     def _lane_batch(self) -> LaneBatch:
@@ -221,14 +212,14 @@ class DecodeBatch:
         return report.has_ended
 
     def _place(self) -> None:
-        slots = self._layout.place(self.requests, self._positions)
+        slots = self._layout.place(self.requests)
         self._rows.slot.copy_(torch.tensor(slots, dtype=torch.int64))
 
     def enter_lanes(self) -> bool:
         """Move all rows to lanes, which `speculate` needs. Return False if they do not all fit."""
         layout = self._layout
         if not layout.has_lanes:
-            layout.move_to_lanes(self.requests, self._positions)
+            layout.move_to_lanes(self.requests)
         if not layout.is_placed:
             self._place()
         return layout.has_lanes
@@ -243,7 +234,6 @@ class DecodeBatch:
         committed = self._speculator.step(
             self._lane_batch(),
             self.requests,
-            self._positions,
             strategy,
             lambda count: outputs.latest(rows.out, count),
         )
@@ -253,6 +243,6 @@ class DecodeBatch:
         self._read_ended = lambda: has_ended
         for request, count in zip(self.requests, report.num_committed, strict=True):
             request.accept_lengths.append(count)
-        self._advance(report.num_committed)
+            request.position += count
         first = None if strategy.is_chain else report.first_by_depth[: strategy.depth]
         return Advance(sum(report.num_committed), report.num_accepted, first)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, Role
 from tlt_megatron.engines.embedded.graph_pool import Models
-from tlt_megatron.engines.embedded.scheduler import Request, Scheduler
+from tlt_megatron.engines.embedded.scheduler import Request, Scheduler, longest_of
 from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.attention.lanes import LaneView
 
@@ -26,8 +26,7 @@ _LANE_FREE_POSITIONS = 512  # cost of merging pages, in positions of attention
 class KvLayout:
     """The KV of the rows of one batch.
 
-    Row b of every argument is the b-th running request. `positions` are those of the next tokens to
-    compute.
+    Row b of every argument is the b-th running request.
     """
 
     def __init__(self, models: Models, scheduler: Scheduler, draft_slots: int) -> None:
@@ -51,29 +50,26 @@ class KvLayout:
         """Add new rows."""
         if self._lane:
             assert all(each.saved is None for each in requests), "preempted although all have lanes"
-            self._to_lanes(first_row, requests, [each.state.num_tokens for each in requests])
+            self._to_lanes(first_row, requests)
 
-    def leave(
-        self, requests: Sequence[Request], kept: Sequence[int], positions: Sequence[int]
-    ) -> None:
+    def leave(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         """Keep only the rows `kept`, in this order. In lanes, move those whose row changes."""
         for row, old in enumerate(kept):
             if self._lane and row != old:
-                self._to_lanes(row, [requests[old]], [positions[old]])
+                self._to_lanes(row, [requests[old]])
 
     def set_changed(self) -> None:
         """Note that rows joined, left or took a page."""
         self.is_placed = False
         self._view = None
 
-    def grow(self, requests: Sequence[Request], positions: Sequence[int]) -> set[Request]:
+    def grow(self, requests: Sequence[Request]) -> set[Request]:
         """Take a page for each row whose next token starts one. Return the requests preempted."""
         preempted: set[Request] = set()
         if self._lane:
             return preempted
         size = self._cache.page_size
-        rows = zip(requests, positions, strict=True)
-        due = [r for r, position in rows if position == r.kv.num_prompt + len(r.kv.pages) * size]
+        due = [r for r in requests if r.position == r.kv.num_prompt + len(r.kv.pages) * size]
         for request in sorted(due, key=lambda request: request.order):
             if request not in preempted:
                 preempted.update(self._scheduler.grow(request))
@@ -83,23 +79,23 @@ class KvLayout:
 
     # ---- one pass
 
-    def place(self, requests: Sequence[Request], positions: Sequence[int]) -> list[int]:
+    def place(self, requests: Sequence[Request]) -> list[int]:
         """Choose pages or lanes. Return the slot of each row's next token."""
         if not self._lane and (
             self._models.graphs.has_graphs  # graphs save more than pages do
-            or (not self._scheduler.has_waiting and self._lanes_pay(requests, positions))
+            or (not self._scheduler.has_waiting and self._lanes_pay(requests))
         ):
-            self.move_to_lanes(requests, positions)
+            self.move_to_lanes(requests)
         self.is_placed = True
         if self._lane:
-            return [row * self._lane + position for row, position in enumerate(positions)]
+            return [row * self._lane + request.position for row, request in enumerate(requests)]
         cache = self._cache
         cache.compact()
         self._paged.rebuild([request.kv for request in requests])
         return [
             request.kv.pages[-1] * cache.page_size
-            + (position - request.kv.num_prompt) % cache.page_size
-            for request, position in zip(requests, positions, strict=True)
+            + (request.position - request.kv.num_prompt) % cache.page_size
+            for request in requests
         ]
 
     def run(
@@ -137,32 +133,30 @@ class KvLayout:
 
     # ---- lanes
 
-    def _lanes_pay(self, requests: Sequence[Request], positions: Sequence[int]) -> bool:
+    def _lanes_pay(self, requests: Sequence[Request]) -> bool:
         """Whether it costs plain decoding little to pad every row to the longest."""
         num_pages = sum(len(request.kv.pages) for request in requests)
         num_pages += sum(len(state.pages) for state in {request.state for request in requests})
         limit = _LANE_WASTE * num_pages * self._cache.page_size + _LANE_FREE_POSITIONS
-        return len(positions) * max(positions) <= limit
+        return len(requests) * (longest_of(requests) - 1) <= limit
 
-    def move_to_lanes(self, requests: Sequence[Request], positions: Sequence[int]) -> None:
+    def move_to_lanes(self, requests: Sequence[Request]) -> None:
         """Move all rows to lanes of full length, if those of all requests fit."""
         if self._reserve_lanes():
-            self._to_lanes(0, requests, positions)
+            self._to_lanes(0, requests)
             self.is_placed = False
 
-    def _to_lanes(
-        self, first_row: int, requests: Sequence[Request], positions: Sequence[int]
-    ) -> None:
+    def _to_lanes(self, first_row: int, requests: Sequence[Request]) -> None:
         """Move the positions so far of requests to the lanes from `first_row` on.
 
         Free the pages where they were, and prompts that no waiting sibling needs.
         """
         cache, device = self._cache, self._cache.device
         sources, targets = [], []
-        for row, (request, position) in enumerate(zip(requests, positions, strict=True), first_row):
+        for row, request in enumerate(requests, first_row):
             start = row * self._lane
-            sources.append(cache.sequence_slots(request.kv, position))
-            targets.append(torch.arange(start, start + position, device=device))
+            sources.append(cache.sequence_slots(request.kv, request.position))
+            targets.append(torch.arange(start, start + request.position, device=device))
         source_S, target_S = torch.cat(sources), torch.cat(targets)
         for request in requests:
             cache.free(request.kv.pages)

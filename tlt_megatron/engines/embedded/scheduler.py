@@ -60,6 +60,7 @@ class Request:
     max_new_tokens: int
     kv: SequenceKv
     saved: DrawnTokens | None = None
+    position: int = 0  # of the next token to compute, in the whole sequence, while it runs
     num_computed: int = 0  # saved tokens recomputed so far
     last_hidden_D: Tensor | None = None  # the state of the last saved token, after recomputation
     accept_lengths: list[int] = field(default_factory=list)
@@ -77,6 +78,11 @@ class Request:
         """Whether the KV of prompt and saved tokens is complete, so that it can join the batch."""
         is_prompt_computed = self.state.num_computed == self.state.num_tokens
         return is_prompt_computed and self.num_computed == self.num_saved
+
+
+def longest_of(requests: Sequence[Request]) -> int:
+    """Return the most positions of running requests, that of the next token included."""
+    return max(request.position for request in requests) + 1
 
 
 class PrefillChunk(NamedTuple):

@@ -19,7 +19,7 @@ from tlt_megatron.engines.embedded.graph_plan import EagerReason
 from tlt_megatron.engines.embedded.graph_pool import Models
 from tlt_megatron.engines.embedded.lane_steps import Committed, LaneBatch, Rows
 from tlt_megatron.engines.embedded.memory_plan import draft_slots_of
-from tlt_megatron.engines.embedded.scheduler import Request
+from tlt_megatron.engines.embedded.scheduler import Request, longest_of
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.speculation.ngram import IndexedText, NgramIndex
 from tlt_megatron.speculation.sampling import NoiseWindow, is_searched
@@ -122,21 +122,20 @@ class Speculator:
         self,
         batch: LaneBatch,
         requests: Sequence[Request],
-        positions: Sequence[int],
         strategy: SpeculationStrategy,
         latest: Callable[[int], list[list[int]]],
     ) -> Committed:
-        """Draft and verify once for every row, from the roots at `positions`.
+        """Draft and verify once for every row.
 
         `latest(n)` returns the last n tokens of each response, the root included.
         """
         noise_BSV = self._noise_of(batch.rows, strategy)
         if strategy.num_retrieved:
-            tree = self._retrieve(requests, positions, latest, strategy.num_retrieved)
+            tree = self._retrieve(requests, latest, strategy.num_retrieved)
         else:
             drafting = batch if self._is_reduced else batch._replace(noise_BSV=noise_BSV)
-            tree = self._draft(drafting, requests, positions, strategy)
-        longest = max(positions) + 1 + tree.num_rows
+            tree = self._draft(drafting, requests, strategy)
+        longest = longest_of(requests) + tree.num_rows
         return self._models.graphs.target(batch._replace(noise_BSV=noise_BSV), tree, longest)
 
     @property
@@ -166,7 +165,6 @@ class Speculator:
     def _retrieve(
         self,
         requests: Sequence[Request],
-        positions: Sequence[int],
         latest: Callable[[int], list[list[int]]],
         num_tokens: int,
     ) -> DraftTree:
@@ -174,8 +172,8 @@ class Speculator:
         ngrams = self._speculation.ngrams
         texts = [self._speculation.text_of(request) for request in requests]
         unseen = [
-            position + 1 - request.state.num_tokens - text.num_appended
-            for request, position, text in zip(requests, positions, texts, strict=True)
+            request.position + 1 - request.state.num_tokens - text.num_appended
+            for request, text in zip(requests, texts, strict=True)
         ]
         rows = latest(max(unseen))
         ngrams.append(texts, [row[len(row) - n :] for row, n in zip(rows, unseen, strict=True)])
@@ -185,11 +183,7 @@ class Speculator:
     # ---- the learned drafter
 
     def _draft(
-        self,
-        batch: LaneBatch,
-        requests: Sequence[Request],
-        positions: Sequence[int],
-        strategy: SpeculationStrategy,
+        self, batch: LaneBatch, requests: Sequence[Request], strategy: SpeculationStrategy
     ) -> DraftTree:
         """Compute the pairs that the drafter has not seen. Then grow a tree from every root."""
         draft = self._models.draft
@@ -197,15 +191,14 @@ class Speculator:
         if self._num_loads != draft.num_loads:  # a new drafter has seen no positions
             self._num_loads = draft.num_loads
             self._num_seen.clear()
-        rows = list(zip(positions, requests, strict=True))
-        num_unseen = [position - self._num_seen.get(request, 0) for position, request in rows]
-        num_left = self._catch_up(batch, positions, num_unseen)
-        self._num_seen.update((request, position) for position, request in rows)
-        longest = max(positions) + 1 + strategy.topk * (strategy.num_steps - 1)
+        num_unseen = [each.position - self._num_seen.get(each, 0) for each in requests]
+        num_left = self._catch_up(batch, requests, num_unseen)
+        self._num_seen.update((request, request.position) for request in requests)
+        longest = longest_of(requests) + strategy.topk * (strategy.num_steps - 1)
         return self._models.graphs.draft(batch, strategy, num_left, longest)
 
     def _catch_up(
-        self, batch: LaneBatch, positions: Sequence[int], num_unseen: Sequence[int]
+        self, batch: LaneBatch, requests: Sequence[Request], num_unseen: Sequence[int]
     ) -> int:
         """Compute the pairs of rows that lag far behind, but for the newest. Return the most that
         another row lacks.
@@ -217,7 +210,7 @@ class Speculator:
         for is_lagging, run in itertools.groupby(lagging):
             end = start + len(list(run))
             if is_lagging:
-                most, longest = max(num_unseen[start:end]), max(positions[start:end]) + 1
+                most, longest = max(num_unseen[start:end]), longest_of(requests[start:end])
                 part_FB = batch.state_FB[:, start:end]
                 part = LaneBatch(batch.view.part(start, end), part_FB, Rows(*part_FB))
                 self._models.graphs.catch_up(part, most, 1, longest, EagerReason.LAGGING)
