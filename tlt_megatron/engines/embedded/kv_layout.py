@@ -107,11 +107,11 @@ class KvLayout:
         `longest` is the number of positions of the longest row.
         """
         models, cache = self._models, self._cache
+        cache.mark_written(slots_B)
         reason = EagerReason.PAGES
         attention: Attention = self._paged
         if self._lane:
             reason = EagerReason.OFF
-            cache.mark_written(slots_B)
             view = self.view(token_ids_B.shape[0])
             bias_B1S = view.committed_bias(view.read_length(longest))
             attention = models.policy.arithmetic.lanes(view, slots_B, bias_B1S)

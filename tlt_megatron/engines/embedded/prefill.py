@@ -36,13 +36,14 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
         new = context[first + start :]
         segments.append(PrefillSegment(new_slots_C=new, context_slots_S=context))
     token_ids_P = torch.cat(token_ids).to(cache.device)
+    slots_P = torch.cat([segment.new_slots_C for segment in segments])
+    cache.mark_written(slots_P)
     hidden_PD, features_PF = model.forward(
         token_ids_P,
         torch.cat(position_ids).to(cache.device),
         model.arithmetic.prefill(cache, segments),
         cache.tap_layers,
     )
-    slots_P = torch.cat([segment.new_slots_C for segment in segments])
     cache.keep_features(slots_P, features_PF, token_ids_P)
     if cache.has_routes:
         cache.routes_TR.index_copy_(0, slots_P, model.routes())

@@ -53,7 +53,6 @@ class PrefillAttention:
                 hidden = cache.bias_T.new_full((num_new, num_all), -torch.inf)
                 bias_CS = hidden.triu_(num_all - num_new + 1)
             self._contexts.append((segment.context_slots_S, bias_CS))
-        cache.mark_written(self._slots_P)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         cache = self._cache
@@ -131,7 +130,6 @@ class PagedAttention:
 
     def begin_step(self, slots_B: Tensor, _positions_B: Tensor) -> None:
         self._slots_B = slots_B
-        self._cache.mark_written(slots_B)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         cache = self._cache

@@ -37,7 +37,6 @@ def table_prefill(
 ) -> Attention:
     """See `paged.PrefillAttention`."""
     slots_P = torch.cat([segment.new_slots_C for segment in segments])
-    cache.mark_written(slots_P)
     reads = []
     for segment in segments:
         num_new, num_all = segment.new_slots_C.numel(), segment.context_slots_S.numel()
@@ -62,7 +61,6 @@ class TablePages:
         self._table_BS = pad_sequence(rows, batch_first=True)
 
     def begin_step(self, slots_B: Tensor, positions_B: Tensor) -> None:
-        self._cache.mark_written(slots_B)
         read = TableRead(self._table_BS, positions_B.unsqueeze(1))
         self._pass = self._attend(self._cache, slots_B, [read])
 
