@@ -44,18 +44,10 @@ def draft_slots_of(strategies: Sequence[SpeculationStrategy]) -> int:
 
 
 def _num_pages(
-    section: RolloutSection,
-    *,
-    max_prompt_tokens: int,
-    draft_slots: int,
-    lane_pages: int,
-    longest_prompt_pages: int,
+    section: RolloutSection, num_prompt: int, draft_slots: int, lane_pages: int, has_graphs: bool
 ) -> int:
-    """Return the pages of the pool. ValueError if `kv_cache_tokens` is too small.
-
-    `lane_pages` are those of a whole sequence, or 0 if responses lie in pages and share their
-    prompt. `longest_prompt_pages` are those of a prompt that holds earlier turns or tokens, beside
-    the lanes.
+    """Return the pages of the pool, for prompts of `num_prompt` tokens and lanes of `lane_pages`.
+    ValueError if `kv_cache_tokens` is too small.
     """
     if section.kv_cache_tokens:
         num_pages = section.kv_cache_tokens // PAGE_TOKENS
@@ -66,10 +58,17 @@ def _num_pages(
             )
         return num_pages
     pages_each = -(-(section.max_new_tokens + draft_slots) // PAGE_TOKENS) + (draft_slots > 0)
-    prompt_pages = -(-max_prompt_tokens // PAGE_TOKENS)
+    prompt_pages = -(-num_prompt // PAGE_TOKENS)
     num_groups = -(-section.max_batch_size // section.num_samples) + 1
-    beside = max(num_groups * prompt_pages, longest_prompt_pages)
-    return section.max_batch_size * (lane_pages or pages_each) + beside
+    beside = num_groups * prompt_pages
+    # Later turns of a conversation and continued responses share no prompt, which is as long as
+    # what they continue.
+    is_unshared = bool(section.environment or section.partial_rollout_tokens)
+    if is_unshared:
+        beside = max(beside, lane_pages)
+    if has_graphs or is_unshared:
+        pages_each = lane_pages
+    return section.max_batch_size * pages_each + beside
 
 
 def num_routes(model: ModelConfig, section: RolloutSection) -> int:
@@ -118,15 +117,8 @@ def plan_memory(
         max_length=lane_pages * PAGE_TOKENS,
         item_bytes=item,
     )
-    # later turns of a conversation and continued responses share no prompt
-    is_unshared = bool(section.environment or section.partial_rollout_tokens)
-    kv_tokens = PAGE_TOKENS * _num_pages(
-        section,
-        max_prompt_tokens=max_prompt_tokens,
-        draft_slots=draft_slots,
-        lane_pages=lane_pages if has_graphs or is_unshared else 0,
-        longest_prompt_pages=lane_pages if is_unshared else 0,
-    )
+    num_pages = _num_pages(section, max_prompt_tokens, draft_slots, lane_pages, has_graphs)
+    kv_tokens = PAGE_TOKENS * num_pages
     sizes = ModelSizes(model)
     d, f, v = sizes.hidden, sizes.active_ffn, sizes.vocab
     num_fused = model.num_heads + 2 * model.num_kv_heads
