@@ -18,7 +18,8 @@ from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 class EngineStats:
     """Counters of one engine since its last `generate` call began."""
 
-    num_prefilled_tokens: int = 0  # a prompt shared by siblings counts once, recomputation too
+    # A prompt that siblings share counts once. Tokens computed again after preemption count too.
+    num_prefilled_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0  # requests evicted because KV memory ran out; recomputed later
     # Plain because memory was short, although the selector chose to speculate.

@@ -61,8 +61,8 @@ def _num_pages(
     prompt_pages = -(-num_prompt // PAGE_TOKENS)
     num_groups = -(-section.max_batch_size // section.num_samples) + 1
     beside = num_groups * prompt_pages
-    # Later turns of a conversation and continued responses share no prompt, which is as long as
-    # what they continue.
+    # Later turns of a conversation and continued responses share no prompt. Theirs may be nearly as
+    # long as a whole sequence.
     is_unshared = bool(section.environment or section.partial_rollout_tokens)
     if is_unshared:
         beside = max(beside, lane_pages)

@@ -143,7 +143,7 @@ class Scheduler:
         prefill_chunk_tokens: int,
         longest_later: int = 0,
     ) -> None:
-        """`longest_later`: positions that requests may reach which `add` brings; 0: none come.
+        """`longest_later`: most positions of a request that `add` brings; 0 if none comes.
 
         No more requests run at once than were given at the start.
         """

@@ -152,7 +152,7 @@ class Speculator:
         if self._models.params.temperature == 0.0 or graphs.has_graphs or rows.seed.is_cuda:
             return None
         num_rows = len(rows.seed) * (strategy.depth + 1)
-        # a tree reads the noise of all token ids, or makes that of its few
+        # A learned tree reads the noise of all token ids. If it drafts few, it makes theirs itself.
         is_read = (strategy.is_learned and not self._is_reduced) or not is_searched(
             num_rows, policy.config.vocab_size, policy.device
         )
