@@ -7,7 +7,8 @@ b of every tensor is `requests[b]`; the last rows fill the places of rows that l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,9 +28,8 @@ _FIRST_GROWING = Rows._fields.index("position")
 
 
 class Ended(NamedTuple):
-    """A row whose response is complete."""
+    """A complete response."""
 
-    row: int
     request: Request
     tokens: DrawnTokens
 
@@ -88,12 +88,13 @@ class DecodeBatch:
         self._hidden_BD = torch.cat(hidden)
         self._set_changed()
 
-    def remove(self, rows: Sequence[int]) -> None:
-        """Remove rows, between `sample` and `forward`. Their pages must be free already."""
-        if not rows:
+    def remove(self, requests: Collection[Request]) -> None:
+        """Remove requests, between `sample` and `forward`. Their pages must be free already."""
+        if not requests:
             return
+        rows = [row for row, request in enumerate(self.requests) if request in requests]
         kept = list(range(len(self.requests)))
-        for row in sorted(rows, reverse=True):
+        for row in reversed(rows):
             self._outputs.close(self.requests[row])
             last = kept.pop()
             if row < len(kept):
@@ -122,11 +123,8 @@ class DecodeBatch:
             flags += self._draw(len(flags))
         if True not in flags:
             return []
-        return [
-            Ended(row, request, self._drawn_tokens(request))
-            for row, request in enumerate(self.requests)
-            if flags[row]
-        ]
+        ended = itertools.compress(self.requests, flags)
+        return [Ended(request, self._drawn_tokens(request)) for request in ended]
 
     def _drawn_tokens(self, request: Request) -> DrawnTokens:
         """Return the tokens of a running request, after `sample`."""
@@ -167,7 +165,7 @@ class DecodeBatch:
         preempted = self._layout.grow(self.requests)
         for request in preempted:
             request.saved = self._drawn_tokens(request)
-        self.remove([row for row, request in enumerate(self.requests) if request in preempted])
+        self.remove(preempted)
 
     def forward(self) -> Advance:
         """Run the sampled tokens through the model."""

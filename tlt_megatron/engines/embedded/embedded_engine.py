@@ -6,7 +6,6 @@ sample, decode.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -27,7 +26,7 @@ from tlt_megatron.engines.embedded.generation import Generation, Intake, make_ro
 from tlt_megatron.engines.embedded.graph_pool import GraphPool, Models
 from tlt_megatron.engines.embedded.memory_plan import MemoryPlan, num_routes, plan_memory
 from tlt_megatron.engines.embedded.policy_weights import PolicyWeights
-from tlt_megatron.engines.embedded.prefill import features_of, routes_of
+from tlt_megatron.engines.embedded.prefill import features_of
 from tlt_megatron.engines.embedded.scheduler import Scheduler
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import ModelConfig
@@ -276,13 +275,10 @@ class EmbeddedEngine:
                     continue
             ended = run.sample()
             for end in ended:
-                rollout = make_rollout(end, params, policy_version)
-                if cache.has_routes:
-                    routes = routes_of(end.request, rollout, cache, model.config)
-                    rollout = dataclasses.replace(rollout, routes=routes)
+                rollout = make_rollout(end, models, policy_version)
                 rollouts[end.request.order] = rollout
                 if on_features is not None:
-                    on_features(rollout, features_of(end.request, rollout, cache))
+                    on_features(rollout, features_of(end.request, cache))
                 if on_finish is not None:
                     on_finish(rollout)
             run.advance(ended)

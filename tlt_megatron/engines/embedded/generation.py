@@ -14,7 +14,7 @@ from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats, MorePrompts, PassRecord
 from tlt_megatron.engines.embedded.decode import Advance, DecodeBatch, Ended
 from tlt_megatron.engines.embedded.graph_pool import Models
-from tlt_megatron.engines.embedded.prefill import prefill
+from tlt_megatron.engines.embedded.prefill import prefill, routes_of
 from tlt_megatron.engines.embedded.scheduler import Scheduler, make_requests
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.speculation.verify import accepted_by_depth
@@ -130,7 +130,7 @@ class Generation:
                 self._speculation.finish(end.request, token_ids)
             self._scheduler.keep_turn(end.request, token_ids)
             self._scheduler.finish(end.request)
-        batch.remove([end.row for end in ended])
+        batch.remove([end.request for end in ended])
         batch.grow()
         self._step = None
         if batch.requests:
@@ -197,9 +197,12 @@ class Generation:
         )
 
 
-def make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rollout:
+def make_rollout(end: Ended, models: Models, policy_version: int) -> Rollout:
     prompt, (token_ids_T, logprobs_T, policy_logprobs_T) = end.request.state.prompt, end.tokens
-    has_stopped = int(token_ids_T[-1]) in params.stop_token_ids
+    has_stopped = int(token_ids_T[-1]) in models.params.stop_token_ids
+    routes = None
+    if models.cache.has_routes:
+        routes = routes_of(end.request, models.cache, models.policy.config)
     return Rollout(
         prompt_id=prompt.prompt_id,
         draw_index=prompt.draw_index,
@@ -212,6 +215,7 @@ def make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rol
         versions=((policy_version, token_ids_T.numel()),),
         accept_lengths=tuple(end.request.accept_lengths),
         kept=_join_kept(end.request.kept),
+        routes=routes,
     )
 
 

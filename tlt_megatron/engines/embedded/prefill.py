@@ -14,7 +14,6 @@ from tlt_megatron.models.attention.paged import PrefillSegment
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.types import Rollout
 
 
 def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) -> int:
@@ -54,21 +53,19 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
     return num_tokens
 
 
-def features_of(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:
-    """Return a copy of the features [prompt + response - 1, F]. The model never computes the last
-    token.
+def features_of(request: Request, cache: KvCache) -> Tensor:
+    """Return a copy of the features of a complete response, [prompt + response - 1, F]. The model
+    never computes the last token.
     """
-    return cache.features_TD.index_select(0, _computed_slots(request, rollout, cache))
+    slots_S = cache.sequence_slots(request.kv, request.position)
+    return cache.features_TD.index_select(0, slots_S)
 
 
-def routes_of(request: Request, rollout: Rollout, cache: KvCache, config: ModelConfig) -> Tensor:
+def routes_of(request: Request, cache: KvCache, config: ModelConfig) -> Tensor:
     """Return a copy of the experts of each token but the last, [prompt + response - 1, L, K]
     int16.
     """
     assert config.experts is not None
-    routes_TR = cache.routes_TR.index_select(0, _computed_slots(request, rollout, cache))
-    return routes_TR.view(len(routes_TR), -1, config.experts.num_per_token)
-
-
-def _computed_slots(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:
-    return cache.sequence_slots(request.kv, rollout.num_tokens - 1)
+    slots_S = cache.sequence_slots(request.kv, request.position)
+    routes_SR = cache.routes_TR.index_select(0, slots_S)
+    return routes_SR.view(len(routes_SR), -1, config.experts.num_per_token)
