@@ -13,8 +13,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from tlt_megatron.engines.sglang.adaptive_policy import AdaptiveHooks
-from tlt_megatron.engines.sglang.held_weights import held_checksum
+from tlt_megatron.engines.sglang.held_weights import named_held_tensors
 from tlt_megatron.engines.sglang.sglang_noise import NoiseSampling, is_active
+from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Answers:
 
                 return sorted(self.targets - HookRegistry._patched)
             case Question.CHECKSUM:
-                return held_checksum(runner.model, is_draft=is_draft)
+                return checksum_tensors(named_held_tensors(runner.model, is_draft=is_draft))
             case Question.BEGIN:
                 self.noise.params = SamplingParams(**argument)
                 if policy is not None:

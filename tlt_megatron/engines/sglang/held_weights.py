@@ -12,16 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlt_megatron.models.hf_io import checksum_tensors, dtype_of
-
-
-def held_checksum(model: nn.Module, *, is_draft: bool) -> int:
-    """Return the checksum as the sender computes it. All tensor-parallel ranks must call it."""
-    return checksum_tensors(named_held_tensors(model, is_draft=is_draft))
+from tlt_megatron.models.hf_io import dtype_of
 
 
 def named_held_tensors(model: nn.Module, *, is_draft: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors by name. A drafter's leave out the embedding and LM head of the target.
+    All tensor-parallel ranks must call it.
 
     They have the dtype in which they were sent: SGLang keeps some routers in float32.
     """

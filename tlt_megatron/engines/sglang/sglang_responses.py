@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -97,10 +96,7 @@ async def generate_one(
         top_logprobs_num=0 if params.is_plain else 1,
         return_routed_experts=routed is not None,
     )
-    rollout = make_rollout(prompt, sample_index, params, policy_version, output)
-    if routed is not None:
-        routes = _routes(output["meta_info"]["routed_experts"], routed)
-        rollout = dataclasses.replace(rollout, routes=routes)
+    rollout = make_rollout(prompt, sample_index, params, policy_version, output, routed)
     if on_finish is not None:
         on_finish(rollout)
     return rollout, output["meta_info"]
@@ -112,8 +108,9 @@ def make_rollout(
     params: SamplingParams,
     policy_version: int,
     output: Mapping[str, Any],
+    routed: ModelConfig | None = None,
 ) -> Rollout:
-    """Return the rollout of one answer. RuntimeError if it was aborted, ended unexpectedly, has
+    """Return the rollout of one answer, with the routes of the mixture `routed`. RuntimeError if it was aborted, ended unexpectedly, has
     another weight version, or its log-probabilities do not match its tokens."""
     request = f"response {sample_index} to prompt {prompt.prompt_id!r}"
     meta, token_ids = output["meta_info"], list(output["output_ids"])
@@ -150,6 +147,7 @@ def make_rollout(
         versions=((policy_version, len(token_ids)),),
         accept_lengths=tuple(min(count, len(token_ids) - start) for start, count in passes),
         kept=kept,
+        routes=None if routed is None else _routes(meta["routed_experts"], routed),
     )
 
 
