@@ -77,9 +77,7 @@ async def generate_one(
     on_finish: Callable[[Rollout], None] | None,
     routed: ModelConfig | None = None,
 ) -> tuple[Rollout, Mapping[str, Any]]:
-    """Generate one response. Return the rollout and SGLang's `meta_info`.
-
-    `routed` is the mixture whose routes the rollout has."""
+    """Generate one response. Return the rollout and SGLang's `meta_info`. See `make_rollout`."""
     seed = request_seed(params.seed, prompt.draw_index, sample_index, prompt.first_position)
     output = await engine.async_generate(
         input_ids=list(prompt.token_ids),
@@ -110,8 +108,10 @@ def make_rollout(
     output: Mapping[str, Any],
     routed: ModelConfig | None = None,
 ) -> Rollout:
-    """Return the rollout of one answer, with the routes of the mixture `routed`. RuntimeError if it was aborted, ended unexpectedly, has
-    another weight version, or its log-probabilities do not match its tokens."""
+    """Return the rollout of one answer. RuntimeError if it was aborted, ended unexpectedly, has
+    another weight version, or its log-probabilities do not match its tokens.
+
+    `routed` is the mixture whose routes the rollout has."""
     request = f"response {sample_index} to prompt {prompt.prompt_id!r}"
     meta, token_ids = output["meta_info"], list(output["output_ids"])
     if meta["weight_version"] != str(policy_version):
