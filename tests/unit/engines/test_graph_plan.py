@@ -17,12 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tlt_megatron.config.draft_folder import SIZES
 from tlt_megatron.config.schema import SpeculationSection
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.engines.embedded.graph_plan import (
-    EagerReason,
-    GraphKey,
-    GraphPlan,
-    Role,
-)
+from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphKey, GraphPlan
 from tlt_megatron.engines.embedded.lane_steps import LaneSteps, Rows
 from tlt_megatron.models.arithmetic import Arithmetic
 from tlt_megatron.models.config import ModelConfig
@@ -68,7 +63,7 @@ def make_plan(
 
 def largest_batch(plan: GraphPlan, strategy: SpeculationStrategy) -> int:
     """The largest batch that verifies `strategy` in a graph."""
-    found = {size: plan.find(Role.TARGET, strategy.num_rows, size, 1) for size in plan.batch_sizes}
+    found = {size: plan.find(None, strategy.num_rows, size, 1) for size in plan.batch_sizes}
     return max(size for size, key in found.items() if isinstance(key, GraphKey))
 
 
@@ -79,20 +74,20 @@ def test_every_pass_of_a_usable_strategy_has_a_capture_that_holds_it(
 ) -> None:
     plan = make_plan(strategies, max_batch_size=max_batch_size)
     for batch_size in range(1, max_batch_size + 1):
-        wanted = [(Role.TARGET, 1, 0, None)]
+        wanted = [(1, 0, None)]
         for strategy in plan.strategies:
             if batch_size > largest_batch(plan, strategy):
                 continue
-            wanted.append((Role.TARGET, strategy.num_rows, strategy.depth, None))
+            wanted.append((strategy.num_rows, strategy.depth, None))
             if strategy.is_learned:
-                wanted.append((Role.DRAFT, strategy.depth + 1, 0, strategy))
-        for role, num_rows, depth, strategy in wanted:
-            key = plan.find(role, num_rows, batch_size, 700, strategy)
+                wanted.append((strategy.depth + 1, 0, strategy))
+        for num_rows, depth, strategy in wanted:
+            key = plan.find(strategy, num_rows, batch_size, 700)
             assert key in plan.keys
             assert key.num_rows >= num_rows
             assert key.depth >= depth
             assert key.batch_size >= batch_size
-            assert key.length == (1024 if role is Role.TARGET else 1600)
+            assert key.length == (1024 if strategy is None else 1600)
             assert key.num_tokens <= 320 or key.batch_size == 1
 
 
@@ -100,13 +95,13 @@ def test_what_is_larger_than_planned_has_a_reason() -> None:
     plan = make_plan(QUICKSTART)
 
     chain = SpeculationStrategy.parse("6_1_6")
-    assert plan.find(Role.TARGET, 1, 65, 10) is EagerReason.BATCH
-    assert plan.find(Role.TARGET, 17, 17, 10) is EagerReason.ROWS
-    assert plan.find(Role.DRAFT, 64, 1, 10, chain) is EagerReason.ROWS
-    assert plan.find(Role.DRAFT, 1, 64, 10, chain) is EagerReason.ROWS
-    assert plan.find(Role.TARGET, 17, 16, 1601) is EagerReason.LENGTH
-    assert plan.find(Role.DRAFT, 1, 1, 1601, chain) is EagerReason.LENGTH
-    assert isinstance(plan.find(Role.TARGET, 17, 16, 1600), GraphKey)
+    assert plan.find(None, 1, 65, 10) is EagerReason.BATCH
+    assert plan.find(None, 17, 17, 10) is EagerReason.ROWS
+    assert plan.find(chain, 64, 1, 10) is EagerReason.ROWS
+    assert plan.find(chain, 1, 64, 10) is EagerReason.ROWS
+    assert plan.find(None, 17, 16, 1601) is EagerReason.LENGTH
+    assert plan.find(chain, 1, 1, 1601) is EagerReason.LENGTH
+    assert isinstance(plan.find(None, 17, 16, 1600), GraphKey)
 
 
 def test_large_trees_are_planned_for_small_batches_alone() -> None:
@@ -120,7 +115,7 @@ def test_equal_shapes_are_captured_once() -> None:
     assert len(set(plan.keys)) == len(plan.keys)
     # One verify width for each batch size besides plain decoding.
     for size in plan.batch_sizes:
-        widths = {k.num_rows for k in plan.keys if k.role is Role.TARGET and k.batch_size == size}
+        widths = {k.num_rows for k in plan.keys if k.strategy is None and k.batch_size == size}
         assert len(widths) == 2
     # Another strategy that is no wider verifies in the captures that are there.
     more = make_plan((*QUICKSTART, "5_4_16", "6_2_8", "off"))
@@ -130,7 +125,7 @@ def test_equal_shapes_are_captured_once() -> None:
 
 
 def test_a_policy_without_a_drafter_captures_no_draft_pass() -> None:
-    assert {key.role for key in make_plan(("ngram_8", "off")).keys} == {Role.TARGET}
+    assert {key.strategy for key in make_plan(("ngram_8", "off")).keys} == {None}
     plain = make_plan(())
     assert {key.num_rows for key in plain.keys} == {1}
     assert plain.bytes_pool() == bytes_naive(plain) == bytes_single(plain)
@@ -194,9 +189,7 @@ def test_estimate_is_what_a_dry_run_takes(
         QWEN_7B, num_layers=3, has_qk_norm=has_qk_norm, vocab_size=vocab_size
     )
     depth = min(num_rows - 1, 6)
-    key = GraphKey(
-        role=Role.TARGET, num_rows=num_rows, batch_size=batch_size, length=length, depth=depth
-    )
+    key = GraphKey(num_rows=num_rows, batch_size=batch_size, length=length, depth=depth)
     check_estimate(model_config, key)
 
 
@@ -222,7 +215,6 @@ def test_estimate_is_what_a_dry_run_of_the_drafter_takes(
     )
     parsed = SpeculationStrategy.parse(strategy)
     key = GraphKey(
-        role=Role.DRAFT,
         num_rows=parsed.depth + 1,
         batch_size=batch_size,
         length=length,
@@ -269,7 +261,7 @@ def check_estimate(
     )
     greedy = SamplingParams(num_samples=1, max_new_tokens=9, temperature=0.0)
     steps = LaneSteps(model, cache, key.length, draft, greedy)
-    num_nodes = key.num_rows - 1 if key.role is Role.TARGET else 0
+    num_nodes = key.num_rows - 1 if key.strategy is None else 0
     given = (
         torch.zeros(len(Rows._fields), key.batch_size, dtype=torch.int64, device=meta),
         torch.zeros(3, key.batch_size, num_nodes, dtype=torch.int64, device=meta),

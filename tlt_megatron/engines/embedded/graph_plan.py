@@ -42,8 +42,6 @@ class Role(StrEnum):
     TARGET = "target"  # plain decoding: one row per request; verifying: more rows
     DRAFT = "draft"  # what the last step committed, then all depths of a tree
 
-    __hash__ = str.__hash__  # Enum's own hash is slow Python code, and every pass looks up a role
-
 
 class EagerReason(StrEnum):
     """Why a pass runs without a graph."""
@@ -58,16 +56,15 @@ class EagerReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphKey:
-    """One captured shape. Example: role target, num_rows 17, depth 6 verifies up to 16 drafted
-    tokens in 6 levels.
+    """One captured shape. Example: num_rows 17, depth 6 verifies up to 16 drafted tokens in 6
+    levels.
     """
 
-    role: Role
     num_rows: int  # R, query tokens of each sequence; for DRAFT, pairs that are new to the drafter
     batch_size: int  # B
     length: int  # S, positions read
     depth: int = 0  # of the trees that TARGET verifies
-    strategy: SpeculationStrategy | None = None  # for DRAFT
+    strategy: SpeculationStrategy | None = None  # for DRAFT alone
 
     @property
     def num_tokens(self) -> int:
@@ -110,15 +107,10 @@ class GraphPlan:
         self.keys = tuple(key for keys in self._keys.values() for key in keys)
 
     def find(
-        self,
-        role: Role,
-        num_rows: int,
-        batch_size: int,
-        longest: int,
-        strategy: SpeculationStrategy | None = None,
+        self, strategy: SpeculationStrategy | None, num_rows: int, batch_size: int, longest: int
     ) -> GraphKey | EagerReason:
         """Return the smallest capture for a step that reads `longest` positions, or why none fits.
-        DRAFT has a strategy.
+        DRAFT has a strategy, TARGET has none.
         """
         at_size = bisect_left(self.batch_sizes, batch_size)
         if at_size == len(self.batch_sizes):
@@ -126,9 +118,9 @@ class GraphPlan:
         wide = [
             key
             for key in self._keys[self.batch_sizes[at_size]]
-            if key.role is role and key.strategy == strategy and key.num_rows >= num_rows
+            if key.strategy == strategy and key.num_rows >= num_rows
         ]
-        if role is Role.TARGET:  # rows of padding have positions too
+        if strategy is None:  # rows of padding have positions too
             long = (key for key in wide if key.length >= longest + key.num_rows - num_rows)
         else:
             long = (key for key in wide if key.length >= longest)
@@ -145,14 +137,14 @@ class GraphPlan:
         trees = {(1, 0), (max((s.num_rows for s in usable), default=1), depth)}
         make = partial(GraphKey, batch_size=batch_size)
         targets = [
-            make(role=Role.TARGET, num_rows=num_rows, depth=tree_depth, length=length)
+            make(num_rows=num_rows, depth=tree_depth, length=length)
             for num_rows, tree_depth in sorted(trees)
             for length in self.lengths
         ]
         # After a step of a strategy, at most depth + 1 pairs are new to the drafter. One layer
         # skips the keys after a sequence so fast that it needs no buckets of lengths.
         drafts = [
-            make(role=Role.DRAFT, num_rows=depth + 1, length=self.max_length, strategy=strategy)
+            make(num_rows=depth + 1, length=self.max_length, strategy=strategy)
             for strategy in usable
             if strategy.is_learned
         ]

@@ -95,7 +95,7 @@ class GraphPool:
 
         Older pairs than a graph computes are computed before it.
         """
-        key = self._find(Role.DRAFT, 1, batch.view.num_rows, longest, strategy)
+        key = self._find(strategy, 1, batch, longest)
         most = _EXTEND_POSITIONS if key is None else key.num_rows
         self.catch_up(batch, num_unseen, most, longest, EagerReason.ROWS)
         if key is None:
@@ -117,29 +117,23 @@ class GraphPool:
         """Run TARGET: see `LaneSteps.target`. With a graph, its next replay overwrites what it
         commits.
         """
-        key = self._find(Role.TARGET, tree.num_rows, batch.view.num_rows, longest)
+        key = self._find(None, tree.num_rows, batch, longest)
         if key is None:
             return self.steps.target(batch, tree, longest)
         return Committed(*self._replay(key, batch.state_FB, tree))
 
     def _find(
-        self,
-        role: Role,
-        num_rows: int,
-        batch_size: int,
-        longest: int,
-        strategy: SpeculationStrategy | None = None,
+        self, strategy: SpeculationStrategy | None, num_rows: int, batch: LaneBatch, longest: int
     ) -> GraphKey | None:
         """Return the planned capture of a step. Without one, count the step as eager and return
         None.
         """
-        if not self.has_graphs:
-            self.count_eager(role, EagerReason.OFF)
-            return None
-        found = self.plan.find(role, num_rows, batch_size, longest, strategy)
+        found = EagerReason.OFF
+        if self.has_graphs:
+            found = self.plan.find(strategy, num_rows, batch.view.num_rows, longest)
         if isinstance(found, GraphKey):
             return self._in_lanes(found)
-        self.count_eager(role, found)
+        self.count_eager(Role.TARGET if strategy is None else Role.DRAFT, found)
         return None
 
     def count_eager(self, role: Role, reason: EagerReason) -> None:
