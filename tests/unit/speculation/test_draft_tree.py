@@ -98,7 +98,9 @@ def test_tree_holds_all_ancestors_when_scores_tie(dtype: torch.dtype) -> None:
     table[:, 4] = 0.0
     strategy = SpeculationStrategy.parse("6_3_7")
     noise_BDV = torch.zeros(2, 7, 9)
-    tree = grow_draft(table, torch.tensor([0, 5]), TreeGrower(strategy), SamplingParams(), noise_BDV)
+    tree = grow_draft(
+        table, torch.tensor([0, 5]), TreeGrower(strategy), SamplingParams(), noise_BDV
+    )
     for row in range(2):
         assert (4,) * 6 in paths_of(tree, row)
 

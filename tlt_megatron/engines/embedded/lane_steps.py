@@ -203,9 +203,7 @@ class LaneSteps:
             ids_V=self._draft.ids_C,
         )
 
-    def extend(
-        self, batch: LaneBatch, start: int, end: int, longest: int
-    ) -> tuple[Tensor, Tensor]:
+    def extend(self, batch: LaneBatch, start: int, end: int, longest: int) -> tuple[Tensor, Tensor]:
         """Compute the pairs from `start` positions before the root to `end` before it.
 
         Return (hidden, head input), [B, D] each, of the newest.
