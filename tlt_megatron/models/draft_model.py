@@ -215,6 +215,11 @@ class DraftModel(nn.Module):
     ) -> None:
         super().__init__()
         check_target(config, embedding_VD)
+        if lm_head_VD.shape != embedding_VD.shape:
+            raise ValueError(
+                f"lm_head {tuple(lm_head_VD.shape)} must have the shape of the embedding"
+                f" {tuple(embedding_VD.shape)}"
+            )
         self.config = config
         # Detached, so that this module does not register a Parameter of the target.
         self.embedding_VD, self.lm_head_VD = embedding_VD.detach(), lm_head_VD.detach()

@@ -14,19 +14,13 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
-from tests.unit.engines.conftest import (
-    VOCAB_SIZE,
-    RestlessSelector,
-    engine_over,
-    make_prompts,
-    speculate,
-)
+from tests.unit.engines.conftest import RestlessSelector, engine_over, speculate
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
 from tlt_megatron.types import Prompt, SamplingParams
 
-NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 16, 4, 24
+VOCAB_SIZE, NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 48, 16, 4, 24
 # with two query heads for a kv head; with sizes that no vector length divides
 MODELS = ("qwen3", "llama", "glm4_moe")
 DTYPES = ("float32", "bfloat16")
@@ -50,7 +44,14 @@ def all_prompts() -> list[Prompt]:
     """Shorter than a page, longer, and pages to the brim."""
     draw = random.Random(1)
     lengths = [1, 40, 45, 60, 63, 64, 65, 128, *(draw.randint(2, 150) for _ in range(8))]
-    return make_prompts(*lengths, seed=1)
+    return [
+        Prompt(
+            prompt_id=str(i),
+            draw_index=i,
+            token_ids=tuple(draw.randrange(VOCAB_SIZE) for _ in range(length)),
+        )
+        for i, length in enumerate(lengths)
+    ]
 
 
 def write(
@@ -178,6 +179,6 @@ def test_the_mode_changes_results_by_rounding_alone(
     plain, _ = write(path, dtype, all_prompts()[:4], batch_invariant=False)
     tolerance = {"float32": 1e-3, "bfloat16": 0.3}[dtype]
     for key, response in plain.items():
-        num_prompt = len(all_prompts()[int(key[0].removeprefix("p"))].token_ids)
+        num_prompt = len(all_prompts()[int(key[0])].token_ids)
         ours, theirs = (written[-1][:num_prompt] for written in (expected[dtype][key], response))
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
