@@ -29,7 +29,7 @@ import yaml
 from tlt_megatron.config.schema import SpeculationSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.drafter.drafter_memory import drafter_parameters
-from tlt_megatron.engines.embedded.graph_plan import GraphKey, GraphPlan, Role
+from tlt_megatron.engines.embedded.graph_plan import GraphKey, GraphPlan
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.sizes import ModelSizes
 from tools.bench.measure import print_table
@@ -191,13 +191,11 @@ def _bytes_alone(plan: GraphPlan, strategy: SpeculationStrategy) -> int:
     """
     make = partial(GraphKey, num_rows=strategy.num_rows, depth=strategy.depth)
     keys = [
-        make(role=Role.TARGET, batch_size=size, length=length)
-        for size in plan.batch_sizes
-        for length in plan.lengths
+        make(batch_size=size, length=length) for size in plan.batch_sizes for length in plan.lengths
     ]
     if strategy.is_learned:
-        drafts = (replace(k, role=Role.DRAFT, strategy=strategy) for k in keys)
-        keys += [replace(k, num_rows=strategy.depth + 1, depth=0) for k in drafts]
+        pairs = strategy.depth + 1
+        keys += [replace(k, num_rows=pairs, depth=0, strategy=strategy) for k in keys]
     return plan.graph_bytes(keys) + max(plan.cost(k).activation_bytes for k in keys)
 
 
