@@ -86,14 +86,8 @@ def remove(path: str) -> Callable[[Path], object]:
     return lambda folder: (folder / path).unlink()
 
 
-def cut(path: str, num_bytes: int) -> Callable[[Path], object]:
-    """Keep the first `num_bytes`. A negative number drops so many at the end."""
-
-    def change(folder: Path) -> None:
-        data = (folder / path).read_bytes()
-        (folder / path).write_bytes(data[:num_bytes])
-
-    return change
+def drop_last_byte(path: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / path).write_bytes((folder / path).read_bytes()[:-1])
 
 
 def shard_beside_single(folder: Path) -> None:
@@ -144,7 +138,7 @@ CASES = [
     # safetensors
     Case("no safetensors", MODEL + r"must hold \.safetensors files", remove("model/model.safetensors")),
     Case("another format", r"must hold \.safetensors files \(GGUF and \.bin must be converted", lambda f: (f / "model/model.safetensors").rename(f / "model/pytorch_model.bin")),
-    Case("truncated data", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*not fully covered", cut("model/model.safetensors", -1)),
+    Case("truncated data", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*not fully covered", drop_last_byte("model/model.safetensors")),
     Case("header is nested too deeply", r"model\.safetensors: is truncated, damaged or not safetensors", text("model/model.safetensors", (200_000).to_bytes(8, "little") + b"[" * 200_000)),
     Case("git-lfs pointer", MODEL + r"model\.safetensors: is a git-lfs pointer", text("model/model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")),
     Case("missing tensor", MODEL + r"its files lack model\.norm\.weight$", weights(drop="model.norm.weight")),
