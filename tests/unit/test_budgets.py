@@ -27,7 +27,7 @@ CODE_LINES = {
     "tlt_megatron/data": 467,
     "tlt_megatron/drafter": 717,
     "tlt_megatron/engines": 3_716,
-    "tlt_megatron/mcore": 2_448,
+    "tlt_megatron/mcore": 2_449,
     "tlt_megatron/models": 2_365,
     "tlt_megatron/policy": 1_029,
     "tlt_megatron/rewards": 949,

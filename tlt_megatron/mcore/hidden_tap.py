@@ -219,7 +219,8 @@ def _exchange(
             states_TD = next(own)
         else:
             states_TD = state.new_empty(place.num_states, state.numel())
-        pp.broadcast(states_TD, stage)
+        if stage != place.pp_rank:
+            pp.broadcast(states_TD, stage)
         found.append(states_TD)
     return found if place.pp_rank == pp.rank else []
 
