@@ -17,19 +17,27 @@ from tests.tiny_task import REPO, python, rollouts
 SCRIPT = """
 import math
 import sys
+from collections.abc import Mapping
 
 from tlt_megatron import Drafter, Engine, Trainer
 
-LIMIT = 5
+LIMIT, PARTS = 5, 4
 print("the script runs")
 
 
-def share(digits):
-    return sum(int(c) < LIMIT for c in digits) / max(1, len(digits))
+def round(digits, limit):  # a function of Python has this name, and would refuse the limit
+    return sum(int(c) < limit for c in digits) / max(1, len(digits))
 
 
-def my_reward(data_source, solution_str, ground_truth, extra_info=None):
-    return math.floor(4 * share([c for c in solution_str if c.isdigit()])) / 4
+def my_reward(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Mapping[str, object] | None = None,
+    parts: int = PARTS,
+) -> float:
+    share = round([c for c in solution_str if c.isdigit()], LIMIT)
+    return math.floor(parts * share) / parts
 
 
 config, model, folder = sys.argv[1:]
@@ -90,6 +98,7 @@ def test_a_script_trains_and_generates(config: Path, tmp_path: Path) -> None:
         ),
         ("Engine(MODEL).generate([''])", "ValueError: prompts[0] has 0 tokens: must have 1 to "),
         ("Trainer(CONFIG, reward=lambda **k: 1.0)", "must be a function at the top level"),
+        ("Trainer(CONFIG, reward=matching)", "ValueError: reward=matching: uses NUMBER, a Pattern"),
         (
             "Trainer(CONFIG, overrides={'a.b': 1}).train()",
             "ValueError: pretrain_rl: a={'b': 1}: unknown key",
@@ -102,6 +111,7 @@ def test_bad_input_is_said_in_one_error(
 ) -> None:
     start = f"from tlt_megatron import Engine, Trainer\nCONFIG, MODEL = {str(config)!r}, {str(config.parent / 'model')!r}\n"
     broken = "def broken(**arguments):\n    raise KeyError('my mistake')\n\n\n"
+    broken += "import re\nNUMBER = re.compile('1')\n\n\ndef matching(**_):\n    return NUMBER.search('')\n\n\n"
     code, lines = run_script(tmp_path, start + broken + line + "\n")
     assert code == 1
     assert error in lines[-1], "\n".join(lines[-5:])

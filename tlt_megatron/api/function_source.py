@@ -7,11 +7,14 @@ from __future__ import annotations
 import builtins
 import inspect
 import linecache
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+_HEAD = "from __future__ import annotations"  # so a copy needs no names of annotations
 
 
 def place_of(function: Callable[..., Any], copy: Path) -> str:
@@ -28,7 +31,7 @@ def place_of(function: Callable[..., Any], copy: Path) -> str:
     if module != "__main__":
         file = inspect.getsourcefile(function)
         return f"{Path(file).resolve()}:{name}" if file else f"{module}:{name}"
-    lines: dict[str, str] = {}
+    lines = {"": _HEAD}
     _add(function, lines)
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_text("\n\n".join(lines.values()) + "\n", encoding="utf-8")
@@ -37,36 +40,46 @@ def place_of(function: Callable[..., Any], copy: Path) -> str:
 
 def _add(function: FunctionType, lines: dict[str, str]) -> None:
     """Add the source of `function` to `lines`, after that of what it uses, by name."""
+    linecache.checkcache()
+    try:
+        source = textwrap.dedent(inspect.getsource(function)).rstrip()
+    except (OSError, TypeError) as error:
+        raise ValueError(f"reward={function.__name__}: has no source here: {error}") from error
     lines[function.__name__] = ""  # it may call itself
-    for name in sorted(_names(function.__code__)):
-        if name in lines or name not in function.__globals__ or hasattr(builtins, name):
+    # Code of the source has the names of its defaults too, and none of its annotations, as here.
+    for name in sorted(_names(compile(source, function.__name__, "exec"))):
+        if name in lines or name not in function.__globals__:
             continue
         value = function.__globals__[name]
         if isinstance(value, ModuleType):
             lines[name] = f"import {value.__name__} as {name}"
-        elif getattr(value, "__module__", "__main__") != "__main__":
-            lines[name] = f"from {value.__module__} import {value.__qualname__} as {name}"
-        elif isinstance(value, FunctionType):
+        elif place := _import_of(value):
+            lines[name] = f"{place} as {name}"
+        elif isinstance(value, FunctionType) and value.__module__ == "__main__":
             _add(value, lines)
         elif _is_plain(value):
             lines[name] = f"{name} = {value!r}"
-        else:
+        elif not hasattr(builtins, name):  # a notebook has an `open` and an `exit` of its own
             raise ValueError(
                 f"reward={function.__name__}: uses {name}, a {type(value).__name__} that cannot be copied to another process:"
                 " put the function and what it uses into a file of its own, and import it"
             )
     del lines[function.__name__]  # behind what it uses
-    linecache.checkcache()
-    try:
-        source = inspect.getsource(function)
-    except (OSError, TypeError) as error:
-        raise ValueError(f"reward={function.__name__}: has no source here: {error}") from error
-    lines[function.__name__] = textwrap.dedent(source).rstrip()
+    lines[function.__name__] = source
 
 
 def _names(code: CodeType) -> set[str]:
     inner = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
     return set(code.co_names).union(*inner)
+
+
+def _import_of(value: object) -> str:
+    """Return the import of what another module holds under its own name; "" for anything else."""
+    home, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if home in (None, "__main__") or name is None:
+        return ""
+    is_there = getattr(sys.modules.get(home), name, None) is value
+    return f"from {home} import {name}" if is_there else ""
 
 
 def _is_plain(value: object) -> bool:

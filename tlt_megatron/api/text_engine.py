@@ -39,9 +39,8 @@ class Completion:
     sample_index: int  # 0 .. num_samples - 1
     text: str  # without special tokens
     token_ids: list[int]
-    logprobs: list[
-        float
-    ]  # of the distribution that was sampled: after temperature, top-p and top-k
+    # of the distribution that was sampled: after temperature, top-p and top-k
+    logprobs: list[float]
     accept_lengths: list[int]  # tokens out of each verify pass; empty for plain decoding
     finish_reason: str  # "stop" | "length"
 
@@ -94,7 +93,13 @@ class Engine:
             tap_layers=load_draft_config(self._drafter).aux_layer_ids if self._drafter else (),
             make_speculation=self._speculation if self._strategies else None,
         )
-        load_folder(self._engine, folder, dtype)
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:  # one in memory at a time
+            return policy_tensors(folder, config, getattr(torch, dtype))
+
+        self._engine.load_weights(
+            tensors(), version=_VERSION, checksum=lambda: checksum_tensors(tensors())
+        )
 
     def _speculation(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Speculation:
         draft = None
@@ -159,17 +164,6 @@ class Engine:
     def close(self) -> None:
         """Free the memory. The engine cannot be used again."""
         self._engine.close()
-
-
-def load_folder(engine: EmbeddedEngine, folder: Path, dtype: str) -> None:
-    """Load the weights of a Hugging Face folder as version 0, one tensor in memory at a time."""
-
-    config = load_model_config(folder)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        return policy_tensors(folder, config, getattr(torch, dtype))
-
-    engine.load_weights(tensors(), version=_VERSION, checksum=lambda: checksum_tensors(tensors()))
 
 
 def _given_ids(prompt: TextPrompt) -> tuple[int, ...]:
