@@ -69,10 +69,8 @@ class Trainer:
         """
         files = [config] if isinstance(config, str | Path) else list(config)
         settings = dict(overrides or {})
-        name = Path(files[-1]).stem
-        self.folder = Path(
-            str(settings.setdefault("run.dir", f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
-        )
+        new = f"runs/{Path(files[-1]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(str(settings.setdefault("run.dir", new)))
         if reward is not None:
             copy = self.folder.with_name(f"{self.folder.name}_reward.py")
             settings["reward.function"] = place_of(reward, copy)
