@@ -32,10 +32,6 @@ class Row(NamedTuple):
     conversions: list[str]  # what was converted or may be a mistake, for a warning
 
 
-class _RowError(ValueError):
-    """What is wrong with a row. `read_rows` adds the file and the row number."""
-
-
 def read_rows(path: Path, section: DataSection) -> Iterator[Row]:
     """Yield all rows in file order. ValueError at the first row that cannot be used."""
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
@@ -48,7 +44,7 @@ def read_rows(path: Path, section: DataSection) -> Iterator[Row]:
         try:
             row = _read_row(raw, number, path.stem, section)
             _check_id(row, seen)
-        except _RowError as error:
+        except ValueError as error:
             raise ValueError(f"{path} row {number}: {error}") from error
         yield row
 
@@ -57,7 +53,7 @@ def _check_id(row: Row, seen: dict[tuple[str, str], int]) -> None:
     source, prompt_id = row.prompt.data_source, row.prompt.prompt_id
     first = seen.setdefault((source, prompt_id), row.number)
     if first != row.number:
-        raise _RowError(
+        raise ValueError(
             f"id {prompt_id!r} of data_source {source!r} stands in row {first} already; ids (id, metadata.id, "
             "extra_info.index) must differ within a data_source"
         )
@@ -119,11 +115,11 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
 
 def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
     if not isinstance(raw, dict):
-        raise _RowError(f"is a {type(raw).__name__}, must be an object with keys")
+        raise ValueError(f"is a {type(raw).__name__}, must be an object with keys")
     conversions: list[str] = []
     for key in _OTHER_MEDIA:
         if raw.get(key):
-            raise _RowError(f"{key} is not empty: the policy reads and writes text alone")
+            raise ValueError(f"{key} is not empty: the policy reads and writes text alone")
     text = _text(raw, section.input_key, conversions)
     prompt = Prompt(
         prompt_id=_prompt_id(raw) or f"{stem}:{number}",
@@ -140,7 +136,7 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
 def _text(raw: dict[str, object], key: str, conversions: list[str]) -> str | list[Message]:
     value = _look_up(raw, key)
     if value is None:
-        raise _RowError(f"{key} is missing, must be a string or a list of messages ({_keys(raw)})")
+        raise ValueError(f"{key} is missing, must be a string or a list of messages ({_keys(raw)})")
     if isinstance(value, str):
         if not _MESSAGES_AS_TEXT.match(value):
             return value
@@ -148,23 +144,23 @@ def _text(raw: dict[str, object], key: str, conversions: list[str]) -> str | lis
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise _RowError(
+            raise ValueError(
                 f"{key}={value[:_SHOWN_CHARACTERS]!r}... must be a list of messages, not the text of one that is not JSON ({error})"
             ) from error
     if not isinstance(value, list) or not value:
-        raise _RowError(f"{key}={value!r} must be a string or a list of messages")
+        raise ValueError(f"{key}={value!r} must be a string or a list of messages")
     messages: list[Message] = []
     for index, message in enumerate(value):
         if not isinstance(message, dict) or not (
             isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         ):
-            raise _RowError(
+            raise ValueError(
                 f"{key}[{index}]={message!r} must be a message with the strings role and content"
             )
         # parquet gives every message the keys of all messages, with null for missing values
         messages.append({name: part for name, part in message.items() if part is not None})
     if messages[-1]["role"] == "assistant":
-        raise _RowError(
+        raise ValueError(
             f"{key} ends with a turn of the assistant, must end with one that it answers"
         )
     return messages
@@ -174,17 +170,17 @@ def _label(raw: dict[str, object], key: str, conversions: list[str]) -> str:
     name, value = _first(raw, key) if key else _first(raw, "label", _VERL_LABEL)
     if value is None:
         wanted = key or f"label (or {_VERL_LABEL})"
-        raise _RowError(f"{wanted} is missing, must be a string, number or boolean ({_keys(raw)})")
+        raise ValueError(f"{wanted} is missing, must be a string, number or boolean ({_keys(raw)})")
     if isinstance(value, str):
         if not value.strip():
-            raise _RowError(f"{name}={value!r} must not be empty: no response could match it")
+            raise ValueError(f"{name}={value!r} must not be empty: no response could match it")
         if value.strip().lower() == "nan":
             conversions.append(f"{name} is the text nan, as tables write a missing value")
         return value
     if isinstance(value, float | Decimal):
         return _number(value, name, conversions)
     if not isinstance(value, int):
-        raise _RowError(f"{name}={value!r} must be a string, number or boolean")
+        raise ValueError(f"{name}={value!r} must be a string, number or boolean")
     return str(value)
 
 
@@ -192,7 +188,7 @@ def _number(value: float | Decimal, key: str, conversions: list[str]) -> str:
     """Format a number as a response would write it: 42.0 becomes 42, 1e-07 becomes 0.0000001."""
     exact = value if isinstance(value, Decimal) else Decimal(repr(value))
     if not exact.is_finite():
-        raise _RowError(f"{key}={value!r} must be a finite number: no response could match it")
+        raise ValueError(f"{key}={value!r} must be a finite number: no response could match it")
     text = str(int(exact)) if exact == exact.to_integral_value() else f"{exact.normalize():f}"
     if text != str(value):
         conversions.append(
@@ -204,7 +200,7 @@ def _number(value: float | Decimal, key: str, conversions: list[str]) -> str:
 def _data_source(raw: dict[str, object]) -> str:
     key, value = _first(raw, "data_source", "metadata.data_source", "metadata.source_name")
     if not isinstance(value, str | None):
-        raise _RowError(f"{key}={value!r} must be a string")
+        raise ValueError(f"{key}={value!r} must be a string")
     return value or ""
 
 
@@ -213,7 +209,7 @@ def _prompt_id(raw: dict[str, object]) -> str:
     if isinstance(value, float) and value.is_integer():  # tables with gaps store ints as floats
         value = int(value)
     if not isinstance(value, str | int | None):
-        raise _RowError(f"{key}={value!r} must be a string or a whole number")
+        raise ValueError(f"{key}={value!r} must be a string or a whole number")
     return "" if value is None else str(value)
 
 
@@ -232,7 +228,7 @@ def _mapping(raw: dict[str, object], key: str) -> dict[str, object]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise _RowError(f"{key}={value!r} must be an object with keys")
+        raise ValueError(f"{key}={value!r} must be an object with keys")
     return value
 
 
