@@ -8,6 +8,7 @@ verl's (data_source, prompt, reward_model.ground_truth, extra_info).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import random
@@ -49,9 +50,6 @@ class PromptSampler:
     shuffle: bool
     seed: int
     _draw_index: int = field(default=0, init=False)
-    # the newest order that was computed, and its epoch
-    _order: list[int] = field(default_factory=list, init=False)
-    _epoch: int = field(default=-1, init=False)
 
     @property
     def epoch(self) -> int:
@@ -65,46 +63,42 @@ class PromptSampler:
         self._draw_index += num_prompts
         return [self.prompt_at(index) for index in range(first, self._draw_index)]
 
-    def state_dict(self) -> dict[str, int | bool | str]:
+    def state_dict(self) -> dict[str, int | str]:
         """Return the position of the next draw, as values that JSON can hold."""
         return {
             "draw_index": self._draw_index,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
             "path": self.prompt_set.path,
             "fingerprint": self.prompt_set.fingerprint,
         }
 
-    def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
-        """Continue from `state`. ValueError if it belongs to another data set, seed or order."""
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """Continue from `state`. ValueError if it belongs to another data set.
+
+        trainer/identity.py refuses a checkpoint of another seed or order.
+        """
         if state["fingerprint"] != self.prompt_set.fingerprint:
             raise ValueError(
                 f"the state belongs to the data set {state['path']} (fingerprint {state['fingerprint']}), "
                 f"this run has {self.prompt_set.path} (fingerprint {self.prompt_set.fingerprint}): "
                 "rows, tokenizer and data.max_prompt_tokens must be the same"
             )
-        for name, value in (("shuffle", self.shuffle), ("seed", self.seed)):
-            if state[name] != value:
-                raise ValueError(
-                    f"data.{name}={value}: the state was written with data.{name}={state[name]}"
-                )
         self._draw_index = int(state["draw_index"])
 
     def prompt_at(self, draw_index: int) -> Prompt:
         """Return the prompt of any draw, from 0."""
-        epoch, cursor = divmod(draw_index, len(self.prompt_set.rows))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._permutation(epoch)
-        return dataclasses.replace(self.prompt_set.rows[self._order[cursor]], draw_index=draw_index)
-
-    def _permutation(self, epoch: int) -> list[int]:
-        order = list(range(len(self.prompt_set.rows)))
+        rows = self.prompt_set.rows
+        epoch, cursor = divmod(draw_index, len(rows))
         if self.shuffle:
-            # Python keeps `random()` the same for a seed in every version, but not `shuffle()`
-            generator = random.Random(f"{self.seed}/{epoch}")
-            keys = [generator.random() for _ in order]
-            order.sort(key=keys.__getitem__)
-        return order
+            cursor = _permutation(self.seed, epoch, len(rows))[cursor]
+        return dataclasses.replace(rows[cursor], draw_index=draw_index)
+
+
+@functools.lru_cache(maxsize=1)  # a batch is within one epoch, seldom in two
+def _permutation(seed: int, epoch: int, num_rows: int) -> list[int]:
+    # Python keeps `random()` the same for a seed in every version, but not `shuffle()`
+    generator = random.Random(f"{seed}/{epoch}")
+    keys = [generator.random() for _ in range(num_rows)]
+    return sorted(range(num_rows), key=keys.__getitem__)
 
 
 def load_prompts(
