@@ -70,15 +70,13 @@ class BatchRules:
             return False
         return num_rounds >= self.max_rounds or len(self.kept(groups)) >= self.num_prompts
 
-    def num_missing(self, groups: Sequence[ScoredGroup], num_rounds: int) -> int:
-        """Return how many more prompts to draw after `num_rounds`; `groups` are those of all rounds
-        so far.
+    def num_missing(self, groups: Sequence[ScoredGroup]) -> int:
+        """Return how many more prompts to draw if `groups`, those of all rounds so far, hold no
+        batch.
 
         As many as will probably complete the batch, at the share of groups kept so far, and at most
         num_prompts.
         """
-        if self.is_complete(groups, num_rounds):
-            return 0
         num_kept = len(self.kept(groups))
         missing = max(0, self.num_prompts - num_kept)
         return min(self.num_prompts, math.ceil(missing * len(groups) / max(num_kept, 1)))

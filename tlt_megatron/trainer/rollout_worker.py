@@ -105,8 +105,7 @@ class RolloutWorker:
             complete = [group for group in responses.groups() if group.is_complete]
             if rules.is_complete(complete, len(rounds)):
                 break
-            missing = rules.num_missing(complete, len(rounds))
-            prompts = plan.draw(missing) if missing else ()
+            prompts = plan.draw(rules.num_missing(complete))
         batch = rules.select(complete)
         # With a limit on a round's tokens, all ranks have all tokens: one of them counts.
         is_counted = self.replicas.is_first or not rules.round_tokens

@@ -34,11 +34,11 @@ FLAT = [group(0, 1, 1), group(1, 0, 0), group(2, 0, 0), group(3, 1, 1)]
 
 def test_extra_rounds_are_as_large_as_the_share_of_kept_groups_asks() -> None:
     rules = BatchRules(num_prompts=4, max_rounds=3, metric="reward")
-    assert rules.num_missing(FLAT, 1) == 4  # none kept: a whole round
-    assert rules.num_missing([*FLAT[:2], group(2, 0, 1), group(3, 1, 0)], 1) == 4  # 2 / (2 of 4)
-    assert rules.num_missing([FLAT[0], *(group(i, 0, 1) for i in (1, 2, 3))], 1) == 2  # 1 / (3/4)
-    assert rules.num_missing([group(i, 0, 1) for i in range(4)], 1) == 0
-    assert rules.num_missing(FLAT * 3, 3) == 0  # the bound
+    assert rules.num_missing(FLAT) == 4  # none kept: a whole round
+    assert rules.num_missing([*FLAT[:2], group(2, 0, 1), group(3, 1, 0)]) == 4  # 2 / (2 of 4)
+    assert rules.num_missing([FLAT[0], *(group(i, 0, 1) for i in (1, 2, 3))]) == 2  # 1 / (3/4)
+    assert rules.is_complete([group(i, 0, 1) for i in range(4)], 1)
+    assert rules.is_complete(FLAT * 3, 3)  # the bound
 
 
 def test_the_batch_is_the_first_kept_groups_in_the_order_of_the_draws() -> None:
@@ -64,7 +64,7 @@ def test_with_one_round_the_batch_is_still_the_kept_groups() -> None:
     """Partial rollouts have more complete groups than a batch needs."""
     rules = BatchRules(num_prompts=2, max_rounds=1, metric="reward", round_tokens=8)
     groups = [*FLAT[:2], group(2, 0, 1), group(3, 1, 0)]
-    assert rules.num_missing(groups, 1) == 0
+    assert rules.is_complete(groups, 1)
     batch = rules.select(groups)
     assert draws(batch) == [2, 3]
     assert rules.carry(groups, batch) == []
@@ -73,7 +73,7 @@ def test_with_one_round_the_batch_is_still_the_kept_groups() -> None:
 
 def test_without_dynamic_sampling_nothing_is_dropped() -> None:
     rules = BatchRules(num_prompts=4)
-    assert rules.num_missing(FLAT, 1) == 0
+    assert rules.is_complete(FLAT, 1)
     assert draws(rules.select(FLAT)) == [0, 1, 2, 3]
     assert rules.metrics(FLAT, 1) == {}
     assert rules.punish_overlong(FLAT[0]) is FLAT[0]
@@ -92,8 +92,8 @@ def test_partial_rollouts_carry_open_groups_and_complete_ones_beyond_the_batch()
     groups = [open_group(0), FLAT[1], FLAT[2], FLAT[3], open_group(4)]
     complete = [each for each in groups if each.is_complete]
     assert not rules.is_complete(complete[:1], 7)
-    assert rules.num_missing(complete[:1], 7) == 1
-    assert rules.num_missing([], 1) == 0  # nothing has ended: another round without further prompts
+    assert rules.num_missing(complete[:1]) == 1
+    assert rules.num_missing([]) == 0  # nothing has ended: another round without further prompts
     assert rules.is_complete(complete, 1)
     batch = rules.select(complete)
     assert draws(batch) == [1, 2]
@@ -165,7 +165,7 @@ def test_a_round_in_which_all_scoring_failed_keeps_no_group() -> None:
         num_prompts=1, max_rounds=2, metric="acc", max_new_tokens=20, overlong_tokens=4
     )
     failed = [group(i, 0, 0, lengths=(5, 18)) for i in range(2)]
-    assert rules.num_missing(failed, 1) == 1
+    assert not rules.is_complete(failed, 1)
     assert draws(rules.select(failed)) == [0]
 
 
