@@ -14,6 +14,7 @@ import torch
 
 from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.load import dump_config
+from tlt_megatron.config.preflight import named_code
 from tlt_megatron.config.risky_settings import risky_settings
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_held_out, load_prompts
@@ -164,11 +165,9 @@ def _check_conversations(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Non
 
 def _check_extensions(config: RunConfig) -> None:
     """Refuse a user's function or class that cannot be used, before models are built."""
-    load_extension("algorithm.advantage", config.algorithm.advantage)
-    load_extension("algorithm.loss", config.algorithm.loss)
-    load_extension("speculation.selector", config.speculation.selector)
-    for spec in config.logging.trackers:
-        load_extension("logging.trackers", spec)
+    for key, spec in named_code(config):
+        if key not in ("reward.function", "rollout.environment"):  # workers load these
+            load_extension(key, spec)
 
 
 def _build_worker(
