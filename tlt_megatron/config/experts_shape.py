@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tlt_megatron.config.json_numbers import read_number, read_size
-from tlt_megatron.config.ranges import require
+from tlt_megatron.config.ranges import read_number, read_size, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_megatron.config.experts_shape import ExpertsConfig, read_experts
-from tlt_megatron.config.json_numbers import read_number, read_size
-from tlt_megatron.config.ranges import require
+from tlt_megatron.config.ranges import read_number, read_size, require
 
 ROPE_KINDS = {  # and what config.json must say of each
     "default": (),

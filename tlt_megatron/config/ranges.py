@@ -1,10 +1,13 @@
-"""The base of the settings' sections and the ranges that annotate their fields."""
+"""What a value may be: the ranges that annotate settings, the base of their sections, and numbers
+of a config.json. An error names the key, the value and what is allowed.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
 
@@ -58,6 +61,30 @@ def require(condition: bool, name: str, value: object, allowed: str) -> None:
     """Raise ValueError unless `condition` holds."""
     if not condition:
         raise ValueError(f"{name}={value!r}: must be {allowed}")
+
+
+def read_size(
+    hf: Mapping[str, Any], name: str, absent: int | None = None, null: int | None = None
+) -> int:
+    """Return a size of a config.json: `absent` where it lacks the key, `null` where that is null.
+
+    ValueError if there is none.
+    """
+    value = hf.get(name, absent)
+    value = null if value is None else value
+    if value is None:
+        raise ValueError(f"lacks {name}")
+    require(type(value) is int and value >= 1, name, value, "an integer >= 1")
+    return value
+
+
+def read_number(hf: Mapping[str, Any], name: str, absent: float) -> float:
+    """Return a number of a config.json: `absent` where it lacks the key."""
+    value = hf.get(name, absent)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(is_number and value > 0, name, value, "a number > 0")
+    require(math.isfinite(value), name, value, "finite")
+    return float(value)
 
 
 @functools.cache
