@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from typing import TextIO
 
 import torch
@@ -148,10 +147,7 @@ def _meet(rendezvous: JobRendezvous, host: str, shared: str) -> dist.Store:
 def _follow(store: dist.Store, node: int, report: Report) -> int:
     """Tell node 0 what this node found, and return the exit code that it decides."""
     store.set(f"report/{node}", report.to_json())
-    store.wait(["reported"])
-    clock_s = time.time()
-    network = _connect_all(store, node)
-    store.set(f"answer/{node}", json.dumps({"clock_s": clock_s, "network": asdict(network)}))
+    store.set(f"answer/{node}", Report(report.host, _meet_others(store, node)).to_json())
     code = int(store.get("code"))
     store.set(f"left/{node}", "")
     return code
@@ -167,24 +163,26 @@ def _collect(store: dist.Store, place: Place, report: Report, deadline: float) -
         if node not in reports:
             problem = "sent no report" if node in hosts else "did not come in time"
             reports[node] = Report(hosts.get(node, ""), [Check(name="nodes", problem=problem)])
-    own_clock_s = time.time()
-    store.set("reported", " ".join(map(str, found)))
-    report.checks.append(_connect_all(store, place.node))
-    report.checks.append(_compare_clock(0.0))
+    store.set("reported", json.dumps([time.time(), [0, *found]]))
+    report.checks += _meet_others(store, place.node)
     answers = _wait_for(store, "answer", found, time.monotonic() + 2 * _CONNECT_S)
+    silent = Report("", [Check(name="network", problem="does not answer any more")])
     for node in found:
-        answer = json.loads(answers[node]) if node in answers else None
-        if answer is None:
-            reports[node].checks.append(Check(name="network", problem="does not answer any more"))
-        else:
-            reports[node].checks.append(Check(**answer["network"]))
-            reports[node].checks.append(_compare_clock(answer["clock_s"] - own_clock_s))
+        answer = Report.from_json(answers[node]) if node in answers else silent
+        reports[node].checks.extend(answer.checks)
     return dict(sorted(reports.items()))
 
 
-def _connect_all(store: dist.Store, node: int) -> Check:
-    """Connect all nodes that have reported, as ranks would. A collective of them."""
-    nodes = [0, *map(int, store.get("reported").split())]
+def _meet_others(store: dist.Store, node: int) -> list[Check]:
+    """Compare this node's clock with that of node 0, and connect all nodes that have reported, as
+    ranks would. A collective of them.
+    """
+    first_clock_s, nodes = json.loads(store.get("reported"))
+    clock = _compare_clock(time.time() - first_clock_s)
+    return [_connect_all(store, node, nodes), clock]
+
+
+def _connect_all(store: dist.Store, node: int, nodes: list[int]) -> Check:
     try:
         group = form_private_group(store, "dry run", nodes, node, torch.device("cpu"), _CONNECT_S)
         group.all_reduce(torch.ones(1))
