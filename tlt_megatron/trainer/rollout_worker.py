@@ -152,7 +152,7 @@ class RolloutWorker:
         """
         own: list[ScoredResponse] = []
         passes: list[PassTotals] = []
-        share = None
+        share: dict[str, Any] | None = None
         with contextlib.suppress(GenerationStopped):
             requests = responses.requests(prompts)
             own, counts, records = self._generate_share(
@@ -172,10 +172,12 @@ class RolloutWorker:
             self.engine.free_kv()
         with self.phases("WAIT", "wait"):
             spot = drafter.run_until_preempted(step, number).metrics() if drafter else {}
+            if share is not None:
+                share |= {"finished_at": finished_at, "spot": spot}
             shares = [each for each in gather_json(share, self.replicas) if each is not None]
         if len(shares) < self.replicas.size:
             raise GenerationStopped("the rollouts of this phase are dropped")
-        ends, spots = zip(*gather_json((finished_at, spot), self.replicas), strict=True)
+        ends = [each["finished_at"] for each in shares]
         parts = [part_of(row) for each in shares for row in each["rows"]]
         start = sum(len(each["rows"]) for each in shares[: self.replicas.rank])
         parts[start : start + len(own)] = own
@@ -185,7 +187,6 @@ class RolloutWorker:
             parts=parts,
             passes=passes,
             shares=shares,
-            spots=spots,
             slowest=slowest_rank([each["costs"] for each in shares], ends),
             idle_s=sum(max(ends) - end for end in ends),
         )
@@ -277,8 +278,8 @@ class _Round:
 
     parts: list[ScoredResponse]
     passes: list[PassTotals]  # of this rank
-    shares: list[dict[str, Any]]  # of each rank: numbers of its engine and reward workers
-    spots: Sequence[dict[str, float]]  # `SpotReport.metrics` of each rank
+    # of each rank: numbers of its engine and reward workers, and "spot", its `SpotReport.metrics`
+    shares: list[dict[str, Any]]
     slowest: dict[str, float]  # see `slow_rank.slowest_rank`
     # From the end of each rank's rollouts to the end of the last rank's, with and without spot
     # training.
@@ -295,7 +296,7 @@ def _spot_metrics(rounds: Sequence[_Round]) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     for each in rounds:
-        for name, value in merge_metrics(each.spots).items():
+        for name, value in merge_metrics([share["spot"] for share in each.shares]).items():
             is_mean = name.startswith("drafter/")
             metrics[name] = value if is_mean else metrics.get(name, 0.0) + value
     return metrics
