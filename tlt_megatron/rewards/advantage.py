@@ -21,10 +21,7 @@ STD_EPS = 1e-6
 
 
 def grpo(rewards: Rewards) -> list[list[Tensor]]:
-    """(r - mean) / (std + 1e-6) among siblings, std with G - 1 (Shao et al.
-
-    2024, section 4.1.2).
-    """
+    """(r - mean) / (std + 1e-6) among siblings, std with G - 1 (Shao et al. 2024, section 4.1.2)."""
     return _by_group(rewards, lambda r_G: (r_G - r_G.mean()) / (r_G.std() + STD_EPS))
 
 
@@ -39,10 +36,7 @@ def rloo(rewards: Rewards) -> list[list[Tensor]]:
 
 
 def reinforce_plus_plus(rewards: Rewards, gamma: float = 1.0) -> list[list[Tensor]]:
-    """Discounted reward to go, whitened over all tokens of the batch (Hu 2025, REINFORCE++, eq.
-
-    5-6).
-    """
+    """Discounted reward to go, whitened over all tokens of the batch (Hu 2025, eq. 5-6)."""
     no_values = [[torch.zeros_like(reward_T) for reward_T in group] for group in rewards]
     return gae(rewards, no_values, gamma, lam=1.0)[0]
 
