@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from tlt_megatron.config.ranges import require
+
 
 class ExtensionPoint(NamedTuple):
     """A setting that names a function or a class."""
@@ -76,11 +78,9 @@ def check_extension(key: str, spec: str) -> None:
     """Raise ValueError unless `spec` is a registered name or looks like a path. Imports nothing."""
     built_in = REGISTRY[key].built_in
     place, _, name = spec.rpartition(":")
-    if spec not in built_in and not (place and name):
-        names = f"one of {', '.join(built_in)}, " if built_in else ""
-        raise ValueError(
-            f"{key}={spec!r}: must be {names}path/to/file.py:name or package.module:name"
-        )
+    names = f"one of {', '.join(built_in)}, " if built_in else ""
+    rule = f"{names}path/to/file.py:name or package.module:name"
+    require(spec in built_in or bool(place and name), key, spec, rule)
 
 
 def check_extension_file(key: str, spec: str) -> None:

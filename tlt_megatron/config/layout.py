@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tlt_megatron.config.experts_shape import ExpertsConfig
 from tlt_megatron.config.mcore_fields import layers_of_stages
 from tlt_megatron.config.model_shape import ModelConfig, load_model_config
+from tlt_megatron.config.ranges import require, require_divides
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.config.strategy import SpeculationStrategy
 
@@ -20,43 +21,31 @@ def check_layout(config: RunConfig, world_size: int) -> None:
     """
     parallel = config.parallel
     tp, cp, pp = parallel.tensor, parallel.context, parallel.pipeline
-    if world_size % (tp * cp * pp):
-        by_context = f" x parallel.context={cp}" if cp > 1 else ""
-        raise ValueError(
-            f"parallel.tensor={tp}{by_context} x parallel.pipeline={pp} = {tp * cp * pp} does not divide"
-            f" the {world_size} ranks"
-        )
-    expert = parallel.expert
-    if world_size // pp % expert:
-        raise ValueError(
-            f"parallel.expert={expert} does not divide the {world_size // pp} ranks of a pipeline stage"
-        )
-    if world_size % config.ranks_per_engine:
-        raise ValueError(
-            f"sglang.engine_args.tp_size={config.ranks_per_engine} does not divide the {world_size} ranks"
-        )
-    policy = load_model_config(config.model.path)
-    if policy.experts is not None and config.rollout.engine == "sglang":
+    by_context = f" x parallel.context={cp}" if cp > 1 else ""
+    cut = f"parallel.tensor={tp}{by_context} x parallel.pipeline={pp} = {tp * cp * pp}"
+    require_divides(tp * cp * pp, world_size, cut, f"the {world_size} ranks")
+    expert, stage = parallel.expert, world_size // pp
+    whole = f"the {stage} ranks of a pipeline stage"
+    require_divides(expert, stage, f"parallel.expert={expert}", whole)
+    size = config.ranks_per_engine
+    name = f"sglang.engine_args.tp_size={size}"
+    require_divides(size, world_size, name, f"the {world_size} ranks")
+    policy, rollout = load_model_config(config.model.path), config.rollout
+    if policy.experts is None:
+        has_none = f"{config.model.path} has no experts"
+        coeff, name = config.mcore.moe_aux_loss_coeff, "mcore.transformer.moe_aux_loss_coeff"
+        require(not coeff, name, coeff, f"0, {has_none}")
+        rollout.require(not rollout.routing_replay, "routing_replay", f"false, {has_none}")
+    elif rollout.engine == "sglang":
         _check_sglang_experts(config, policy, policy.experts)
-    if policy.experts is None and config.mcore.moe_aux_loss_coeff:
-        raise ValueError(
-            f"mcore.transformer.moe_aux_loss_coeff={config.mcore.moe_aux_loss_coeff}: must be 0, {config.model.path} has no experts"
-        )
-    if policy.experts is None and config.rollout.routing_replay:
-        raise ValueError(
-            f"rollout.routing_replay=True: must be false, {config.model.path} has no experts"
-        )
     for path in config.trained_paths:
         _check_cuts(config, path)
         slack = sglang_slack(config) if path == config.model.path else 0
         _check_positions(config, path, slack)
-    longest = config.longest_context + config.rollout.max_new_tokens + sglang_slack(config)
+    longest = config.longest_context + rollout.max_new_tokens + sglang_slack(config)
     needed = _least_kv_tokens(config, longest)
-    if 0 < config.rollout.kv_cache_tokens < needed:
-        raise ValueError(
-            f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens}: must be 0 or >= {needed}"
-            f" (one full sequence of {longest} tokens)"
-        )
+    rule = f"0 or >= {needed} (one full sequence of {longest} tokens)"
+    rollout.require(not 0 < rollout.kv_cache_tokens < needed, "kv_cache_tokens", rule)
 
 
 def _check_sglang_experts(config: RunConfig, policy: ModelConfig, experts: ExpertsConfig) -> None:
@@ -67,10 +56,8 @@ def _check_sglang_experts(config: RunConfig, policy: ModelConfig, experts: Exper
             f" {num_dense} are dense; set rollout.engine=embedded"
         )
     ep_size = config.sglang.engine_args.get("ep_size", 1)
-    if ep_size != 1:
-        raise ValueError(
-            f"sglang.engine_args.ep_size={ep_size!r}: must be 1, tp_size cuts the experts of an engine"
-        )
+    rule = "1, tp_size cuts the experts of an engine"
+    require(ep_size == 1, "sglang.engine_args.ep_size", ep_size, rule)
 
 
 def _check_positions(config: RunConfig, path: str, slack: int) -> None:
@@ -120,14 +107,11 @@ def _check_cuts(config: RunConfig, path: str) -> None:
         ("vocab_size", model.vocab_size),
         ("intermediate_size", model.ffn_size),
     ):
-        if size % tp:
-            raise ValueError(f"parallel.tensor={tp} does not divide {name}={size} of {path}")
+        require_divides(tp, size, f"parallel.tensor={tp}", f"{name}={size} of {path}")
     num_experts = 1 if model.experts is None else model.experts.num_experts
-    if num_experts % config.parallel.expert:
-        raise ValueError(
-            f"parallel.expert={config.parallel.expert} does not divide num_experts={num_experts} of {path}"
-        )
-    if model.experts is not None and tp > config.parallel.expert == 1:
+    expert, whole = config.parallel.expert, f"num_experts={num_experts} of {path}"
+    require_divides(expert, num_experts, f"parallel.expert={expert}", whole)
+    if model.experts is not None and tp > expert == 1:
         # Megatron would take the copies of an expert for one, and not sum their gradients.
         raise ValueError(
             f"parallel.expert=1 with parallel.tensor={tp}: must be > 1 for the experts of {path}"

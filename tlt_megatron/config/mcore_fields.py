@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from tlt_megatron.config.ranges import require, require_divides
+
 _STAGE_FIELDS = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 
@@ -40,11 +42,9 @@ def check_transformer_fields(fields: Mapping[str, object]) -> None:
         if name in values:
             is_list = name == "recompute_modules"
             given = value if is_list else [value]
-            if not isinstance(given, list) or not all(each in values[name] for each in given):
-                kind = "a list of" if is_list else "one of"
-                raise ValueError(
-                    f"mcore.transformer.{name}={value!r}: must be {kind} {', '.join(values[name])}"
-                )
+            is_known = isinstance(given, list) and all(each in values[name] for each in given)
+            rule = f"{'a list' if is_list else 'one'} of {', '.join(values[name])}"
+            require(is_known, f"mcore.transformer.{name}", value, rule)
         if name in allowed:
             continue
         if name in instead:
@@ -71,16 +71,11 @@ def layers_of_stages(
         counts = _layer_counts(num_layers, pipeline, fields, path)
         return [[*islice(numbers, count)] for count in counts]
     for name in _STAGE_FIELDS:
-        if fields.get(name) is not None:
-            raise ValueError(
-                f"mcore.transformer.{name}={fields[name]!r}: must be null with parallel.virtual_pipeline={virtual}"
-            )
+        count, rule = fields.get(name), f"null with parallel.virtual_pipeline={virtual}"
+        require(count is None, f"mcore.transformer.{name}", count, rule)
     num_chunks = pipeline * virtual
-    if num_layers % num_chunks:
-        raise ValueError(
-            f"parallel.pipeline={pipeline} x parallel.virtual_pipeline={virtual} = {num_chunks} does not divide"
-            f" num_hidden_layers={num_layers} of {path}"
-        )
+    cut = f"parallel.pipeline={pipeline} x parallel.virtual_pipeline={virtual} = {num_chunks}"
+    require_divides(num_chunks, num_layers, cut, f"num_hidden_layers={num_layers} of {path}")
     chunks = [[*islice(numbers, num_layers // num_chunks)] for _ in range(num_chunks)]
     return [[*chain(*chunks[stage::pipeline])] for stage in range(pipeline)]
 
@@ -91,17 +86,12 @@ def _layer_counts(
     """Return the number of layers of each stage."""
     given = {name: n for name in _STAGE_FIELDS if (n := fields.get(name)) is not None}
     for name, count in given.items():
-        if type(count) is not int or count < 1:
-            raise ValueError(f"mcore.transformer.{name}={count!r}: must be an integer >= 1")
-        if pipeline == 1:
-            raise ValueError(
-                f"mcore.transformer.{name}={count}: must be null with parallel.pipeline=1"
-            )
+        setting, is_count = f"mcore.transformer.{name}", type(count) is int and count >= 1
+        require(is_count, setting, count, "an integer >= 1")
+        require(pipeline > 1, setting, count, "null with parallel.pipeline=1")
     if not given:
-        if num_layers % pipeline:
-            raise ValueError(
-                f"parallel.pipeline={pipeline} does not divide num_hidden_layers={num_layers} of {path}"
-            )
+        whole = f"num_hidden_layers={num_layers} of {path}"
+        require_divides(pipeline, num_layers, f"parallel.pipeline={pipeline}", whole)
         return [num_layers // pipeline] * pipeline
     rest, stages = num_layers - sum(given.values()), pipeline - len(given)
     is_even = rest == 0 if not stages else rest >= stages and rest % stages == 0

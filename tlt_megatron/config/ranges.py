@@ -63,6 +63,12 @@ def require(condition: bool, name: str, value: object, allowed: str) -> None:
         raise ValueError(f"{name}={value!r}: must be {allowed}")
 
 
+def require_divides(number: int, size: int, name: str, whole: str) -> None:
+    """Raise ValueError unless `number`, which messages call `name`, divides the size of `whole`."""
+    if size % number:
+        raise ValueError(f"{name} does not divide {whole}")
+
+
 def read_size(
     hf: Mapping[str, Any], name: str, absent: int | None = None, null: int | None = None
 ) -> int:

@@ -21,7 +21,7 @@ STD_EPS = 1e-6
 
 
 def grpo(rewards: Rewards) -> list[list[Tensor]]:
-    """(r - mean) / (std + 1e-6) among siblings, std with G - 1 (Shao et al. 2024, section 4.1.2)."""
+    """(r - mean) / (std + 1e-6) among siblings, std with G - 1 (Shao et al. 2024, sec. 4.1.2)."""
     return _by_group(rewards, lambda r_G: (r_G - r_G.mean()) / (r_G.std() + STD_EPS))
 
 

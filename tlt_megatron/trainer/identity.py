@@ -51,11 +51,10 @@ def saved_run_of(config: RunConfig, run_dir: Path, world: Group) -> SavedRun | N
     saved = None if path is None else find_saved_run(path, world)
     if path is not None and saved is None and world.is_first:
         log.warning("%s holds no checkpoint yet: the run starts at step 0", path)
-    if saved is not None and config.run.num_steps < saved.step:
-        raise ValueError(
-            f"run.num_steps={config.run.num_steps}: must be >= {saved.step}, the step of the checkpoint {saved.folder}"
-            " (tlt evaluate measures a checkpoint)"
-        )
+    if saved is not None:
+        rule = f">= {saved.step}, the step of the checkpoint {saved.folder}"
+        rule += " (tlt evaluate measures a checkpoint)"
+        config.run.require(config.run.num_steps >= saved.step, "num_steps", rule)
     return saved
 
 
