@@ -181,11 +181,8 @@ class Progress:
         """Return the live display. It is called again at every refresh, so its clocks advance."""
         status, parts = self.status, []
         if self.num_steps:
-            done, total, count = (
-                self._done,
-                self.num_steps,
-                f"{self.unit} {self._done}/{self.num_steps}",
-            )
+            done, total = self._done, self.num_steps
+            count = f"{self.unit} {done}/{total}"
             parts = self._facts() or [f"no {self.unit} has ended yet"]
             if status.num_done < status.num_responses:
                 parts.append(self._responses_text())

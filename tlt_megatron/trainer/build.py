@@ -215,8 +215,9 @@ def _open_report(
     rollouts = None
     if site.config.logging.rollouts and groups.part == 0 and groups.pp.is_first:
         rollouts = RolloutLog(run_dir / "rollouts", tokenizer, rank=rank)
+    report = RunReport(phases=phases, world=site.world, passes=passes, rollouts=rollouts)
     if not site.world.is_first:
-        return RunReport(phases=phases, world=site.world, passes=passes, rollouts=rollouts)
+        return report
     first_step = saved.step + 1 if saved else None
     passes.begin(first_step)
     if rollouts is not None:
@@ -225,15 +226,8 @@ def _open_report(
     replace_text(run_dir / "config.yaml", dump_config(site.config))
     metrics = MetricsWriter(run_dir, trackers, resume_step=first_step)
     site.stack.push(lambda error, *_: metrics.close(failed=error is not None))
-    return RunReport(
-        phases=phases,
-        world=site.world,
-        metrics=metrics,
-        passes=passes,
-        rollouts=rollouts,
-        utilization=make_utilization(site.config, site.device.gpu_name, site.world.size),
-        ledger=site.ledger,
-    )
+    utilization = make_utilization(site.config, site.device.gpu_name, site.world.size)
+    return replace(report, metrics=metrics, utilization=utilization, ledger=site.ledger)
 
 
 def _make_trackers(config: RunConfig, run_dir: Path, resume_step: int | None) -> dict[str, Tracker]:
