@@ -4,8 +4,8 @@ this machine.
 `Qwen/Qwen3-0.6B` is a model, `Qwen/Qwen3-0.6B@REVISION` one at a branch, tag or commit.
 `openai/gsm8k:train` is a split of a data set, `openai/gsm8k/main@REVISION:train` one of a named
 configuration. What exists on this machine is never asked for. The launcher fetches once per node
-before it starts ranks; `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` hold as
-everywhere.
+before it starts ranks; `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` have their usual
+meaning.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def fetch_data(key: str, name: str) -> Path:
     """Return the file of a data set: `name` itself if it is no id of the Hub, else the split as a
     .parquet file.
 
-    It is written once for each version of the data, beside what `datasets` keeps. ValueError as
-    `fetch_model`.
+    The file is written once for each version of the data, into the cache of `datasets`. ValueError
+    as in `fetch_model`.
     """
     match = _DATA.fullmatch(name)
     if match is None or Path(name).exists():

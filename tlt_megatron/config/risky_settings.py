@@ -59,8 +59,9 @@ def _meaningless(config: RunConfig) -> list[str]:
 
 
 def _without_effect(config: RunConfig) -> str:
-    """Return the settings that differ from their default and have no effect; an evaluation has
-    none.
+    """Return the settings that differ from their default and have no effect.
+
+    A run of 0 steps, an evaluation, gets no warning: it takes the settings of a training run.
     """
     default, by_need, named = RunConfig(), [], set()
     text = Path(__file__).with_name("needs.yaml").read_text(encoding="utf-8")

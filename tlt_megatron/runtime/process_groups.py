@@ -159,7 +159,7 @@ class PrivateHandle:
 def _telling_loss(name: str) -> Iterator[None]:
     """Turn errors of gloo, NCCL and the store into MemberLost.
 
-    Others, as memory that is out, pass.
+    Other errors, such as a lack of memory, are not changed.
     """
     try:
         yield

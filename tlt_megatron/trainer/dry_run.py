@@ -107,9 +107,10 @@ def _share_file(config: RunConfig, files: ExitStack) -> str:
 
 
 def take_within(limit_s: float, checks: Iterator[Check]) -> list[Check]:
-    """Return the checks. The last one says so if the next took longer than that or raised.
+    """Return the checks that end within `limit_s`. If the next one takes longer or raises, a last
+    check says so.
 
-    In a thread, which is left behind: nothing ends a call that hangs.
+    They run in a thread. It is left behind then, because nothing ends a call that hangs.
     """
     taken: list[Check] = []
     done: list[bool] = []

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 Costs = Mapping[str, Sequence[float]]  # by kind of pass: how many, and their seconds
 
-SLOWDOWN, COST_SHARE = 2.0, 0.05  # from which a rank is reported: times slower, and of the step
+# A rank is reported if it is so many times slower than the others, and costs this share of a step.
+SLOWDOWN, COST_SHARE = 2.0, 0.05
 
 
 def pass_costs(totals: Iterable[PassTotals]) -> dict[str, list[float]]:
