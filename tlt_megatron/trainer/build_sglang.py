@@ -34,7 +34,7 @@ def build_sglang_engine(
     """
     _together(check_version, world)
     speculation = _with_drafter(config, run_dir, world)
-    replica = _replica_group(config, world)
+    replica = _replica_group(config)
 
     def start() -> SglangEngine:
         return SglangEngine(
@@ -51,19 +51,13 @@ def build_sglang_engine(
     return _together(start, world)
 
 
-def _replica_group(config: RunConfig, world: Group) -> Group:
+def _replica_group(config: RunConfig) -> Group:
     """Return the ranks whose GPUs this rank's engine uses. A collective of all ranks."""
-    size = config.ranks_per_engine
-    if size == 1:
+    if config.ranks_per_engine == 1:
         return SINGLE
     timeout = datetime.timedelta(seconds=config.run.group_timeout_s)
-    own = SINGLE
-    for first in range(0, world.size, size):
-        members = list(range(first, first + size))
-        handle = dist.new_group(members, backend="gloo", timeout=timeout)
-        if world.rank in members:
-            own = group_of(handle)
-    return own
+    own, _ = dist.new_subgroups(config.ranks_per_engine, timeout=timeout, backend="gloo")
+    return group_of(own)
 
 
 def _with_drafter(config: RunConfig, run_dir: Path, world: Group) -> SpeculationSection:
