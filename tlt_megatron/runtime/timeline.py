@@ -27,9 +27,8 @@ _MAX_BUFFERED = 8192  # events; at this count a span flushes, so a long step can
 class Timeline:
     """Records spans of this rank, from any thread. With `path` None it records nothing.
 
-    Example: `with timeline.span("ROLLOUT", batch=64): ...`. A span belongs to a lane, which is a
-    row of the trace, by default its thread's own. Spans of one lane must nest, which `with` on one
-    thread guarantees.
+    Example: `with timeline.span("ROLLOUT", batch=64): ...`. A span belongs to the lane of its
+    thread, which is a row of the trace. Spans of one lane must nest, which `with` guarantees.
     """
 
     def __init__(self, path: Path | None, rank: int, status: RankStatus | None = None) -> None:
@@ -48,7 +47,7 @@ class Timeline:
                     file.write("\n")
 
     @contextmanager
-    def span(self, name: str, /, *, lane: str = "", **args: object) -> Iterator[None]:
+    def span(self, name: str, /, **args: object) -> Iterator[None]:
         """Record the time that the body takes.
 
         An exception from the body is recorded and re-raised. The status keeps the phase that
@@ -63,17 +62,15 @@ class Timeline:
             args["error"] = type(error).__name__
             raise
         finally:
-            self._add(name, lane, start_ns, time.perf_counter_ns() - start_ns, args)
+            self._add(name, start_ns, time.perf_counter_ns() - start_ns, args)
 
-    def add_span(
-        self, name: str, start_s: float, end_s: float, /, *, lane: str = "", **args: object
-    ) -> None:
-        """Record a finished span, with both times from `time.perf_counter`.
+    def add_span(self, name: str, start_s: float, end_s: float, /, **args: object) -> None:
+        """Record a finished span of this thread, with both times from `time.perf_counter`.
 
         It must nest in its lane like other spans.
         """
         start_ns = round(start_s * 1e9)
-        self._add(name, lane, start_ns, round(end_s * 1e9) - start_ns, args)
+        self._add(name, start_ns, round(end_s * 1e9) - start_ns, args)
 
     def now_s(self) -> float:
         """Return the time in seconds, on the clock that the ranks share."""
@@ -96,16 +93,14 @@ class Timeline:
         self._is_closed = True
         self.flush()
 
-    def _add(
-        self, name: str, lane: str, start_ns: int, dur_ns: int, args: dict[str, object]
-    ) -> None:
+    def _add(self, name: str, start_ns: int, dur_ns: int, args: dict[str, object]) -> None:
         if self._is_closed:
             return
         self._events.append(
             {
                 "ph": "X",
                 "name": name,
-                "lane": lane or threading.current_thread().name,
+                "lane": threading.current_thread().name,
                 "start_ns": start_ns + self._offset_ns,
                 "dur_ns": dur_ns,
                 "args": args,

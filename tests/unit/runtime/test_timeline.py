@@ -97,13 +97,16 @@ def test_whole_microseconds_keep_children_inside_their_parents(
 
 
 def test_every_rank_is_a_named_process_and_every_lane_a_named_thread(tmp_path: Path) -> None:
+    def preempt(timeline: Timeline) -> None:
+        with timeline.span("PREEMPT", reason="stop"):
+            pass
+
     for rank in (0, 1, 10):
         timeline = open_timeline(tmp_path, rank)
-        with (
-            timeline.span("ROLLOUT", lane="rollout"),
-            timeline.span("PREEMPT", lane="spot", reason="stop"),
-        ):
-            pass
+        with timeline.span("ROLLOUT"):
+            thread = threading.Thread(target=preempt, args=(timeline,), name="spot")
+            thread.start()
+            thread.join()
         timeline.close()
     events = merged(tmp_path)
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -112,7 +115,7 @@ def test_every_rank_is_a_named_process_and_every_lane_a_named_thread(tmp_path: P
     assert len(set(lanes)) == 6
     for rank in (0, 1, 10):
         outer, inner = spans(events, rank)
-        assert outer["tid"] == lanes[rank, "rollout"] != lanes[rank, "spot"] == inner["tid"]
+        assert outer["tid"] == lanes[rank, f"rank {rank}"] != lanes[rank, "spot"] == inner["tid"]
         assert inner["args"] == {"reason": "stop"}
         assert outer["ts"] <= inner["ts"] <= outer["ts"] + outer["dur"]
 
