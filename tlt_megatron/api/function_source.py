@@ -14,8 +14,6 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-_HEAD = "from __future__ import annotations"  # so a copy needs no names of annotations
-
 
 def place_of(function: Callable[..., Any], copy: Path) -> str:
     """Return `file.py:name` or `module:name` for `function`, as settings name it.
@@ -31,7 +29,7 @@ def place_of(function: Callable[..., Any], copy: Path) -> str:
     if module != "__main__":
         file = inspect.getsourcefile(function)
         return f"{Path(file).resolve()}:{name}" if file else f"{module}:{name}"
-    lines = {"": _HEAD}
+    lines = {"": "from __future__ import annotations"}  # so a copy needs no names of annotations
     _add(function, lines)
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_text("\n\n".join(lines.values()) + "\n", encoding="utf-8")

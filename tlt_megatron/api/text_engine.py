@@ -83,13 +83,12 @@ class Engine:
         config = load_model_config(folder, "model")
         self.max_tokens = min(max_tokens, config.max_position_embeddings)
         self.tokenizer = load_tokenizer(folder)
+        half = self.max_tokens // 2
         self._engine = EmbeddedEngine(
             config,
-            RolloutSection(
-                dtype=dtype, max_batch_size=max_batch_size, max_new_tokens=self.max_tokens // 2
-            ),
+            RolloutSection(dtype=dtype, max_batch_size=max_batch_size, max_new_tokens=half),
             place,
-            max_prompt_tokens=self.max_tokens - self.max_tokens // 2,
+            max_prompt_tokens=self.max_tokens - half,
             tap_layers=load_draft_config(self._drafter).aux_layer_ids if self._drafter else (),
             make_speculation=self._speculation if self._strategies else None,
         )
