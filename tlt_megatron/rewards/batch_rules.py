@@ -111,8 +111,8 @@ class BatchRules:
         return [g for g in rest if not g.is_complete or g.prompt.draw_index in waiting]
 
     def still_fit(self, carried: Sequence[ScoredGroup], *, num_samples: int) -> list[ScoredGroup]:
-        """Return those of a checkpoint's carried groups that these rules allow, which may be others
-        than before.
+        """Return the carried groups of a checkpoint that fit these rules, which may have changed
+        since.
 
         A group has num_samples responses. A response has at most max_new_tokens, and fewer if it
         has not ended. [] without partial rollouts.
@@ -142,10 +142,10 @@ class BatchRules:
         }
 
     def kept(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the groups, not punished yet, whose responses differ in the metric; without
-        dynamic sampling all.
+        """Return the groups whose responses differ in the metric; all groups without dynamic
+        sampling.
 
-        ValueError if results of the function lack the metric.
+        `groups` are not punished yet. ValueError if results of the function lack the metric.
         """
         if not self.metric:
             return list(groups)

@@ -58,7 +58,7 @@ class _Channel:
 
         Then kill this process group.
         """
-        # With a limit, because a poll under way keeps open what a function closes.
+        # Each poll has a limit: a running one keeps a descriptor open that a function has closed.
         while not self._events(_END_GRACE_S):
             pass
         time.sleep(_END_GRACE_S)

@@ -83,8 +83,8 @@ def open_job_store(world: Group, timeout_s: float) -> JobStore:
 def listen_at(host: str, port: int) -> socket.socket:
     """Return a socket that listens at `port` of the address that `host` has here; 0: a free port.
 
-    It listens on all addresses where the machine's name is its loopback, as Debian's 127.0.1.1:
-    others reach another one.
+    If the machine's own name means its loopback, as with Debian's 127.0.1.1, the socket listens on
+    all addresses: other machines use another one.
     """
     family, *_, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if ipaddress.ip_address(address).is_loopback and host not in ("localhost", address):

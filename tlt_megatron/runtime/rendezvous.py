@@ -38,9 +38,10 @@ class Place(NamedTuple):
 
 
 def meeting_place(options: argparse.Namespace) -> Place | None:
-    """Return what torchrun's options say of it: a job on one machine, or `static` on several.
+    """Return where launchers with these options of torchrun meet: those of a job on one machine,
+    or with the rendezvous `static` on several.
 
-    None where the user selects a rendezvous of torchrun for several machines.
+    None if the user selects another rendezvous of torchrun for several machines.
     """
     _, num_nodes = parse_min_max_nnodes(options.nnodes)
     if num_nodes == 1:

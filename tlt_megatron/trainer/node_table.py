@@ -1,5 +1,5 @@
-"""The table of a dry run: a row per check. What all nodes have alike stands once; nodes that differ
-or cannot run stand below it by number and host.
+"""The table of a dry run: a row per check. A finding that all nodes share stands once. Nodes that
+differ or cannot run have lines of their own, with their numbers and hosts.
 """
 
 from __future__ import annotations
