@@ -27,7 +27,7 @@ from tlt_megatron.runtime.log import FILE_ONLY, configure_logging, log_file
 from tlt_megatron.runtime.parent import end_with_parent
 from tlt_megatron.runtime.stop import StopRequest, describe_failure
 from tlt_megatron.trainer.command_line import read_command
-from tlt_megatron.trainer.run_folder import RunFolder, claim_run_folder
+from tlt_megatron.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from tlt_megatron.trainer.run import Run
@@ -69,7 +69,7 @@ def _claim_run_folder(config: RunConfig, name: str) -> RunFolder | None:
     if os.environ.get("RANK", "0") != "0":
         return None
     path = Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    return claim_run_folder(path, resume=config.checkpoint.resume)
+    return RunFolder(path, resume=config.checkpoint.resume)
 
 
 class _Launch:

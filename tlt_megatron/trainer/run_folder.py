@@ -13,8 +13,8 @@ import os
 import socket
 import struct
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TextIO
 
 from tlt_megatron.trainer.manifest import is_checkpoint_root
 
@@ -27,41 +27,45 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system with
 
 
 class RunFolder:
-    """The run folder at `path`, locked for this process until `close`. ValueError if another run
-    holds the lock.
+    """The run folder at `path`, locked for a run with this `checkpoint.resume` until `close`.
+    Creates a missing folder.
+
+    ValueError in four cases: another run holds the lock; the folder holds an earlier run that is
+    not resumed; the path in `resume` holds no checkpoint; or the folder cannot be written.
 
     The lock is a POSIX record lock: the kernel releases it when the process ends, even by a crash.
     Child processes do not inherit it. On NFS and Lustre it works across hosts if the mount supports
     locks.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, resume: str) -> None:
         self.path = path
+        _check_resume(resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._file: TextIO = open(path / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115  # stays open
+            with ExitStack() as stack:
+                self._file = stack.enter_context(open(path / LOCK_FILE, "a+", encoding="utf-8"))
+                self._lock()
+                _check_unused(path, resume)
+                self._write_holder()
+                stack.pop_all()  # the file stays open
         except OSError as error:
-            raise self._not_writable(error) from error
+            raise ValueError(f"run.dir={str(path)!r}: cannot be written: {error}") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _lock(self) -> None:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                holder = self._read_holder()
-                self._file.close()
                 raise ValueError(
-                    f"run.dir={str(path)!r}: is in use by {holder}: must be a folder that no run is using"
+                    f"run.dir={str(self.path)!r}: is in use by {self._read_holder()}: must be a folder that no run is using"
                 ) from error
             if error.errno not in _NO_LOCKS:
                 raise
-            log.warning("run.dir=%r: its file system has no locks: %s", str(path), error)
-        try:
-            self._write_holder()
-        except OSError as error:
-            self.close()
-            raise self._not_writable(error) from error
-
-    def close(self) -> None:
-        self._file.close()
+            log.warning("run.dir=%r: its file system has no locks: %s", str(self.path), error)
 
     def _read_holder(self) -> str:
         self._file.seek(0)
@@ -76,9 +80,6 @@ class RunFolder:
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
         self._file.truncate(0)
         os.write(self._file.fileno(), json.dumps(holder).encode())
-
-    def _not_writable(self, error: OSError) -> ValueError:
-        return ValueError(f"run.dir={str(self.path)!r}: cannot be written: {error}")
 
 
 def owner_has_ended(path: Path) -> bool:
@@ -107,24 +108,8 @@ def _last_lock(path: Path) -> tuple[str, bool] | None:
     return host, struct.unpack("hhqqi", answer)[0] != fcntl.F_UNLCK
 
 
-def claim_run_folder(path: Path, *, resume: str) -> RunFolder:
-    """Lock the folder for a run with this `checkpoint.resume`. Creates a missing folder.
-
-    ValueError in three cases: another run holds the lock; the folder holds an earlier run that is
-    not resumed; or the path in `resume` holds no checkpoint.
-    """
-    _check_resume(resume)
-    folder = RunFolder(path)
-    try:
-        _check_unused(path, resume)
-    except ValueError:
-        folder.close()
-        raise
-    return folder
-
-
 def check_run_folder(path: Path, *, resume: str) -> None:
-    """Raise the ValueError that `claim_run_folder` would. Takes no lock and changes nothing."""
+    """Raise the ValueError that `RunFolder` would. Takes no lock and changes nothing."""
     _check_resume(resume)
     lock = _last_lock(path)
     if lock is not None and lock[1]:

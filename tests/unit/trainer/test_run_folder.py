@@ -17,14 +17,13 @@ from tlt_megatron.trainer.run_folder import (
     LOCK_FILE,
     RunFolder,
     check_run_folder,
-    claim_run_folder,
     owner_has_ended,
 )
 
 
 def _hold(path: Path, connection: Connection) -> None:
     """Lock the folder, leave a child that outlives this process, and wait to be killed."""
-    folder = RunFolder(path)
+    folder = RunFolder(path, resume="never")
     child = os.fork()
     if child == 0:
         signal.pause()
@@ -43,16 +42,14 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path) -> Non
         with pytest.raises(
             ValueError, match=rf"in use by pid {holder.pid} on {socket.gethostname()} since 20"
         ):
-            RunFolder(tmp_path)
+            RunFolder(tmp_path, resume="auto")
         assert not owner_has_ended(tmp_path)
-        with pytest.raises(ValueError, match="is in use by pid"):
-            claim_run_folder(tmp_path, resume="auto")
         with pytest.raises(ValueError, match=f"is in use by a run on {socket.gethostname()}"):
             check_run_folder(tmp_path, resume="auto")
         os.kill(holder.pid, signal.SIGKILL)
         holder.join()
         assert owner_has_ended(tmp_path)
-        RunFolder(tmp_path).close()  # its child lives on without the lock
+        RunFolder(tmp_path, resume="never").close()  # its child lives on without the lock
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -60,7 +57,7 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path) -> Non
 def test_a_lock_file_without_a_holder_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text('{"pid": 1')
     assert not owner_has_ended(tmp_path)  # not known
-    with closing(RunFolder(tmp_path)):
+    with closing(RunFolder(tmp_path, resume="never")):
         assert f'"pid": {os.getpid()}' in (tmp_path / LOCK_FILE).read_text()
 
 
@@ -69,11 +66,11 @@ def test_a_used_folder_is_refused_or_resumed_and_logs_alone_do_not_count(
     tmp_path: Path, mark: str
 ) -> None:
     (tmp_path / "logs").mkdir()
-    claim_run_folder(tmp_path, resume="never").close()
+    RunFolder(tmp_path, resume="never").close()
     (tmp_path / mark).mkdir()
     with pytest.raises(ValueError, match=rf"holds an earlier run \({mark}\): resume it"):
-        claim_run_folder(tmp_path, resume="never")
-    claim_run_folder(tmp_path, resume="auto").close()
+        RunFolder(tmp_path, resume="never")
+    RunFolder(tmp_path, resume="auto").close()
 
 
 def test_resume_of_a_path_must_name_checkpoints_and_elsewhere_needs_an_unused_folder(
@@ -83,12 +80,12 @@ def test_resume_of_a_path_must_name_checkpoints_and_elsewhere_needs_an_unused_fo
     for folder in (used, other):
         (folder / "checkpoints" / "iter_0000001").mkdir(parents=True)
     with pytest.raises(ValueError, match="a folder of checkpoints or one of them"):
-        claim_run_folder(tmp_path / "new", resume=str(tmp_path))
+        RunFolder(tmp_path / "new", resume=str(tmp_path))
     own = used / "checkpoints"
     for resume in (own, own / "iter_0000001"):
-        claim_run_folder(used, resume=str(resume)).close()
+        RunFolder(used, resume=str(resume)).close()
     with pytest.raises(ValueError, match="holds an earlier run"):
-        claim_run_folder(used, resume=str(other / "checkpoints"))
+        RunFolder(used, resume=str(other / "checkpoints"))
 
 
 def test_a_full_disk_is_refused_in_the_same_words(tmp_path: Path) -> None:
@@ -96,7 +93,7 @@ def test_a_full_disk_is_refused_in_the_same_words(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
         with pytest.raises(ValueError, match=r"^run.dir='.*': cannot be written: "):
-            RunFolder(tmp_path)
+            RunFolder(tmp_path, resume="never")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    RunFolder(tmp_path).close()
+    RunFolder(tmp_path, resume="never").close()
