@@ -33,10 +33,6 @@ def engine_files(checkpoint: Path) -> list[Path]:
     return sorted(checkpoint.glob("engine_*.json"))
 
 
-class BrokenCheckpoint(ValueError):
-    """A checkpoint or one of its files is missing or damaged. The message names it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
     """Expected size and hash of a file."""
@@ -81,44 +77,42 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read manifest.json. BrokenCheckpoint if it is missing or damaged."""
+    """Read manifest.json. ValueError names it if it is missing or damaged."""
     path = folder / MANIFEST
     if path.exists() and not path.is_file():  # a pipe would block
-        raise BrokenCheckpoint(f"{path} is not a regular file")
+        raise ValueError(f"{path} is not a regular file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         written = content.pop("sha256")
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         manifest = Manifest(step=content["step"], order=content["order"], files=files)
     except FileNotFoundError:
-        raise BrokenCheckpoint(f"{path} is missing") from None
+        raise ValueError(f"{path} is missing") from None
     except OSError as error:
-        raise BrokenCheckpoint(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{path} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenCheckpoint(f"{path} is damaged: it is not the JSON that was written") from error
+        raise ValueError(f"{path} is damaged: it is not the JSON that was written") from error
     if written != _hash_content(content):
-        raise BrokenCheckpoint(f"{path} is damaged: its own checksum is wrong")
+        raise ValueError(f"{path} is damaged: its own checksum is wrong")
     for name in files:
         if name.startswith("/") or ".." in name.split("/"):
-            raise BrokenCheckpoint(f"{path} names {name!r}: must be in its folder")
+            raise ValueError(f"{path} names {name!r}: must be in its folder")
     return manifest
 
 
-def verify_file(folder: Path, name: str, record: FileRecord) -> None:
-    """Raise BrokenCheckpoint if the file differs from its record."""
-    path = folder / name
+def problem_of(path: Path, record: FileRecord) -> str | None:
+    """Return how the file differs from its record; None if it is intact."""
     try:
         if not path.is_file():  # a pipe would block
-            raise BrokenCheckpoint(f"{path} is missing or not a regular file")
+            return f"{path} is missing or not a regular file"
         size = path.stat().st_size
         if size != record.num_bytes:
-            raise BrokenCheckpoint(f"{path} has {size} bytes, {record.num_bytes} were written")
+            return f"{path} has {size} bytes, {record.num_bytes} were written"
         if hash_file(path) != record:
-            raise BrokenCheckpoint(
-                f"{path} is damaged: its SHA-256 is not the one that was written"
-            )
+            return f"{path} is damaged: its SHA-256 is not the one that was written"
     except OSError as error:
-        raise BrokenCheckpoint(f"{path} cannot be read: {error}") from error
+        return f"{path} cannot be read: {error}"
+    return None
 
 
 def list_checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
@@ -131,7 +125,7 @@ def list_checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[str]
     for folder in checkpoint_folders(root):
         try:
             found.append((folder, read_manifest(folder)))
-        except BrokenCheckpoint as error:
+        except ValueError as error:
             if folder.suffix != ".tmp":
                 problems.append(str(error))
     found.sort(key=lambda entry: -entry[1].order)

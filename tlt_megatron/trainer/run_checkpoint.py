@@ -27,7 +27,6 @@ from tlt_megatron.runtime.durable import replace_text, sync_path, sync_tree
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.trainer.manifest import (
     POINTER,
-    BrokenCheckpoint,
     FileRecord,
     Manifest,
     checkpoint_folders,
@@ -35,8 +34,8 @@ from tlt_megatron.trainer.manifest import (
     is_checkpoint,
     list_checkpoints,
     list_files,
+    problem_of,
     read_manifest,
-    verify_file,
     write_manifest,
     writer_of,
 )
@@ -98,15 +97,11 @@ def find_intact(path: Path, world: Group) -> Path | None:
 
 def _verify(folder: Path, manifest: Manifest, world: Group) -> str | None:
     """Return the first problem with the files, or None, on all ranks. Each reads its share."""
-    problem = None
-    names = sorted(manifest.files)
-    sizes = [manifest.files[name].num_bytes for name in names]
-    try:
-        for index in balance_by_size(sizes, world.size)[world.rank]:
-            verify_file(folder, names[index], manifest.files[names[index]])
-    except BrokenCheckpoint as error:
-        problem = str(error)
-    return next((found for found in gather_objects(problem, world) if found), None)
+    files = sorted(manifest.files.items())
+    shares = balance_by_size([record.num_bytes for _, record in files], world.size)
+    own = (files[index] for index in shares[world.rank])
+    problem = next(filter(None, (problem_of(folder / name, record) for name, record in own)), None)
+    return next(filter(None, gather_objects(problem, world)), None)
 
 
 @dataclass(kw_only=True)
