@@ -189,12 +189,7 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
             raise ValueError(f"{name}={value!r}: was removed: {answer}")
         if key not in known or (isinstance(value, dict) and hints[key] is str):
             raise ValueError(f"{name}={value!r}: unknown key; {_meant(name, value, known)}")
-        hint = hints[key]
-        values[key] = (
-            _build(hint, value, name)
-            if isinstance(hint, type) and issubclass(hint, Section)
-            else _convert(value, hint, name)
-        )
+        values[key] = _convert(value, hints[key], name)
     return section_type(**values)
 
 
@@ -212,9 +207,11 @@ def _meant(name: str, value: object, known: set[str]) -> str:
 
 
 def _convert(value: object, hint: Any, name: str) -> object:
-    """Convert `value` and its items to the annotated types: int to float, and ~/ to the home
-    folder.
+    """Convert `value` and its items to the annotated types: sections to their classes, int to
+    float, and ~/ to the home folder.
     """
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return _build(hint, value, name)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name}={value!r}: must be a finite number")
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
