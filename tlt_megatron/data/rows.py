@@ -98,19 +98,14 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
         if twin := _twin(file.schema_arrow.names):
             raise ValueError(f"{path}: the column {twin!r} stands twice")
         number = 0
-        # no threads: ranks that are forked later would inherit their pool
-        batches = file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False)
-        while True:
-            try:
-                batch = next(batches, None)
-                rows = [] if batch is None else batch.to_pylist()
-            except (pyarrow.ArrowException, OSError, ValueError) as error:
-                raise ValueError(f"{path}: is damaged behind row {number}: {error}") from error
-            if batch is None:
-                return
-            for raw in rows:
-                number += 1
-                yield number, raw
+        try:
+            # no threads: ranks that are forked later would inherit their pool
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False):
+                for raw in batch.to_pylist():
+                    number += 1
+                    yield number, raw
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise ValueError(f"{path}: is damaged behind row {number}: {error}") from error
 
 
 def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
