@@ -72,8 +72,6 @@ class OpenResponses:
             for response in samples.values()
             if response.rollout.finish_reason is FinishReason.CUT
         ]
-        if self._round_tokens >= self.params.max_new_tokens:
-            return [*continued, *prompts]
         limit = self._round_tokens
         return [*continued, *(dataclasses.replace(p, max_new_tokens=limit) for p in prompts)]
 
