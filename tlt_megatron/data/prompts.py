@@ -58,7 +58,6 @@ class PromptSampler:
 
     def next_batch(self, num_prompts: int) -> list[Prompt]:
         """Draw the next `num_prompts` prompts. `draw_index` grows by one per draw."""
-        assert num_prompts >= 1, num_prompts
         first = self._draw_index
         self._draw_index += num_prompts
         return [self.prompt_at(index) for index in range(first, self._draw_index)]

@@ -22,7 +22,7 @@ from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.trainer.manifest import engine_file, engine_files
 from tlt_megatron.trainer.rollout_worker import Collected, RolloutWorker
 from tlt_megatron.trainer.weight_sync import push_policy
-from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
+from tlt_megatron.types import SamplingParams, ScoredGroup
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +75,7 @@ class RLTrainer:
 
     def _collect(self) -> Collected:
         """Draw prompts and return their scored rollouts. GenerationStopped changes no state."""
-        rules, before = self.rules, self.sampler.state_dict()
-
-        def draw(count: int) -> list[Prompt]:
-            return self.sampler.next_batch(count) if count else []
-
+        rules, before, draw = self.rules, self.sampler.state_dict(), self.sampler.next_batch
         if self.drafter is not None:
             self.drafter.start_step(self.step + 1)
         try:
