@@ -50,8 +50,7 @@ def test_resume_equals_straight_run(num_before: int) -> None:
     """A state also resets a sampler that has drawn further."""
     straight, resumed = (PromptSampler(make_set(), shuffle=True, seed=1) for _ in range(2))
     resumed.next_batch(15)
-    if num_before:
-        straight.next_batch(num_before)
+    straight.next_batch(num_before)
     resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
     assert resumed.next_batch(30) == straight.next_batch(30)
     assert resumed.state_dict() == straight.state_dict()
