@@ -19,6 +19,7 @@ import math
 import sys
 from collections.abc import Mapping
 
+from digits import digits_of
 from tlt_megatron import Drafter, Engine, Trainer
 
 LIMIT, PARTS = 5, 4
@@ -36,7 +37,7 @@ def my_reward(
     extra_info: Mapping[str, object] | None = None,
     parts: int = PARTS,
 ) -> float:
-    share = round([c for c in solution_str if c.isdigit()], LIMIT)
+    share = round(digits_of(solution_str), LIMIT)
     return math.floor(parts * share) / parts
 
 
@@ -67,6 +68,8 @@ def run_script(folder: Path, text: str, *arguments: object) -> tuple[int, list[s
 
 
 def test_a_script_trains_and_generates(config: Path, tmp_path: Path) -> None:
+    beside = "def digits_of(text):\n    return [c for c in text if c.isdigit()]\n"
+    (tmp_path / "digits.py").write_text(beside)
     code, lines = run_script(tmp_path, SCRIPT, config, config.parent / "model", tmp_path)
     assert code == 0, "\n".join(lines)
     assert lines.count("the script runs") == 1, "a rank or a reward worker ran the script"

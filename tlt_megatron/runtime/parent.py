@@ -21,8 +21,12 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 def run_environment() -> dict[str, str]:
     """Return the environment of a run that this script or notebook starts, and that is stopped when
     it ends.
+
+    The run can import what the script can, such as a module beside it that a reward uses.
     """
-    return os.environ | {"PYTHONUNBUFFERED": "1", TRAINER_PID: str(os.getpid())}
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    own = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, TRAINER_PID: str(os.getpid())}
+    return os.environ | own
 
 
 def end_with_parent() -> None:

@@ -34,7 +34,6 @@ class Timeline:
     def __init__(self, path: Path | None, rank: int, status: RankStatus | None = None) -> None:
         """`status` is told of each span that the main thread begins with `span`."""
         self.path = path
-        self.rank = rank
         self.status = status or RankStatus(rank=rank, num_ranks=1)
         self._events: deque[dict[str, object]] = deque()
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
