@@ -24,7 +24,7 @@ def run_environment() -> dict[str, str]:
 
     The run can import what the script can, such as a module beside it that a reward uses.
     """
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    path = os.pathsep.join(str(entry) or os.getcwd() for entry in sys.path)
     own = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, TRAINER_PID: str(os.getpid())}
     return os.environ | own
 
