@@ -8,12 +8,12 @@ behind a firewall.
 
 from __future__ import annotations
 
-import datetime
 import ipaddress
 import os
 import resource
 import secrets
 import socket
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -61,23 +61,32 @@ def open_job_store(world: Group, timeout_s: float) -> JobStore:
         return JobStore(dist.HashStore())
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     host = LOOPBACK if is_one_machine else os.environ["MASTER_ADDR"]
-    listening = None
+    timeout, store, port = timedelta(seconds=timeout_s), None, 0
     if world.is_first:
         # In large jobs, two connections per rank exceed the usual limit of 1,024 open files.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        listening = listen_at(host, 0)
-    port = listening.getsockname()[1] if listening else 0
+        store = open_store(host, 0, timeout, is_host=True)
+        port = store.port
     token, port = broadcast_object((secrets.token_hex(_TOKEN_BYTES), port), world)
-    store = dist.TCPStore(
+    if store is None:
+        store = open_store(host, port, timeout, is_host=False)
+    return JobStore(dist.PrefixStore(token, store))
+
+
+def open_store(host: str, port: int, timeout: timedelta, *, is_host: bool) -> dist.TCPStore:
+    """Host a store at `port` of the address that `host` has here (0: a free port), or connect to
+    the store there.
+    """
+    listening = listen_at(host, port) if is_host else None
+    return dist.TCPStore(
         host,
-        port,
-        is_master=listening is not None,
+        listening.getsockname()[1] if listening else port,
+        is_master=is_host,
         wait_for_workers=False,
         master_listen_fd=listening.detach() if listening else None,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=timeout,
     )
-    return JobStore(dist.PrefixStore(token, store))
 
 
 def listen_at(host: str, port: int) -> socket.socket:

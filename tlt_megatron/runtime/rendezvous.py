@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_min_max_nnodes
 
-from tlt_megatron.runtime.job_store import LOOPBACK, listen_at
+from tlt_megatron.runtime.job_store import LOOPBACK, open_store
 
 _NAME = "one address"  # of this rendezvous among torchrun's
 _STATIC_PORT = 29500  # torchrun's default for several nodes
@@ -102,12 +102,4 @@ class JobRendezvous(StaticTCPRendezvous):
 
     def _open(self, port: int) -> dist.TCPStore:
         """Open a store on node 0; connect to it on the others."""
-        listening = listen_at(self.master_addr, port) if self.rank == 0 else None
-        return dist.TCPStore(
-            self.master_addr,
-            listening.getsockname()[1] if listening else port,
-            is_master=listening is not None,
-            timeout=self.timeout,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach() if listening else None,
-        )
+        return open_store(self.master_addr, port, self.timeout, is_host=self.rank == 0)
