@@ -26,7 +26,7 @@ def is_collective_error(error: RuntimeError) -> bool:
         return True
     # The first line alone: the traceback of a user's reward function may hold "Connection reset by
     # peer" too.
-    return bool(_COLLECTIVE.search(str(error).partition("\n")[0]))
+    return bool(_COLLECTIVE.search(first_line(error)))
 
 
 def describe_collective_error(error: RuntimeError, group_timeout_s: float) -> tuple[str, bool]:
@@ -37,7 +37,7 @@ def describe_collective_error(error: RuntimeError, group_timeout_s: float) -> tu
     run.group_timeout_s=1800 s", True).
     """
     where = _call_site(error)
-    first = str(error).partition("\n")[0]
+    first = first_line(error)
     if any(isinstance(e, _STORE_ERRORS) for e in (error, error.__cause__)):
         return f"{where}: the job's store does not answer", False
     if _TIMEOUT.search(first):
@@ -45,6 +45,11 @@ def describe_collective_error(error: RuntimeError, group_timeout_s: float) -> tu
     if "Connection" in first:
         return f"{where}: another rank closed its connection", False
     return f"{where}: {first}", False
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type where there is no text."""
+    return str(error).partition("\n")[0] or repr(error)
 
 
 def _call_site(error: BaseException) -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tlt_megatron.runtime.collective_errors import is_collective_error
+from tlt_megatron.runtime.collective_errors import first_line, is_collective_error
 from tlt_megatron.runtime.environment_variables import environment
 
 
@@ -166,8 +166,7 @@ def _telling_loss(name: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, MemberLost) or not is_collective_error(error):
             raise
-        lines = str(error).splitlines()
-        raise MemberLost(f"private group {name}: {lines[0] if lines else error!r}") from None
+        raise MemberLost(f"private group {name}: {first_line(error)}") from None
 
 
 def form_private_group(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.runtime.collective_errors import first_line
 from tlt_megatron.runtime.process_groups import MemberLost, PrivateHandle, form_private_group
 from tlt_megatron.runtime.rendezvous import JobRendezvous, Place
 from tlt_megatron.trainer.node_checks import (
@@ -83,7 +84,7 @@ def dry_run(
             _wait_for(store, "left", range(1, place.num_nodes), time.monotonic() + _LEAVE_S)
             return code
         except (OSError, dist.DistError) as error:  # the port is used, or node 0 is not there
-            problem = Check(name="ports", problem=_first_line(error))
+            problem = Check(name="ports", problem=first_line(error))
             return _write({place.node: Report(report.host, [settings, problem])}, out)
 
 
@@ -188,7 +189,7 @@ def _connect_all(store: dist.Store, node: int, nodes: list[int]) -> Check:
         group = form_private_group(store, "dry run", nodes, node, torch.device("cpu"), _CONNECT_S)
         group.all_reduce(torch.ones(1))
     except MemberLost as error:
-        return Check(name="network", problem=f"gloo: {_first_line(error)}")
+        return Check(name="network", problem=f"gloo: {first_line(error)}")
     if isinstance(group.handle, PrivateHandle):
         group.handle.close()
     return Check(name="network", found="gloo connects all nodes")
@@ -209,7 +210,3 @@ def _wait_for(
     while keys and not store.check([*keys.values()]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return {node: store.get(key).decode() for node, key in keys.items() if store.check([key])}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [repr(error)])[0]
