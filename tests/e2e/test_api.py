@@ -30,13 +30,7 @@ def round(digits, limit):  # a function of Python has this name, and would refus
     return sum(int(c) < limit for c in digits) / max(1, len(digits))
 
 
-def my_reward(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str,
-    extra_info: Mapping[str, object] | None = None,
-    parts: int = PARTS,
-) -> float:
+def my_reward(data_source, solution_str, ground_truth, extra_info: Mapping = None, parts=PARTS):
     share = round(digits_of(solution_str), LIMIT)
     return math.floor(parts * share) / parts
 

@@ -166,7 +166,7 @@ def _collect(store: dist.Store, place: Place, report: Report, deadline: float) -
             problem = "sent no report" if node in hosts else "did not come in time"
             reports[node] = Report(hosts.get(node, ""), [Check(name="nodes", problem=problem)])
     store.set("reported", json.dumps([time.time(), [0, *found]]))
-    report.checks += _meet_others(store, place.node)
+    report.checks.extend(_meet_others(store, place.node))
     answers = _wait_for(store, "answer", found, time.monotonic() + 2 * _CONNECT_S)
     silent = Report("", [Check(name="network", problem="does not answer any more")])
     for node in found:
