@@ -88,16 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         advice = f"did you mean {near[0]}?" if near else "tlt --help lists them"
         print(f"tlt: {name!r} is no command; {advice}", file=sys.stderr)
         return 2
-    if name == "train":
-        return _train(rest)
     if {"-h", "--help"} & set(rest):
-        print(f"tlt {name}: {help_of(name).summary}\nexample: {help_of(name).example}", flush=True)
-        if name == "doctor":  # has no options
+        about = f"tlt {name}: {help_of(name).summary}\nexample: {help_of(name).example}"
+        print(_TRAIN_HELP if name == "train" else about, flush=True)
+        if name in ("train", "doctor"):  # the others go on with their options
             return 0
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # deprecations inside of torch and Megatron
     try:
-        return run_tool(name, rest)
+        return _train(rest) if name == "train" else run_tool(name, rest)
     except (OSError, ValueError) as error:
         print(f"tlt {name}: {error}", file=sys.stderr)
         return 2
@@ -154,17 +153,10 @@ def train_command(arguments: Sequence[str]) -> list[str]:
 
 
 def _train(arguments: Sequence[str]) -> int:
-    """Become the launcher, which then receives the signals itself. Return a code otherwise."""
-    if {"-h", "--help"} & set(arguments):
-        print(_TRAIN_HELP)
-        return 0
-    try:
-        command = train_command(arguments)
-        if "--config" not in command:
-            raise ValueError("CONFIG is missing: name a .yaml file (tlt init writes one)")
-    except ValueError as error:
-        print(f"tlt train: {error}", file=sys.stderr)
-        return 2
+    """Become the launcher, which then receives the signals itself."""
+    command = train_command(arguments)
+    if "--config" not in command:
+        raise ValueError("CONFIG is missing: name a .yaml file (tlt init writes one)")
     return os.execv(command[0], command)
 
 
