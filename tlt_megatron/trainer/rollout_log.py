@@ -10,14 +10,11 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.policy.batching import RolloutKey, key_of
 from tlt_megatron.runtime.metrics import set_aside
 from tlt_megatron.types import Rollout, ScoredGroup
-
-if TYPE_CHECKING:
-    from tlt_megatron.data.tokenizer import Tokenizer
 
 _NUM_SAMPLES = 16  # responses of a step that trackers get
 
