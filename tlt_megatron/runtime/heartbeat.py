@@ -135,11 +135,10 @@ class Heartbeat:
             yield
         except BaseException as error:
             self._is_unwinding = True
-            if isinstance(error, RanksLost) or not isinstance(error, RuntimeError):
-                raise
-            if not is_collective_error(error):
-                raise
-            raise self._explain(error, group_timeout_s) from error
+            is_explained = isinstance(error, RanksLost)
+            if isinstance(error, RuntimeError) and not is_explained and is_collective_error(error):
+                raise self._explain(error, group_timeout_s) from error
+            raise
 
     def close(self) -> None:
         """Stop watching and being watched.

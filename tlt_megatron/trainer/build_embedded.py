@@ -38,10 +38,9 @@ def build_embedded_engine(
         tap_layers=drafter_tap_layers(config, model),
         make_speculation=partial(_speculation_over, config, model) if is_on else None,
     )
-    strategies = config.speculation.parsed_strategies
-    graphs = engine.memory_plan(strategies if is_on else ()).graphs
     if engine.has_graphs:
-        log.info("graphs of the rollout engine: %s", graphs.describe())
+        plan = engine.memory_plan(config.speculation.parsed_strategies if is_on else ())
+        log.info("graphs of the rollout engine: %s", plan.graphs.describe())
     return engine
 
 

@@ -193,9 +193,8 @@ class Conversations:
         text = self.tokenizer.decode_turn(turn.token_ids.tolist())
         conversation.turns.append(turn)
         conversation.messages.append({"role": "assistant", "content": text})
-        if turn.finish_reason is FinishReason.LENGTH:
-            return False
-        if len(conversation.turns) == self.section.max_turns:
+        is_last = len(conversation.turns) == self.section.max_turns
+        if is_last or turn.finish_reason is FinishReason.LENGTH:
             return False
         conversation.answer = self.pool.answer(
             conversation.prompt, turn.sample_index, len(conversation.turns), conversation.messages
