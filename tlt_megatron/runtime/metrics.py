@@ -33,7 +33,7 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "metrics.jsonl"
         self._trackers = dict(trackers)
-        self.num_rows = keep_rows(self.path, resume_step)
+        keep_rows(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -48,7 +48,6 @@ class MetricsWriter:
         row = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         self._file.flush()
-        self.num_rows += 1
         if nonfinite := [name for name, value in row.items() if value is None]:
             log.warning("step %d: %s not finite, written as null", step, ", ".join(nonfinite))
         self._tell(f"step {step}", lambda tracker: tracker.log(step, values))
@@ -75,24 +74,22 @@ class MetricsWriter:
                 )
 
 
-def keep_rows(path: Path, resume_step: int | None) -> int:
+def keep_rows(path: Path, resume_step: int | None) -> None:
     """Keep the rows of a jsonl file, if any, whose "step" is before `resume_step`. None: rename the
     file.
 
-    Returns the number of rows. A crash leaves the old or the new file. A damaged file is copied to
-    another name first.
+    A crash leaves the old or the new file. A damaged file is copied to another name first.
     """
     if not path.is_file():
-        return 0
+        return
     if resume_step is None:
         set_aside(path)
-        return 0
+        return
     rows = read_json_lines(path, "step")
     if len(rows) < path.read_bytes().count(b"\n"):  # the line of a killed run has no end
         log.warning("%s is a copy of the damaged file", shutil.copyfile(path, _free_name(path)))
     kept = [json.dumps(row) + "\n" for row in rows if row["step"] < resume_step]
     replace_text(path, "".join(kept))
-    return len(kept)
 
 
 def set_aside(path: Path) -> None:

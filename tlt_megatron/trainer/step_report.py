@@ -148,7 +148,7 @@ class RunReport:
         if self.metrics is None:
             return {}
         run_dir = self.metrics.path.parent
-        counts = {self.metrics.path.name: self.metrics.num_rows}
+        counts = {self.metrics.path.name: self.metrics.path.read_bytes().count(b"\n")}
         for name in ("rollouts", "speculation", "timeline"):
             sizes = [file.stat().st_size for file in (run_dir / name).glob("*.jsonl")]
             counts[f"{name}/"] = sum(size > 0 for size in sizes)
