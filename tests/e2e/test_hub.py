@@ -51,7 +51,9 @@ def run(hub: FakeHub, home: Path, *words: object, offline: bool = False) -> tupl
 
 
 def test_a_run_fetches_once_and_repeats_offline(hub: FakeHub, config: Path, tmp_path: Path) -> None:
-    words = ("train", config, *IDS, "run.num_steps=1", "eval.num_prompts=2", "--nproc-per-node=2")
+    unused = "critic.path=tiny/none"  # there is no critic without algorithm.advantage=gae
+    settings = (*IDS, unused, "run.num_steps=1", "eval.num_prompts=2")
+    words = ("train", config, *settings, "--nproc-per-node=2")
     for number, offline in enumerate((False, True)):
         asked = len(hub.requests)
         code, output = tlt(

@@ -151,7 +151,9 @@ def load_fetched_config(
 
 def _found(config: RunConfig, patterns: tuple[str, ...]) -> dict[str, str | list[str]]:
     """Return the settings that may name something of the Hub, with what this machine has of it."""
-    names = {"model.path": config.model.path, "critic.path": config.critic.path}
+    names = {"model.path": config.model.path}
+    if config.has_critic:
+        names["critic.path"] = config.critic.path
     if config.speculation.enabled:
         names["speculation.drafter"] = config.speculation.drafter
     models = {key: str(fetch_model(key, name, patterns)) for key, name in names.items() if name}
