@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from digits import digits_of
 from tlt_megatron import Drafter, Engine, Trainer
 
-LIMIT, PARTS = 5, 4
+LIMIT, PARTS, floor = 5, 4, object()
 print("the script runs")
 
 

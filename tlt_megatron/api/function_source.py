@@ -5,6 +5,7 @@ of its source.
 from __future__ import annotations
 
 import builtins
+import dis
 import inspect
 import linecache
 import sys
@@ -67,8 +68,10 @@ def _add(function: FunctionType, lines: dict[str, str]) -> None:
 
 
 def _names(code: CodeType) -> set[str]:
-    inner = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
-    return set(code.co_names).union(*inner)
+    """Return the global names that code reads, which are not those of attributes."""
+    steps = dis.get_instructions(code)
+    own = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return own.union(*(_names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 def _import_of(value: object) -> str:
