@@ -25,8 +25,10 @@ from tlt_megatron.config.schema import (
     ParallelSection,
 )
 from tlt_megatron.mcore import cpu
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
 from tlt_megatron.mcore.initialize import initialize_model_parallel
 from tlt_megatron.mcore.policy_model import McorePolicyModel
+from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import ProcessGroups, group_of
 from tlt_megatron.types import LossResult, MicroBatch, ScoredGroup, TokenLogprobs
@@ -179,6 +181,17 @@ def train(
     }
 
 
+def tap_states(
+    policy: McorePolicyModel, batches: list[MicroBatch], aux_layer_ids: tuple[int, ...] = ()
+) -> tuple[list[TappedSequence], list[Tensor]]:
+    """What a tap of a pass over this rank's micro-batches gives, and the log-probs of that pass."""
+    tapped: list[TappedSequence] = []
+    tap = HiddenStateTap(
+        on_sequence=tapped.append, max_bytes=1 << 20, hidden_size=64, aux_layer_ids=aux_layer_ids
+    )
+    return tapped, [each.logprobs for each in policy.infer_logprobs(batches, 1.0, tap=tap)]
+
+
 def load_hf(path: Path) -> Any:
     """The model by transformers, in float32."""
     from transformers import AutoModelForCausalLM
@@ -194,6 +207,19 @@ def hf_logits(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 
 def export(policy: McorePolicyModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in policy.export_hf_weights()}
+
+
+def exports_source(policy: McorePolicyModel, path: Path) -> bool:
+    """Whether the policy exports the weights of the folder `path`, bit for bit."""
+    source, exported = dict(HfReader(path).items()), export(policy)
+    same_bits = (torch.equal(exported[name], tensor) for name, tensor in source.items())
+    return exported.keys() == source.keys() and all(same_bits)
+
+
+def check_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Each weight bit for bit."""
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
 
 
 def check_weights(

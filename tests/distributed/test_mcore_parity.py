@@ -1,4 +1,4 @@
-"""The Megatron policy against transformers: logits, and loading and exporting at every layout.
+"""The Megatron policy against transformers: log-probs and entropies, and the weights that it exports.
 
 Each layout is one forked world that runs every model; the tests look at what it brought back.
 """
@@ -7,160 +7,173 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
-from tests.mcore_models import (
-    CASES,
-    LAYOUTS,
-    MODELS,
-    build_on_rank,
-    is_export_the_source,
-    on_layout,
+from tests.mcore_policy import (
+    Layout,
+    build_policy,
+    exports_source,
+    hf_logits,
+    load_hf,
+    make_batch,
+    make_micro_batch,
 )
+from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
-from tlt_megatron.config.schema import ParallelSection
-from tlt_megatron.runtime.process_groups import ProcessGroups
+from tlt_megatron.mcore.initialize import destroy_model_parallel
+from tlt_megatron.types import MicroBatch, TokenLogprobs
 
-if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-# Uneven, summing to an even number for sequence parallelism; the longest tells scaled from plain
-# rotary frequencies.
-LENGTHS = [17, 300, 5, 34]
-
-
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """A model on disk, inputs, and what transformers makes of them."""
-
-    path: Path
-    ids_P: Tensor
-    logits_PV: Tensor
-
-
-def _make_reference(path: Path, kind: str, config: dict[str, Any]) -> Reference:
-    make_tiny_hf(path, kind, **config)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
-    ids_P = torch.randint(0, 512, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        return Reference(path=path, ids_P=ids_P, logits_PV=_logits(model, ids_P))
-
-
-def _logits(model: Any, ids_P: Tensor) -> Tensor:
-    """The logits [P, V] of transformers, one sequence at a time."""
-    return torch.cat([model(ids[None]).logits[0] for ids in ids_P.split(LENGTHS)])
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "attention_factor": 0.9,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_tied": ("llama", {"tied": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_tied": ("qwen2", {"tied": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_tied": ("qwen3", {"tied": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    # dense layers between, and the weights of a token's experts do not add up to 1
+    "qwen3_moe_mixed": ("qwen3_moe", {"mlp_only_layers": [0, 3], "norm_topk_prob": False}),
+    "glm4_moe": ("glm4_moe", {}),
+    "llama_linear_rope": ("llama", {"rope_parameters": LINEAR_ROPE}),
+    "llama_llama3_rope": (
+        "llama",
+        {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 16384},
+    ),
+    "mistral": ("mistral", {}),
+    "qwen2_yarn": ("qwen2", {"rope_parameters": YARN_ROPE}),
+}
+LAYOUTS = {
+    "tp1": Layout(world=1),
+    "tp2": Layout(world=2, tensor=2),
+    "pp2": Layout(world=2, pipeline=2),
+    "tp2_pp2": Layout(world=4, tensor=2, pipeline=2),
+    "cp2_tp2": Layout(world=4, context=2, tensor=2),
+    "tp2_ep2": Layout(world=2, tensor=2, expert=2),
+    "tp2_pp2_ep2": Layout(world=4, tensor=2, pipeline=2, expert=2),
+}
+CASES = [  # dense models have no experts to share, and a mixture shares them if tensors are cut
+    (layout, name)
+    for layout, ranks in LAYOUTS.items()
+    for name, (kind, _) in MODELS.items()
+    if (ranks.expert == 1 if not kind.endswith("_moe") else ranks.expert > 1 or ranks.tensor == 1)
+]
+# The longest sequence tells scaled from plain rotary frequencies.
+LONG = make_micro_batch((17, 300, 5, 34), seed=3)
+# All rows of the long micro-batch count.
+BATCH = [dataclasses.replace(LONG, loss_mask=torch.ones(LONG.num_tokens)), *make_batch(1)]
+TEMPERATURES = (0.7, 1.0)
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders of the models."""
     folder = tmp_path_factory.mktemp("models")
-    return {name: _make_reference(folder / name, *case) for name, case in MODELS.items()}
+    return {
+        name: make_tiny_hf(folder / name, kind, **config)
+        for name, (kind, config) in MODELS.items()
+    }
 
 
-def _packing() -> PackedSeqParams:
-    from megatron.core.packed_seq_params import PackedSeqParams
+def _by_transformers(path: Path) -> list[list[TokenLogprobs]]:
+    """What transformers gives at each temperature where `loss_mask` is 1, and 0 elsewhere."""
+    model = load_hf(path)
+    with torch.no_grad():
+        pairs = [(hf_logits(model, each), each) for each in BATCH]
+    return [[_logprobs(*pair, temperature) for pair in pairs] for temperature in TEMPERATURES]
 
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=max(LENGTHS),
-        max_seqlen_kv=max(LENGTHS),
+
+def _logprobs(
+    logits_PV: torch.Tensor, micro_batch: MicroBatch, temperature: float
+) -> TokenLogprobs:
+    log_p_PV = torch.log_softmax(logits_PV / temperature, dim=-1)
+    labels_P1, mask_P = micro_batch.labels[:, None], micro_batch.loss_mask
+    policy_log_p_PV = torch.log_softmax(logits_PV, dim=-1)
+    return TokenLogprobs(
+        logprobs=log_p_PV.gather(1, labels_P1)[:, 0] * mask_P,
+        entropy=-(log_p_PV.exp() * log_p_PV).sum(-1) * mask_P,
+        policy_logprobs=policy_log_p_PV.gather(1, labels_P1)[:, 0] * mask_P,
     )
-
-
-def _run_schedule(model: Any, ids_P: Tensor) -> Tensor | None:
-    """This rank's shard of the logits [1, P, V / tp] on the last stage."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    positions_P = torch.cat([torch.arange(length) for length in LENGTHS])
-    kept: list[Tensor] = []
-
-    def finish(logits: Tensor, non_loss_data: bool = False) -> Tensor:
-        kept.append(logits)
-        return logits
-
-    get_forward_backward_func()(
-        forward_step_func=lambda _, m: (
-            m(ids_P[None], positions_P[None], None, packed_seq_params=_packing()),
-            finish,
-        ),
-        data_iterator=None,
-        model=[model],
-        num_microbatches=1,
-        seq_length=ids_P.numel(),
-        micro_batch_size=1,
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
-    return kept[0] if kept else None
-
-
-def _difference(logits: Tensor | None, expected: Tensor, groups: ProcessGroups) -> float:
-    if logits is None:
-        return 0.0
-    mine = expected.chunk(groups.tp.size, dim=-1)[groups.tp.rank]
-    assert logits.shape == mine.shape
-    return (logits - mine).abs().max().item()
 
 
 @pytest.fixture(scope="module")
-def outcomes(references: dict[str, Reference]) -> dict[str, list[dict[str, Any]]]:
-    """Per layout and rank, what every model gave."""
-    found = {}
-    for layout, parallel in LAYOUTS.items():
+def expected(paths: dict[str, Path]) -> dict[str, list[list[TokenLogprobs]]]:
+    return {name: _by_transformers(path) for name, path in paths.items()}
 
-        def rank(
-            groups: ProcessGroups, layout: str = layout, parallel: ParallelSection = parallel
-        ) -> dict[str, dict[str, Any]]:
-            results = {}
-            for name, reference in references.items():
-                if (layout, name) not in CASES:
-                    continue
-                model, config = build_on_rank(reference.path, parallel, groups)
-                model.eval()
-                with torch.no_grad():
-                    logits = _run_schedule(model, reference.ids_P)
-                results[name] = {
-                    "is_last": groups.pp.is_last,
-                    "has_logits": logits is not None,
-                    "difference": _difference(logits, reference.logits_PV[None], groups),
-                    "round_trip": is_export_the_source(model, config, reference.path, groups),
-                }
-            return results
 
-        found[layout] = on_layout(parallel, rank)
+Found = dict[str, tuple[list[list[TokenLogprobs]], bool]]
+
+
+def _run(paths: dict[str, Path], layout: Layout) -> Found:
+    """By model: its log-probs at each temperature, and whether it exports what it has loaded."""
+    found: Found = {}
+    for name, path in paths.items():
+        policy, _ = build_policy(path, layout)
+        assert policy.infer_logprobs([], 1.0) == []
+        logprobs = [policy.infer_logprobs(BATCH, temperature) for temperature in TEMPERATURES]
+        found[name] = logprobs, exports_source(policy, path)
+        destroy_model_parallel()
     return found
 
 
+@pytest.fixture(scope="module")
+def outcomes(paths: dict[str, Path]) -> dict[str, list[Found]]:
+    """Per layout and rank, what every model gave."""
+    return {
+        name: run_ranks(
+            layout.world, _run, {model: paths[model] for at, model in CASES if at == name}, layout
+        )
+        for name, layout in LAYOUTS.items()
+    }
+
+
 @pytest.mark.parametrize(("layout", "name"), CASES)
-def test_logits_equal_transformers(
-    outcomes: dict[str, list[dict[str, Any]]], layout: str, name: str
+def test_logprobs_on_every_rank_equal_transformers(
+    outcomes: dict[str, list[Found]],
+    expected: dict[str, list[list[TokenLogprobs]]],
+    layout: str,
+    name: str,
 ) -> None:
     for rank in outcomes[layout]:
-        assert rank[name]["has_logits"] == rank[name]["is_last"]
-        assert rank[name]["difference"] <= 1e-4
+        for mine, theirs in zip(rank[name][0], expected[name], strict=True):
+            for value, reference in zip(mine, theirs, strict=True):
+                for field in ("logprobs", "entropy", "policy_logprobs"):
+                    torch.testing.assert_close(
+                        getattr(value, field), getattr(reference, field), atol=1e-4, rtol=0
+                    )
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_loading_and_exporting_is_the_identity_on_every_rank(
-    outcomes: dict[str, list[dict[str, Any]]], layout: str, name: str
+    outcomes: dict[str, list[Found]], layout: str, name: str
 ) -> None:
-    assert all(rank[name]["round_trip"] for rank in outcomes[layout])
+    assert all(rank[name][1] for rank in outcomes[layout])
 
 
 @pytest.mark.parametrize("name", ["llama_linear_rope", "llama_llama3_rope", "qwen2_yarn"])
-def test_rope_scaling_changes_the_logits(references: dict[str, Reference], name: str) -> None:
-    scaled = references[name]
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    config = transformers.AutoConfig.from_pretrained(scaled.path, rope_parameters=rope)
-    model = transformers.AutoModelForCausalLM.from_pretrained(scaled.path, config=config)
+def test_rope_scaling_changes_the_logits(paths: dict[str, Path], name: str) -> None:
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    config = transformers.AutoConfig.from_pretrained(paths[name], rope_parameters=plain)
+    model = transformers.AutoModelForCausalLM.from_pretrained(paths[name], config=config)
     with torch.no_grad():
-        logits_PV = _logits(model, scaled.ids_P)
-    assert (logits_PV - scaled.logits_PV).abs().max() > 1e-2  # parity above is no accident
+        difference = hf_logits(model, LONG) - hf_logits(load_hf(paths[name]), LONG)
+    assert difference.abs().max() > 1e-2  # parity above is no accident

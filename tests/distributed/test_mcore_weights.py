@@ -5,7 +5,6 @@ a layout.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from tests.mcore_models import LAYOUTS, MODELS, build_on_rank, is_export_the_source, on_layout
+from tests.mcore_policy import Layout, build_policy, exports_source
 from tests.ranks import GROUP_TIMEOUT_S, run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import ParallelSection
-from tlt_megatron.mcore.export import iter_hf_weights
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.weight_map import load_hf_weights
 from tlt_megatron.models.hf_io import HfReader
-from tlt_megatron.runtime.process_groups import ProcessGroups, group_of
+from tlt_megatron.runtime.process_groups import group_of
+
+TP2, PP2 = Layout(world=2, tensor=2), Layout(world=2, pipeline=2)
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of the models, by name."""
-    folder = tmp_path_factory.mktemp("models")
-    for name, (kind, config) in MODELS.items():
-        make_tiny_hf(folder / name, kind, **config)
-    return {name: folder / name for name in MODELS}
-
-
-def test_transformer_engines_fused_norm_names_load_and_export(
-    paths: dict[str, Path],
-) -> None:
-    path = paths["qwen3"]
-
-    def rank(groups: ProcessGroups) -> tuple[bool, bool]:
-        model, config = build_on_rank(path, LAYOUTS["tp2"], groups)
+def test_transformer_engines_fused_norm_names_load_and_export(model_path: Path) -> None:
+    def rank() -> tuple[bool, bool]:
+        policy, groups = build_policy(model_path, TP2)
+        [model] = policy._stage
         loaded = []
         for layer in model.decoder.layers:  # move the norms to where Transformer Engine has them
             for norm, linear in (
@@ -53,32 +40,21 @@ def test_transformer_engines_fused_norm_names_load_and_export(
                 loaded.append((weight.data.clone(), weight))
                 linear.register_parameter("layer_norm_weight", weight)
                 weight.data.zero_()
-        load_hf_weights([model], config, HfReader(path), groups)
+        load_hf_weights([model], policy._config, HfReader(model_path), groups)
         is_loaded = all(torch.equal(before, weight) for before, weight in loaded)
-        return is_loaded, is_export_the_source(model, config, path, groups)
+        return is_loaded, exports_source(policy, model_path)
 
-    assert on_layout(LAYOUTS["tp2"], rank) == [(True, True)] * 2
+    assert run_ranks(2, rank) == [(True, True)] * 2
 
 
-def test_exported_tensors_are_copies(paths: dict[str, Path]) -> None:
-    path = paths["llama"]
-
-    def rank(groups: ProcessGroups) -> bool:
-        model, config = build_on_rank(path, LAYOUTS["tp1"], groups)
-        for _, tensor in iter_hf_weights([model], config, groups):
+def test_exported_tensors_are_copies(model_path: Path) -> None:
+    def rank() -> bool:
+        policy, _ = build_policy(model_path, Layout(world=1))
+        for _, tensor in policy.export_hf_weights():
             tensor.zero_()
-        return is_export_the_source(model, config, path, groups)
+        return exports_source(policy, model_path)
 
-    assert on_layout(LAYOUTS["tp1"], rank) == [True]
-
-
-def _edit(source: Path, target: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
-    target.mkdir()
-    (target / "config.json").write_text((source / "config.json").read_text())
-    tensors = load_file(source / "model.safetensors")
-    change(tensors)
-    save_file(tensors, target / "model.safetensors")
-    return target
+    assert run_ranks(1, rank) == [True]
 
 
 @pytest.mark.parametrize("is_equal", [True, False])
@@ -88,41 +64,34 @@ def test_tied_embeddings_with_another_head_in_the_files_are_refused_on_every_ran
     """The ends of the head are those of the embedding, so that the comparison before launch cannot
     see it.
     """
-    source = make_tiny_hf(tmp_path / "source", "qwen2", tied=True, num_layers=2)
+    path = make_tiny_hf(tmp_path, "qwen2", tied=True, num_layers=2)
+    tensors = load_file(path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[256, 3] += 0.0 if is_equal else 1.0
+    save_file(tensors | {"lm_head.weight": head}, path / "model.safetensors")
 
-    def change(tensors: dict[str, Tensor]) -> None:
-        head = tensors["model.embed_tokens.weight"].clone()
-        head[256, 3] += 0.0 if is_equal else 1.0
-        tensors["lm_head.weight"] = head
-
-    path = _edit(source, tmp_path / "edited", change)
-
-    def rank(groups: ProcessGroups) -> str:
+    def rank() -> str:
         try:
-            build_on_rank(path, LAYOUTS["pp2"], groups)
+            build_policy(path, PP2)
         except ValueError as error:
             return str(error)
         return ""
 
-    first, second = on_layout(LAYOUTS["pp2"], rank)
+    first, second = run_ranks(2, rank)
     assert first == second
     assert bool(first) != is_equal
     assert is_equal or "tie_word_embeddings=true, but lm_head.weight is not model.embed" in first
 
 
-def test_users_transformer_fields_reach_the_model(
-    paths: dict[str, Path],
-) -> None:
+def test_users_transformer_fields_reach_the_model(tied_path: Path) -> None:
     """Uneven stages: three layers, then one; exporting follows them."""
-    path = paths["llama_tied"]
     uneven = {"num_layers_in_first_pipeline_stage": 3}
 
-    def rank(groups: ProcessGroups) -> tuple[int, bool]:
-        model, config = build_on_rank(path, LAYOUTS["pp2"], groups, transformer=uneven)
-        is_same = is_export_the_source(model, config, path, groups)
-        return len(model.decoder.layers), is_same
+    def rank() -> tuple[int, bool]:
+        policy, _ = build_policy(tied_path, PP2, transformer=uneven)
+        return len(policy._stage[0].decoder.layers), exports_source(policy, tied_path)
 
-    assert on_layout(LAYOUTS["pp2"], rank) == [(3, True), (1, True)]
+    assert run_ranks(2, rank) == [(3, True), (1, True)]
 
 
 def test_groups_are_megatrons_layout_and_can_be_formed_again() -> None:
