@@ -25,13 +25,13 @@ from tlt_megatron.config.schema import (
     ParallelSection,
 )
 from tlt_megatron.mcore import cpu
-from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 from tlt_megatron.mcore.initialize import initialize_model_parallel
 from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import ProcessGroups, group_of
-from tlt_megatron.types import LossResult, MicroBatch, ScoredGroup, TokenLogprobs
+from tlt_megatron.types import DraftSequence, LossResult, MicroBatch, ScoredGroup, TokenLogprobs
 
 cpu.install()
 for _name in ("dist_checkpointing", "models.gpt.gpt_layer_specs", "optimizer"):
@@ -183,9 +183,9 @@ def train(
 
 def tap_states(
     policy: McorePolicyModel, batches: list[MicroBatch], aux_layer_ids: tuple[int, ...] = ()
-) -> tuple[list[TappedSequence], list[Tensor]]:
+) -> tuple[list[DraftSequence], list[Tensor]]:
     """What a tap of a pass over this rank's micro-batches gives, and the log-probs of that pass."""
-    tapped: list[TappedSequence] = []
+    tapped: list[DraftSequence] = []
     tap = HiddenStateTap(
         on_sequence=tapped.append, max_bytes=1 << 20, hidden_size=64, aux_layer_ids=aux_layer_ids
     )

@@ -1,5 +1,5 @@
 """PPO with a critic trains the same at any layout and however the batch is cut; the critic saves
-and learns.
+and learns. It has a head of its own where the policy's is its embedding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tests.mcore_policy import (
 from tests.no_shortcuts import WithLogprobPass
 from tests.policy_batches import make_trainer
 from tests.ranks import run_ranks
-from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import AlgorithmSection, CriticSection, McoreSection, ModelSection
 from tlt_megatron.mcore.policy_model import McoreCriticModel
 from tlt_megatron.policy.critic import CriticTrainer
@@ -42,12 +41,6 @@ PPO = AlgorithmSection(
     kl_placement="reward",
     kl_estimator="k1",
 )
-
-
-@pytest.fixture(scope="module")
-def tied_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The critic has a head of its own where the policy's is its embedding."""
-    return make_tiny_hf(tmp_path_factory.mktemp("models") / "llama", "llama", tied=True)
 
 
 def build_trainer(

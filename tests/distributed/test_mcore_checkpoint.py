@@ -14,7 +14,15 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from tests.mcore_policy import LENGTHS, Layout, build_policy, check_weights, make_batch, train
+from tests.mcore_policy import (
+    LENGTHS,
+    Layout,
+    build_policy,
+    check_same_bits,
+    check_weights,
+    make_batch,
+    train,
+)
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tests.unit.mcore.test_checkpoint_reader import Call
@@ -26,6 +34,7 @@ DP2 = Layout(world=2)
 TP2 = Layout(world=2, tensor=2)
 PP2 = Layout(world=2, pipeline=2)
 VIRTUAL = Layout(world=2, pipeline=2, virtual=2)
+EP2 = Layout(world=2, expert=2)
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +81,9 @@ def _load(
         ("model_path", Layout(world=2, context=2), ALL, {}),
         ("uneven_path", PP2, ALL, {}),
         ("uneven_path", VIRTUAL, ALL, {}),
+        ("mixture", EP2, (3, 2), {}),
     ],
-    ids=["dp2", "tp2pp2", "bfloat16", "cp2", "padding between buckets", "virtual pipeline"],
+    ids=["dp2", "tp2pp2", "bfloat16", "cp2", "padding between buckets", "virtual pipeline", "ep2"],
 )
 def test_save_then_load_equals_never_saved_bit_for_bit(
     tmp_path: Path,
@@ -89,32 +99,33 @@ def test_save_then_load_equals_never_saved_bit_for_bit(
     for (expected, _), (result, _) in zip(straight, resumed, strict=True):
         assert result["sums"] == expected["sums"]
         assert result["stats"] == expected["stats"]
-        for name, weight in expected["weights"].items():
-            assert torch.equal(result["weights"][name], weight), name
+        check_same_bits(result["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"),
+    ("model", "saved", "loaded"),
     [
-        (TP2, PP2),
-        (VIRTUAL, TP2),
-        (PP2, VIRTUAL),
-        (Layout(world=4, pipeline=2), TP2),
-        (TP2, DP2),
-        (Layout(world=4, tensor=2, context=2), Layout(world=1)),
+        ("uneven_path", TP2, PP2),
+        ("uneven_path", VIRTUAL, TP2),
+        ("uneven_path", PP2, VIRTUAL),
+        ("uneven_path", Layout(world=4, pipeline=2), TP2),
+        ("uneven_path", TP2, DP2),
+        ("uneven_path", Layout(world=4, tensor=2, context=2), Layout(world=1)),
+        ("mixture", EP2, Layout(world=1)),
+        ("mixture", EP2, Layout(world=4, pipeline=2, expert=2)),
     ],
     ids=str,
 )
 def test_a_checkpoint_loads_at_another_layout(
-    tmp_path: Path, uneven_path: Path, saved: Layout, loaded: Layout
+    tmp_path: Path, request: pytest.FixtureRequest, model: str, saved: Layout, loaded: Layout
 ) -> None:
-    path = tmp_path / "checkpoint"
+    path, model_path = tmp_path / "checkpoint", request.getfixturevalue(model)
     shares = [
         (3, 2) if lay.world > lay.tensor * lay.context * lay.pipeline else ALL
         for lay in (saved, loaded)
     ]
-    straight = run_ranks(saved.world, _save, uneven_path, saved, shares[0], path, {})
-    resumed = run_ranks(loaded.world, _load, uneven_path, loaded, shares[1], path, {})
+    straight = run_ranks(saved.world, _save, model_path, saved, shares[0], path, {})
+    resumed = run_ranks(loaded.world, _load, model_path, loaded, shares[1], path, {})
     expected, expected_logprobs = straight[0]
     losses = [_total(straight, "loss", step) for step in (0, 1)]
     for result, logprobs in resumed:
@@ -159,8 +170,7 @@ def test_loading_into_a_trained_policy_forgets_its_training(
 
     for first, second in run_ranks(2, run):
         assert first["stats"] == second["stats"]
-        for name, weight in first["weights"].items():
-            assert torch.equal(second["weights"][name], weight), name
+        check_same_bits(second["weights"], first["weights"])
 
 
 def test_the_schedule_goes_on_with_the_settings_of_the_resumed_run(

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from launch.pretrain_rl import main
-from tests.mcore_policy import LENGTHS, Layout, build_policy, train
+from tests.mcore_policy import LENGTHS, Layout, build_policy, check_same_bits, train
 from tests.ranks import run_ranks
-from tests.tiny_task import answers, make_tiny_task, weights
+from tests.tiny_task import check_same_run, make_tiny_task
 from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.trainer import build, loop
 
@@ -53,9 +52,7 @@ def test_updates_are_bit_for_bit_those_of_a_policy_that_stays(
     left = run_ranks(layout.world, _train, model_path, layout, shares, True)
     for there, here in zip(stayed, left, strict=True):
         assert here["stats"] == there["stats"]
-        assert here["weights"].keys() == there["weights"].keys()
-        for name, tensor in here["weights"].items():
-            assert torch.equal(tensor, there["weights"][name]), name
+        check_same_bits(here["weights"], there["weights"])
 
 
 def _train_whole_run(config: Path, run_dir: Path, *arguments: str) -> list[int]:
@@ -91,6 +88,4 @@ def test_a_run_whose_policy_is_away_while_its_engine_is_awake_equals_one_whose_p
     resume = ("mcore.offload_in_rollouts=true", "--resume", "auto")
     (held,) = run_ranks(1, _train_whole_run, config, tmp_path / "leaves", *resume, has_world=False)
     assert held == [0, 0]  # after the checkpoint was loaded, and after the second step
-    assert answers(tmp_path / "leaves") == answers(tmp_path / "stays")
-    for name, tensor in weights(tmp_path / "stays").items():
-        assert torch.equal(weights(tmp_path / "leaves")[name], tensor), name
+    check_same_run(tmp_path / "leaves", tmp_path / "stays")

@@ -28,13 +28,6 @@ ALL = (len(LENGTHS),)
 EP2 = Layout(world=2, expert=2)
 
 
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A qwen3_moe whose first layer is dense."""
-    path = tmp_path_factory.mktemp("models") / "qwen3_moe"
-    return make_tiny_hf(path, "qwen3_moe", mlp_only_layers=[0])
-
-
 def _routed_batch(seed: int) -> list[MicroBatch]:
     """With random experts for most tokens; a fifth of them have none."""
     generator = torch.Generator().manual_seed(seed)

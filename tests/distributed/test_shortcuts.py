@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.mcore_policy import VOCAB_SIZE, Layout, build_policy, export, scored_batch
+from tests.mcore_policy import (
+    VOCAB_SIZE,
+    Layout,
+    build_policy,
+    check_same_bits,
+    export,
+    scored_batch,
+)
 from tests.no_shortcuts import WithEveryPass, WithLogprobPass, WithoutSkipping
 from tests.policy_batches import make_trainer, random_batch
 from tests.ranks import run_ranks
@@ -83,8 +90,7 @@ def test_a_step_without_the_redundant_pass_is_the_same_step(
         for mine, theirs in zip(states, other_states, strict=True):
             for one, other in zip(mine, theirs, strict=True):
                 assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
-        for name, weight in weights.items():
-            assert torch.equal(weight, other_weights[name]), name
+        check_same_bits(other_weights, weights)
 
 
 # Skipped responses: every response is a micro-batch of its own, and those with an advantage are the
@@ -136,8 +142,7 @@ def test_skipping_changes_no_bit(
             assert other["actor/skipped_response_share"] == pytest.approx(1 - count / 6)
             assert other["train/train_rollout_logprob_abs_diff"] > 0
         assert [step["actor/grad_norm"] > 0 for step in steps] == [True, True, False, True]
-        for name, weight in weights.items():
-            assert torch.equal(weight, other_weights[name]), name
+        check_same_bits(other_weights, weights)
     # The drafter gets what is computed and the long tail.
     before, after = (
         {tuple(token_ids.tolist()) for _, states, _ in ranks for token_ids, *_ in states}
