@@ -61,41 +61,65 @@ def test_what_hurts_nothing_is_scored(make_pool: PoolMaker, verb: str) -> None:
     assert first == last, "the worker was not replaced"
 
 
+OTHERS = [f"score {i}" for i in range(40)]
+
+
 @pytest.mark.parametrize(
-    ("verb", "named"),
+    ("function", "verb", "named"),
     [
-        ("write_everywhere", "something else than a score was written to the worker's socket"),
-        ("forge [1]", "something else than a score"),
-        ('forge {"task": 99, "score": 1}', "something else than a score"),
-        ('forge {"task": 1, "score": "NaN"}', "something else than a score"),
-        ("forge_long", "something else than a score"),
-        ("close_all", "exit status 1|the reward function closed the worker's socket"),
-        ("close_all_and_hang", "the reward function closed the worker's socket"),
-        ("kill_group", r"signal SIGKILL \(out of memory\?\)"),
-        ("fork_and_die", "exit status 5"),
-        ("strange", "exit status 6"),
-        ("keyboard", "KeyboardInterrupt"),
-        ("long_error", "yyyy"),
+        *(
+            (function, verb, named)
+            for function in ("act", "act_async")
+            for verb, named in (
+                ("raise", "KeyError: 'the missing thing'"),
+                ("leave", "SystemExit: 3"),
+                ("die", "exit status 3"),
+                ("crash", "signal SIGSEGV"),
+            )
+        ),
+        ("act", "write_everywhere", "something else than a score was written"),
+        ("act", "forge [1]", "something else than a score"),
+        ("act", 'forge {"task": 99, "score": 1}', "something else than a score"),
+        ("act", 'forge {"task": 1, "score": "NaN"}', "something else than a score"),
+        ("act", "forge_long", "something else than a score"),
+        ("act", "close_all", "exit status 1|the reward function closed the worker's socket"),
+        ("act", "close_all_and_hang", "the reward function closed the worker's socket"),
+        ("act", "kill_group", r"signal SIGKILL \(out of memory\?\)"),
+        ("act", "fork_and_die", "exit status 5"),
+        ("act", "strange", "exit status 6"),
+        ("act", "keyboard", "KeyboardInterrupt"),
+        ("act", "long_error", "yyyy"),
     ],
 )
 def test_what_breaks_a_worker_costs_one_response(
-    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, verb: str, named: str
+    make_pool: PoolMaker,
+    caplog: pytest.LogCaptureFixture,
+    function: str,
+    verb: str,
+    named: str,
 ) -> None:
-    pool = make_pool()
-    found = outcomes(pool, "score 1", verb, "score 1", "score 1")
-    assert [outcome.score for outcome in found] == [1.0, 0.0, 1.0, 1.0]
-    assert [outcome.failure for outcome in found] == ["", "error", "", ""]
+    found = outcomes(make_pool(function), OTHERS[0], verb, *OTHERS[1:])
+    assert [outcome.score for outcome in found] == [0.0, 0.0, *range(1, 40)]
+    assert [outcome.failure for outcome in found] == ["", "error", *[""] * 39]
     (message,) = failures(caplog)
     assert "prompt_id='p1'" in message
     assert re.search(named, message)
     assert len(message) < 20_000
 
 
-@pytest.mark.parametrize("verb", ["ignore_sigterm", "stop"])
-def test_what_does_not_end_is_ended_at_the_timeout(make_pool: PoolMaker, verb: str) -> None:
-    found = outcomes(make_pool(timeout_s=SHORT_S), "score 1", verb, "score 1")
-    assert [outcome.score for outcome in found] == [1.0, 0.0, 1.0]
-    assert found[1].failure == "timeout"
+@pytest.mark.parametrize(
+    ("function", "verb"),
+    [
+        *(("act", verb) for verb in ("ignore_sigterm", "stop", "hang", "hang_in_c")),
+        ("act_async", "hang"),
+    ],
+)
+def test_what_does_not_end_is_ended_at_the_timeout(
+    make_pool: PoolMaker, function: str, verb: str
+) -> None:
+    found = outcomes(make_pool(function, timeout_s=SHORT_S), OTHERS[0], verb, *OTHERS[1:])
+    assert [outcome.score for outcome in found] == [0.0, 0.0, *range(1, 40)]
+    assert [outcome.failure for outcome in found] == ["", "timeout", *[""] * 39]
 
 
 @pytest.mark.parametrize("last", ["die", "hang"])

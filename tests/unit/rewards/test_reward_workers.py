@@ -1,17 +1,17 @@
-"""A pool of reward workers: each response gets its own reward, and failures are raised or count as
-zero.
+"""A pool of reward workers: each response gets its own reward, and failures are raised.
+
+test_reward_isolation.py has those that count as zero.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import random
 from pathlib import Path
 
 import pytest
 
-from tests.reward_puppet import EXTRA, SHORT_S, PoolMaker, outcomes, prompt, score, scores
+from tests.reward_puppet import EXTRA, SHORT_S, PoolMaker, prompt, score, scores
 from tlt_megatron.rewards.workers import RewardPool
 
 
@@ -72,24 +72,6 @@ def test_failures_are_raised_with_prompt_function_and_cause(
         assert text in str(caught.value)
     with pytest.raises(RuntimeError, match="prompt_id='p1'"):
         pool.collect()
-
-
-@pytest.mark.parametrize(
-    "function,verb,failure",
-    [
-        *itertools.product(("act", "act_async"), ("raise", "die", "crash", "leave"), ("error",)),
-        *(("act", "hang", "timeout"), ("act", "hang_in_c", "timeout")),
-        ("act_async", "hang", "timeout"),
-    ],
-)
-def test_failures_count_as_zero_and_lose_no_other_work(
-    make_pool: PoolMaker, function: str, verb: str, failure: str
-) -> None:
-    pool = make_pool(function, timeout_s=SHORT_S if failure == "timeout" else 120.0)
-    others = [f"score {i}" for i in range(1, 41)]
-    found = outcomes(pool, *others[:20], verb, *others[20:])
-    assert [outcome.score for outcome in found] == [*range(1, 21), 0.0, *range(21, 41)]
-    assert [outcome.failure for outcome in found] == [""] * 20 + [failure] + [""] * 20
 
 
 def test_full_pipe_to_a_hung_worker_holds_nothing_up(make_pool: PoolMaker) -> None:
