@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import metric_rows, python, run, run_ending
 from tests.unit.mcore.test_checkpoint_reader import Call
-from tests.unit.trainer.test_run_checkpoint import flip_bit
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors
 from tlt_megatron.trainer.manifest import (
@@ -90,17 +88,7 @@ def test_files_have_the_rights_that_the_umask_asks_for(straight: Path) -> None:
     assert set(modes.values()) == {0o644}, modes
 
 
-# ---- damage
-
-
-def test_no_intact_checkpoint_is_one_clear_error(copy: Path, config: Path) -> None:
-    for name in checkpoints(copy):
-        flip_bit(copy / "checkpoints" / name / "trainer_state.json")
-    stderr = run_ending(2, 1, config, copy, *RESUME)
-    (line,) = stderr.splitlines()
-    assert "no checkpoint in" in line
-    assert line.count("trainer_state.json is damaged") == 3
-    assert steps_of(copy) == [1, 2, 3]
+# ---- an older checkpoint
 
 
 def test_a_run_goes_on_from_an_older_checkpoint_by_name(copy: Path, config: Path) -> None:
@@ -137,20 +125,6 @@ def test_a_crafted_index_runs_no_code_on_resume(copy: Path, config: Path, tmp_pa
 
 
 # ---- other settings
-
-
-def test_another_model_or_seed_is_refused_by_name(
-    straight: Path, config: Path, tmp_path: Path
-) -> None:
-    model = shutil.copytree(config.parent / "model", tmp_path / "model")  # for its tokenizer
-    sizes = {"vocab_size": 50, "num_layers": 2, "eos_token_id": 1, "pad_token_id": 0}
-    make_tiny_hf(model, "qwen2", **sizes)
-    for override, named in (
-        ("run.seed=7", "run.seed 0 -> 7"),
-        (f"model.path={model}", "vocab_size 48 -> 50"),
-    ):
-        stderr = run_ending(2, 1, config, straight, *RESUME, override)
-        assert named in stderr
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(config: Path, tmp_path: Path) -> None:
