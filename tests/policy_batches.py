@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
-from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
+from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
 from tlt_megatron.types import (
     FinishReason,
     MicroBatch,
@@ -66,6 +67,12 @@ def random_batch(
             rollouts.append(make_rollout(tuple(range(2 + i)), tokens, (i, g), **known))
         batch.append(score(rollouts, scores))
     return batch
+
+
+def data_parallel_groups() -> ProcessGroups:
+    """The groups of forked ranks that are all data parallel."""
+    everyone = group_of(dist.group.WORLD)
+    return ProcessGroups(world=everyone, dp=everyone)
 
 
 def make_trainer(

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.no_shortcuts import WithLogprobPass
-from tests.policy_batches import make_rollout, make_trainer, score
+from tests.policy_batches import data_parallel_groups, make_rollout, make_trainer, score
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.runtime.collectives import gather_objects
-from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
+from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 from tlt_megatron.types import (
     LossFunction,
     LossResult,
@@ -120,14 +119,6 @@ def run(
     return inference.metrics, trainer.update(inference), model.updates
 
 
-def run_on_ranks(world: int, section: AlgorithmSection) -> list:
-    def on_rank() -> tuple[dict, dict, list[list[MicroBatch]]]:
-        everyone = group_of(dist.group.WORLD)
-        return run(section, ProcessGroups(world=everyone, dp=everyone))
-
-    return run_ranks(world, on_rank)
-
-
 SECTIONS = [
     AlgorithmSection(num_minibatches=2, num_epochs=2),
     AlgorithmSection(advantage="rloo", aggregation="sequence_mean", kl_coef=0.1, tis_cap=2.0),
@@ -142,7 +133,7 @@ def test_metrics_and_updates_do_not_depend_on_the_number_of_ranks(
     section: AlgorithmSection,
 ) -> None:
     inferred, updated, calls = run(section)
-    for mine in run_on_ranks(3, section):
+    for mine in run_ranks(3, lambda: run(section, data_parallel_groups())):
         assert mine[0] == pytest.approx(inferred)
         assert mine[1] == pytest.approx(updated, rel=1e-5, abs=1e-6)
         assert len(mine[2]) == len(calls)
@@ -158,23 +149,6 @@ def test_metrics_do_not_depend_on_how_the_batch_is_cut(section: AlgorithmSection
         assert other == pytest.approx(updated, rel=1e-5, abs=1e-6)
 
 
-def test_ranks_share_every_sequence_out_once() -> None:
-    section = AlgorithmSection(num_minibatches=2)
-
-    def tokens(updates: list[list[MicroBatch]]) -> list[list[int]]:
-        return sorted(
-            batch.token_ids[start:end].tolist()
-            for update in updates
-            for batch in update
-            for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
-        )
-
-    whole = tokens(run(section)[2])
-    shares = [tokens(result[2]) for result in run_on_ranks(4, section)]
-    assert sorted(sequence for share in shares for sequence in share) == whole
-    assert len(whole) == 15
-
-
 @pytest.mark.parametrize(
     ("section", "nats"), [(WithLogprobPass(), 0.25), (AlgorithmSection(), 0.15)]
 )
@@ -184,8 +158,7 @@ def test_a_rank_knows_the_difference_of_every_response_of_its_share(
     """The fake differs by 0.25 in the log-prob pass, and by 0.15 in the pass of the update."""
 
     def on_rank() -> dict[tuple[int, int], float]:
-        everyone = group_of(dist.group.WORLD)
-        groups = ProcessGroups(world=everyone, dp=everyone)
+        groups = data_parallel_groups()
         trainer = make_trainer(FakeModel(groups), section, groups)
         trainer.update(trainer.infer_logprobs(trainer.plan(scored_batch())))
         return trainer.engine_differences

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.no_shortcuts import WithLogprobPass, WithoutSkipping
-from tests.policy_batches import make_trainer
+from tests.policy_batches import data_parallel_groups, make_trainer
 from tests.ranks import run_ranks
 from tests.unit.policy.test_policy_trainer import FakeModel, lengths_of, scored_batch
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.health import TrainingHealth, UnhealthyTrainingError
-from tlt_megatron.runtime.process_groups import ProcessGroups, group_of
+from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import (
     FinishReason,
     ScoredGroup,
@@ -62,8 +61,7 @@ def updated(model: FakeModel) -> list[list[int]]:
 
 def _train_on_ranks(section: AlgorithmSection) -> list[tuple[list[Tensor], list[list[int]], dict]]:
     def on_rank() -> tuple[list[Tensor], list[list[int]], dict[str, float]]:
-        everyone = group_of(dist.group.WORLD)
-        model, metrics = _train(section, groups=ProcessGroups(world=everyone, dp=everyone))
+        model, metrics = _train(section, groups=data_parallel_groups())
         return model.gradients, updated(model), metrics
 
     return run_ranks(2, on_rank)
