@@ -4,6 +4,7 @@ programs, die.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 
@@ -72,6 +73,7 @@ OTHERS = [f"score {i}" for i in range(40)]
             for function in ("act", "act_async")
             for verb, named in (
                 ("raise", "KeyError: 'the missing thing'"),
+                ("nan", "score=nan: must be a finite number"),
                 ("leave", "SystemExit: 3"),
                 ("die", "exit status 3"),
                 ("crash", "signal SIGSEGV"),
@@ -92,11 +94,7 @@ OTHERS = [f"score {i}" for i in range(40)]
     ],
 )
 def test_what_breaks_a_worker_costs_one_response(
-    make_pool: PoolMaker,
-    caplog: pytest.LogCaptureFixture,
-    function: str,
-    verb: str,
-    named: str,
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, function: str, verb: str, named: str
 ) -> None:
     found = outcomes(make_pool(function), OTHERS[0], verb, *OTHERS[1:])
     assert [outcome.score for outcome in found] == [0.0, 0.0, *range(1, 40)]
@@ -109,10 +107,7 @@ def test_what_breaks_a_worker_costs_one_response(
 
 @pytest.mark.parametrize(
     ("function", "verb"),
-    [
-        *(("act", verb) for verb in ("ignore_sigterm", "stop", "hang", "hang_in_c")),
-        ("act_async", "hang"),
-    ],
+    [*itertools.product(["act"], ["ignore_sigterm", "stop", "hang_in_c"]), ("act_async", "hang")],
 )
 def test_what_does_not_end_is_ended_at_the_timeout(
     make_pool: PoolMaker, function: str, verb: str

@@ -1,6 +1,6 @@
-"""A pool of reward workers: each response gets its own reward, and failures are raised.
+"""A pool of reward workers: each response gets its own reward, and a failure is raised.
 
-test_reward_isolation.py has those that count as zero.
+test_reward_isolation.py has all kinds of failures, which count as zero.
 """
 
 from __future__ import annotations
@@ -41,31 +41,17 @@ def test_async_function_scores_many_responses_at_once(make_pool: PoolMaker) -> N
     assert score(make_pool("act_async"), *["meet 40"] * 40) == [1.0] * 40
 
 
-LATE = r"timeout_s=1\.5|TimeoutError"
-
-
 @pytest.mark.parametrize(
-    "function,response,named",
+    "function,response,timeout_s,named",
     [
-        ("act", "hang_in_c", LATE),
-        ("act_async", "hang", LATE),
-        *(
-            (function, response, named)
-            for function in ("act", "act_async")
-            for response, named in (
-                ("raise", r"Traceback[\s\S]*puppet\.py[\s\S]*KeyError: 'the missing thing'"),
-                ("nan", "score=nan: must be a finite number"),
-                ("leave", "SystemExit: 3"),
-                ("die", "the worker process ended with exit status 3"),
-                ("crash", "the worker process ended with signal SIGSEGV"),
-            )
-        ),
+        ("act", "raise", 120.0, r"Traceback[\s\S]*puppet\.py[\s\S]*KeyError: 'the missing thing'"),
+        ("act_async", "hang", SHORT_S, r"timeout_s=1\.5|TimeoutError"),
     ],
 )
 def test_failures_are_raised_with_prompt_function_and_cause(
-    make_pool: PoolMaker, function: str, response: str, named: str
+    make_pool: PoolMaker, function: str, response: str, timeout_s: float, named: str
 ) -> None:
-    pool = make_pool(function, timeout_s=SHORT_S if named is LATE else 120.0, on_error="raise")
+    pool = make_pool(function, timeout_s=timeout_s, on_error="raise")
     with pytest.raises(RuntimeError, match=named) as caught:
         score(pool, "score 1", response)
     for text in (f"puppet.py:{function}'", "prompt_id='p1'", "(rollout 1)"):
