@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,22 +39,12 @@ from tlt_megatron.types import DraftSequence, Prompt, Rollout, RolloutGroup, Sam
 VERSION = 1
 MAX_PROMPT_TOKENS = 16
 STOP_TOKEN = 7
-GREEDY = SamplingParams(
-    num_samples=1, max_new_tokens=40, temperature=0.0, stop_token_ids=(STOP_TOKEN,), seed=5
-)
 SAMPLED = SamplingParams(
     num_samples=3, max_new_tokens=40, temperature=1.0, stop_token_ids=(STOP_TOKEN,), seed=5
 )
-CUT = SamplingParams(
-    num_samples=3,
-    max_new_tokens=40,
-    temperature=0.8,
-    top_p=0.9,
-    top_k=12,
-    stop_token_ids=(STOP_TOKEN,),
-    seed=8,
-)
-
+GREEDY = replace(SAMPLED, num_samples=1, temperature=0.0)
+CUT = replace(SAMPLED, temperature=0.8, top_p=0.9, top_k=12, seed=8)
+PARAMS = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT}
 
 Weights = Sequence[tuple[str, Tensor]]
 
@@ -87,7 +77,7 @@ def make_prompts(count: int = 6, seed: int = 0) -> list[Prompt]:
     ]
 
 
-def rollout_section(*, routing_replay: bool = False) -> RolloutSection:
+def rollout_section(*, routing_replay: bool) -> RolloutSection:
     """Room for 8 responses at once, so that requests wait and batches change."""
     return RolloutSection(
         max_batch_size=8, max_new_tokens=40, num_samples=3, routing_replay=routing_replay
@@ -99,33 +89,31 @@ def start_sglang(
     *,
     drafter: Path | None = None,
     strategies: Sequence[str] = (),
+    selector: str = "fixed",
     routing_replay: bool = False,
-    **settings: object,
+    engine_args: Mapping[str, object] | None = None,
+    request_timeout_s: float = 300.0,
+    rank: int | None = None,
 ) -> SglangEngine:
-    """An engine that holds the weights at `policy` as VERSION. `settings`: selector, ranking,
-    engine_args, rank, request_timeout_s."""
-    engine_args = dict(settings.pop("engine_args", {}))
-    section = SglangSection(
-        engine_args=engine_args,
-        request_timeout_s=settings.pop("request_timeout_s", 300.0),
-    )
-    # Ports follow from the rank: not those of another test run that begins at the same moment, nor
-    # of ranks 0 and 1.
-    rank = settings.pop("rank", 32 + os.getpid() % 32)
+    """An engine that holds the weights at `policy` as VERSION.
+
+    Ports follow from `rank`. The default ones are not those of another test run that begins at the
+    same moment, nor of ranks 0 and 1.
+    """
     speculation = None
     if strategies:
         speculation = SpeculationSection(
             enabled=True,
             drafter=str(drafter or "none"),
             strategies=list(strategies),
-            **({"selector": "fixed"} | settings),
+            selector=selector,
         )
     engine = SglangEngine(
         str(policy),
         rollout_section(routing_replay=routing_replay),
-        section,
+        SglangSection(engine_args=dict(engine_args or {}), request_timeout_s=request_timeout_s),
         select_device("cpu"),
-        rank=rank,
+        rank=32 + os.getpid() % 32 if rank is None else rank,
         max_prompt_tokens=MAX_PROMPT_TOKENS,
         speculation=speculation,
     )

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.sglang.rollouts import (
-    CUT,
-    GREEDY,
+    PARAMS,
     SAMPLED,
     answers,
     check_accept_lengths,
@@ -43,7 +42,7 @@ def first_weights(engine: SglangEngine, policy_folder: Path, drafter: Path) -> N
     load_draft(engine, tensors_of(drafter))
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, CUT], ids=["greedy", "sampled", "cut"])
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_a_tree_changes_no_token_and_no_logprob(
     engine: SglangEngine, policy_folder: Path, params: object
 ) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.sglang.rollouts import (
-    CUT,
-    GREEDY,
+    PARAMS,
     SAMPLED,
     answers,
     check_same,
@@ -46,7 +45,7 @@ def engine(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     engine.close()
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, CUT], ids=["greedy", "sampled", "cut"])
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_tokens_logprobs_and_routes_are_those_of_the_embedded_engine(
     engine: SglangEngine, mixture: Path, params
 ) -> None:

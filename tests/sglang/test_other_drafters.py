@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.sglang.rollouts import (
-    CUT,
-    GREEDY,
+    PARAMS,
     SAMPLED,
     answers,
     load_draft,
@@ -24,13 +23,11 @@ from tests.sglang.rollouts import (
 from tlt_megatron.drafter.eagle_folder import load_draft_config
 from tools.export_drafter import export_drafter, load_target
 
-ALL = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT}
-
 
 @pytest.fixture(scope="module")
 def plain(policy_folder: Path) -> dict[str, list[list[int]]]:
     engine = start_embedded(policy_folder)
-    return {name: token_lists(answers(engine, params)) for name, params in ALL.items()}
+    return {name: token_lists(answers(engine, params)) for name, params in PARAMS.items()}
 
 
 def test_eagle3_changes_no_token(policy_folder: Path, tmp_path: Path, plain: dict) -> None:
@@ -38,7 +35,7 @@ def test_eagle3_changes_no_token(policy_folder: Path, tmp_path: Path, plain: dic
     with closing(start_sglang(policy_folder, drafter=drafter, strategies=["3_2_6"])) as engine:
         own = tensors_of(save_random_drafter(policy_folder, tmp_path / "b", "eagle3", seed=1))
         load_draft(engine, own)
-        for name, params in ALL.items():
+        for name, params in PARAMS.items():
             found = answers(engine, params)
             assert token_lists(found) == plain[name]
             assert mean_accept_length(found) > 1.0
@@ -61,7 +58,7 @@ def test_an_exported_drafter_of_few_ids_loads_and_accepts_as_much(
     )
     with closing(start_sglang(policy_folder, drafter=few, strategies=["4_1_4"])) as engine:
         for name in ("greedy", "sampled"):  # the embedded engine cuts its drafts too
-            found, expected = answers(engine, ALL[name]), answers(twin, ALL[name])
+            found, expected = answers(engine, PARAMS[name]), answers(twin, PARAMS[name])
             assert token_lists(found) == token_lists(expected) == plain[name]
             pairs = zip(found, expected, strict=True)
             num_same = sum(ours.accept_lengths == theirs.accept_lengths for ours, theirs in pairs)
@@ -71,7 +68,7 @@ def test_an_exported_drafter_of_few_ids_loads_and_accepts_as_much(
 
 def test_ngram_drafts_change_no_token(policy_folder: Path, plain: dict) -> None:
     with closing(start_sglang(policy_folder, strategies=["ngram_6"])) as engine:
-        for name, params in ALL.items():
+        for name, params in PARAMS.items():
             assert token_lists(answers(engine, params)) == plain[name]
         again = answers(engine, SAMPLED)  # its own responses are in the cache now
         assert token_lists(again) == plain["sampled"]

@@ -13,8 +13,8 @@ import pytest
 
 from tests.continuation import check_continued
 from tests.sglang.rollouts import (
-    CUT,
     GREEDY,
+    PARAMS,
     SAMPLED,
     VERSION,
     answers,
@@ -32,8 +32,6 @@ from tlt_megatron.engines.sglang.connection import TARGET
 from tlt_megatron.engines.sglang.sglang_engine import MEMORY_TAGS, SglangEngine
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
-
-PARAMS = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT}
 
 
 @pytest.fixture(scope="module")

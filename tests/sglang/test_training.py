@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -73,19 +72,14 @@ def short(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def embedded(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that the others are to repeat."""
     run_dir = tmp_path_factory.mktemp("embedded")
-    finish(run(config, run_dir))
+    run(config, run_dir)
     return run_dir
 
 
-def run(
-    config: Path, run_dir: Path, *arguments: str, num_ranks: int = 2
-) -> subprocess.CompletedProcess:
-    """The run of SETTINGS."""
+def run(config: Path, run_dir: Path, *arguments: str, num_ranks: int = 2) -> None:
+    """The run of SETTINGS, to its end."""
     words = ("--config", config, f"run.dir={run_dir}", *SETTINGS, *arguments)
-    return launch(num_ranks, *words, timeout_s=900, PYTHONPATH=f"{REPO}:{STAND_INS}")
-
-
-def finish(done: subprocess.CompletedProcess) -> None:
+    done = launch(num_ranks, *words, timeout_s=900, PYTHONPATH=f"{REPO}:{STAND_INS}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
 
 
@@ -108,7 +102,7 @@ def check_same(run_dir: Path, embedded: Path) -> list[dict]:
 def test_a_run_with_a_drafter_in_training_is_the_embedded_engines_plain_run(
     config: Path, embedded: Path, tmp_path: Path
 ) -> None:
-    finish(run(config, tmp_path, patient_engine(tmp_path, "sglang"), *DRAFTING))
+    run(config, tmp_path, patient_engine(tmp_path, "sglang"), *DRAFTING)
     rows = check_same(tmp_path, embedded)
     assert all(row["rollout/spec_accept_length"] >= 1.0 for row in rows)
     assert rows[-1]["drafter/num_updates"] == sum(row["spot/updates"] for row in rows) > 0
@@ -117,7 +111,7 @@ def test_a_run_with_a_drafter_in_training_is_the_embedded_engines_plain_run(
 def test_one_engine_over_two_ranks_gives_the_same_run(
     config: Path, embedded: Path, tmp_path: Path
 ) -> None:
-    finish(run(config, tmp_path, *SGLANG, 'sglang.engine_args={"tp_size": 2}'))
+    run(config, tmp_path, *SGLANG, 'sglang.engine_args={"tp_size": 2}')
     check_same(tmp_path, embedded)
 
 
@@ -130,12 +124,11 @@ def test_responses_in_parts_are_those_of_the_embedded_engine(
     settings = PARTIAL if name == "partial" else (*TURNS, environment)
     engines = {"embedded": (), "sglang": SGLANG}
 
-    def run_with(name: str) -> subprocess.CompletedProcess:
-        return run(short, tmp_path / name, *settings, *engines[name], num_ranks=1)
+    def run_with(name: str) -> None:
+        run(short, tmp_path / name, *settings, *engines[name], num_ranks=1)
 
     with ThreadPoolExecutor() as pool:
-        for done in pool.map(run_with, engines):
-            finish(done)
+        list(pool.map(run_with, engines))  # raises what a run has raised
     check_same(tmp_path / "sglang", tmp_path / "embedded")
     found = rollouts(tmp_path / "sglang")
     if name == "partial":
