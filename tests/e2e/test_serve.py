@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.fake_hub import FakeHub, serve
+from tests.ranks import free_port
 from tests.tiny_task import REPO, python, run
 from tlt_megatron import Engine
 from tlt_megatron.trainer.model_card import base_model
@@ -37,9 +37,7 @@ def finished(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(finished: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = [sys.executable, *TLT, "serve", finished, "--port", str(port), "--max-tokens", "48"]
     with subprocess.Popen(words, cwd=REPO, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None

@@ -11,22 +11,29 @@ from tlt_megatron.rewards.workers import RewardPool
 
 @pytest.fixture
 def make_pool(tmp_path: Path) -> Iterator[PoolMaker]:
-    """Pools over PUPPET: quick to fail, closed after the test."""
-    (tmp_path / "puppet.py").write_text(PUPPET + EXPECTED)
+    """Pools over the functions of `code`: quick to fail, closed after the test."""
     pools: list[RewardPool] = []
 
     def make(
         function: str = "act",
         *,
+        code: str = PUPPET + EXPECTED,
         num_workers: int = 1,
         timeout_s: float = 120.0,
         on_error: str = "zero",
+        environment: str = "",
     ) -> RewardPool:
-        spec = f"{tmp_path / 'puppet.py'}:{function}"
-        pools.append(
-            RewardPool(spec, num_workers=num_workers, timeout_s=timeout_s, on_error=on_error)
+        path = tmp_path / "puppet.py"
+        path.write_text(code)
+        pool = RewardPool(
+            f"{path}:{function}",
+            num_workers=num_workers,
+            timeout_s=timeout_s,
+            on_error=on_error,
+            environment=environment and f"{path}:{environment}",
         )
-        return pools[-1]
+        pools.append(pool)
+        return pool
 
     yield make
     for pool in pools:

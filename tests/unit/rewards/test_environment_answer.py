@@ -5,12 +5,11 @@ that fail.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 
+from tests.reward_puppet import PoolMaker, score
 from tlt_megatron.rewards.environment_answer import read_answer
-from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.types import Prompt
 
 ENVIRONMENT = """
@@ -55,38 +54,16 @@ def conversation(turn: str, state: int = 0) -> list[dict[str, object]]:
     return [first, {"role": "assistant", "content": turn}]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "environment.py").write_text(ENVIRONMENT)
-    return tmp_path
-
-
-def make_pool(
-    folder: Path, function: str, *, timeout_s: float = 120.0, on_error: str = "zero"
-) -> RewardPool:
-    path = folder / "environment.py"
-    return RewardPool(
-        f"{path}:score",
-        num_workers=1,
-        timeout_s=timeout_s,
-        on_error=on_error,
-        environment=f"{path}:{function}",
-    )
-
-
 @pytest.mark.parametrize("function", ["answer", "answer_async"])
 def test_answers_and_failures(
-    folder: Path, function: str, caplog: pytest.LogCaptureFixture
+    make_pool: PoolMaker, function: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     turns = ["go on", "raise", "number", "half a pair", "long", "die", "end"]
-    with (
-        caplog.at_level(logging.WARNING, logger="tlt_megatron.rewards.workers"),
-        make_pool(folder, function) as pool,
-    ):
+    pool = make_pool("score", code=ENVIRONMENT, environment=function)
+    with caplog.at_level(logging.WARNING, logger="tlt_megatron.rewards.workers"):
         asked = [pool.answer(PROMPT, 3, 2, conversation(turn, state=5)) for turn in turns]
         outcomes = {turn: future.result() for turn, future in zip(turns, asked, strict=True)}
-        pool.submit("whole", PROMPT, "a response")  # the workers still score
-        assert pool.collect()["whole"].score == 0.5
+        assert score(pool, "a response") == [0.5]  # the workers still score
     for turn, is_done in (("go on", False), ("end", True)):
         answer = outcomes[turn].answer
         assert answer is not None
@@ -109,20 +86,19 @@ def test_answers_and_failures(
     assert warning.startswith("rollout.environment=")
 
 
-def test_an_environment_that_hangs_is_ended(folder: Path) -> None:
-    with make_pool(folder, "answer", timeout_s=0.2) as pool:
-        outcome = pool.answer(PROMPT, 0, 1, conversation("hang")).result()
-        assert (outcome.failure, outcome.answer) == ("timeout", None)
-        assert outcome.detail == "no answer within timeout_s=0.2"
-        pool.submit("whole", PROMPT, "a response")
-        assert pool.collect()["whole"].score == 0.5
+def test_an_environment_that_hangs_is_ended(make_pool: PoolMaker) -> None:
+    pool = make_pool("score", code=ENVIRONMENT, environment="answer", timeout_s=0.2)
+    outcome = pool.answer(PROMPT, 0, 1, conversation("hang")).result()
+    assert (outcome.failure, outcome.answer) == ("timeout", None)
+    assert outcome.detail == "no answer within timeout_s=0.2"
+    assert score(pool, "a response") == [0.5]
 
 
-def test_a_failure_ends_the_run_if_it_is_told_to(folder: Path) -> None:
-    with make_pool(folder, "answer", on_error="raise") as pool:
-        future = pool.answer(PROMPT, 0, 1, conversation("raise"))
-        with pytest.raises(RuntimeError, match=r"prompt_id='p7' \(turn 1 of rollout \(4, 0\)\)"):
-            future.result()
+def test_a_failure_ends_the_run_if_it_is_told_to(make_pool: PoolMaker) -> None:
+    pool = make_pool("score", code=ENVIRONMENT, environment="answer", on_error="raise")
+    future = pool.answer(PROMPT, 0, 1, conversation("raise"))
+    with pytest.raises(RuntimeError, match=r"prompt_id='p7' \(turn 1 of rollout \(4, 0\)\)"):
+        future.result()
 
 
 @pytest.mark.parametrize(
