@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.mcore_policy import Layout, build_policy, export, train
 from tests.ranks import run_ranks
+from tests.sealed_checkpoint import seal
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.cli import main
 from tlt_megatron.mcore.checkpoint_reader import load_state
 from tlt_megatron.models.hf_io import HfReader
-from tlt_megatron.trainer.manifest import Manifest, hash_file, list_files, write_manifest
 from tools.convert_checkpoint import (
     find_model,
     find_policy,
@@ -70,7 +70,7 @@ def test_a_trained_checkpoint_of_any_layout_becomes_its_model(
         return trained["weights"]
 
     weights = run_ranks(layout.world, save)[0]
-    seal(run_dir / "checkpoints" / "iter_0000001")
+    seal(run_dir / "checkpoints" / "iter_0000001", step=1)
     (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
     (run_dir / "config.yaml").write_text(f"model:\n  path: {source}\n")
     policy = find_policy(run_dir)
@@ -246,12 +246,6 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"hf: model\.norm\.weight: not finite"):
         hf_to_megatron(source, tmp_path / "megatron")
     assert not (tmp_path / "megatron").exists()
-
-
-def seal(folder: Path) -> None:
-    """The manifest that a run writes."""
-    files = {name: hash_file(folder / name) for name in list_files(folder)}
-    write_manifest(folder, Manifest(step=1, order=1, files=files))
 
 
 def test_a_conversion_that_is_cut_short_leaves_no_model(tmp_path: Path) -> None:

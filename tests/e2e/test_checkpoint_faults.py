@@ -14,17 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.sealed_checkpoint import seal
 from tests.tiny_task import metric_rows, python, run, run_ending
 from tests.unit.mcore.test_checkpoint_reader import Call
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors
-from tlt_megatron.trainer.manifest import (
-    Manifest,
-    hash_file,
-    list_files,
-    read_manifest,
-    write_manifest,
-)
+from tlt_megatron.trainer.manifest import read_manifest
 
 pytestmark = pytest.mark.e2e
 
@@ -103,22 +98,16 @@ def test_a_run_goes_on_from_an_older_checkpoint_by_name(copy: Path, config: Path
 # ---- crafted files
 
 
-def seal(folder: Path, order: int) -> None:
-    """What anybody can do who can write to the folder."""
-    files = {name: hash_file(folder / name) for name in list_files(folder)}
-    write_manifest(folder, Manifest(step=3, order=order, files=files))
-
-
 def test_a_crafted_index_runs_no_code_on_resume(copy: Path, config: Path, tmp_path: Path) -> None:
     trace, newest = tmp_path / "trace", copy / "checkpoints" / NEWEST
     (newest / "policy" / ".metadata").write_bytes(pickle.dumps(Call(os.mkdir, str(trace))))
-    seal(newest, order=3)
+    seal(newest, step=3)
     stderr = run_ending(2, 1, config, copy, *RESUME, "run.num_steps=4")
     assert not trace.exists()
     assert ".metadata is not loaded: posix.mkdir is not a class of" in stderr
     common = newest / "policy" / "common.pt"
     torch.save({"identity": Call(os.mkdir, str(trace))}, common)
-    seal(newest, order=3)
+    seal(newest, step=3)
     stderr = run_ending(2, 1, config, copy, *RESUME, "run.num_steps=4")
     assert not trace.exists()
     assert "common.pt is not loaded" in stderr

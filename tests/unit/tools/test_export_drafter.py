@@ -13,19 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.sealed_checkpoint import seal
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model
 from tests.unit.trainer.test_run_checkpoint import flip_bit
 from tlt_megatron.drafter.eagle_folder import load_drafter, save_drafter
 from tlt_megatron.models.config import RopeConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.speculation.token_counts import TokenCounts
-from tlt_megatron.trainer.manifest import (
-    Manifest,
-    engine_file,
-    hash_file,
-    list_files,
-    write_manifest,
-)
+from tlt_megatron.trainer.manifest import engine_file
 from tools.export_drafter import (
     Target,
     export_drafter,
@@ -142,12 +137,6 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="belongs to another target"):
         export_drafter(save(tmp_path / "d", model), tmp_path / "out", "sglang", other)
     assert [path.name for path in tmp_path.iterdir()] == ["d"]  # nothing half done
-
-
-def seal(folder: Path, *, step: int) -> None:
-    """The manifest that a run writes."""
-    files = {name: hash_file(folder / name) for name in list_files(folder)}
-    write_manifest(folder, Manifest(step=step, order=step, files=files))
 
 
 @pytest.mark.parametrize("format", ["sglang", "vllm"])

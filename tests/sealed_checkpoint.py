@@ -1,0 +1,13 @@
+"""A folder of files as a checkpoint of a run: whoever can write to the folder can seal it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tlt_megatron.trainer.manifest import Manifest, hash_file, list_files, write_manifest
+
+
+def seal(folder: Path, *, step: int) -> None:
+    """Write the manifest that a run writes for the checkpoint of `step`, its `step`-th one."""
+    files = {name: hash_file(folder / name) for name in list_files(folder)}
+    write_manifest(folder, Manifest(step=step, order=step, files=files))
