@@ -55,21 +55,32 @@ EP2_CP2 = Layout(world=2, context=2, expert=2)
     ],
     ids=str,
 )
-def test_a_trained_checkpoint_of_any_layout_becomes_its_model(
+def test_any_layout_reads_a_converted_model_and_its_checkpoint_becomes_a_model(
     tmp_path: Path, kind: str, layout: Layout, changes: dict[str, Any]
 ) -> None:
     """bfloat16, which is found out from the checkpoint."""
-    source = make_tiny_hf(tmp_path / "hf", kind, **{"num_layers": 2} | changes)
+    sizes = {"num_layers": 2} | changes
+    source = make_tiny_hf(tmp_path / "hf", kind, **sizes)
+    other = make_tiny_hf(tmp_path / "other", kind, seed=1, **sizes)
+    hf_to_megatron(source, tmp_path / "megatron", dtype="bfloat16")
     run_dir = tmp_path / "run"
 
-    def save() -> dict[str, torch.Tensor]:
-        policy, groups = build_policy(source, layout, dtype="bfloat16")
+    def run() -> dict[str, torch.Tensor]:
+        policy, groups = build_policy(other, layout, dtype="bfloat16")
+        for chunk in policy._stage:
+            state = chunk.sharded_state_dict()
+            wanted = {name: part for name, part in state.items() if "_extra_state" not in name}
+            loaded = load_state({"model": wanted}, tmp_path / "megatron")["model"]
+            chunk.load_state_dict(loaded, strict=False)
+        exported = export(policy)
+        for name, tensor in HfReader(source).items():
+            assert torch.equal(exported[name], tensor.to(exported[name].dtype)), name
         shares = [5, *[0] * (groups.dp.size - 1)]
         trained = train(policy, groups, (1,), shares)
         policy.save(run_dir / "checkpoints" / "iter_0000001" / "policy")
         return trained["weights"]
 
-    weights = run_ranks(layout.world, save)[0]
+    weights = run_ranks(layout.world, run)[0]
     seal(run_dir / "checkpoints" / "iter_0000001", step=1)
     (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
     (run_dir / "config.yaml").write_text(f"model:\n  path: {source}\n")
@@ -83,41 +94,6 @@ def test_a_trained_checkpoint_of_any_layout_becomes_its_model(
     for name, tensor in back.items():
         assert tensor.dtype == (torch.float32 if name.endswith("_bias") else torch.bfloat16)
         assert torch.equal(tensor, weights[name]), name
-
-
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        ("qwen3", TP2),
-        ("qwen2", PP2),
-        ("llama", TP2_PP2),
-        ("mistral", CP2),
-        ("qwen3_moe", PP2),
-        ("qwen3_moe", CP2),
-        ("qwen3_moe", EP2),
-        ("glm4_moe", EP2_TP2),
-        ("qwen3_moe", EP2_PP2),
-    ],
-    ids=str,
-)
-def test_megatron_finds_every_weight_of_a_converted_model(
-    tmp_path: Path, kind: str, layout: Layout
-) -> None:
-    source = make_tiny_hf(tmp_path / "hf", kind, num_layers=2)
-    other = make_tiny_hf(tmp_path / "other", kind, num_layers=2, seed=1)
-    hf_to_megatron(source, tmp_path / "megatron", dtype="bfloat16")
-
-    def load() -> dict[str, torch.Tensor]:
-        policy, _ = build_policy(other, layout, dtype="bfloat16")
-        state = policy._stage[0].sharded_state_dict()
-        wanted = {name: part for name, part in state.items() if "_extra_state" not in name}
-        loaded = load_state({"model": wanted}, tmp_path / "megatron")["model"]
-        policy._stage[0].load_state_dict(loaded, strict=False)
-        return export(policy)
-
-    for weights in run_ranks(layout.world, load):
-        for name, tensor in HfReader(source).items():
-            assert torch.equal(weights[name], tensor.to(weights[name].dtype)), name
 
 
 def test_what_megatron_saves_itself_becomes_a_model(tmp_path: Path) -> None:
