@@ -4,10 +4,12 @@ pool.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
 from collections.abc import Callable, Hashable
-from pathlib import Path
+
+import psutil
 
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool
@@ -171,16 +173,9 @@ def scores(pool: RewardPool) -> dict[Hashable, float]:
 
 def is_running(pid: int) -> bool:
     """Whether a process lives; one that waits for its parent to take note of its end does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
-def children_of(pid: int) -> set[int]:
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    return {int(child) for file in children for child in file.read_text().split()}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
 
 
 def wait_gone(pid: int) -> None:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.processes import start
-from tests.tiny_task import make_tiny_task
+from tests.tiny_task import make_tiny_task, write_environment
 from tlt_megatron.trainer.manifest import POINTER
 
 NUM_STEPS = 4
 _LIMIT_S = 300.0
-ENVIRONMENT = '''"""A third of the turns end the conversation."""
-
-
-def answer(messages, data_source, ground_truth, extra_info):
-    turn = messages[-1]["content"]
-    return [{"role": "tool", "content": "12+"}], len(turn) % 3 == 2
-'''
 _BASE = (
     f"run.num_steps={NUM_STEPS} checkpoint.interval=1 logging.trackers=[]"
     " rollout.num_samples=2 rollout.num_prompts=2 rollout.max_new_tokens=12"
@@ -85,9 +77,7 @@ class Lab:
 
     def __init__(self, root: Path) -> None:
         config = make_tiny_task(root / "task")
-        (root / "task" / "environment.py").write_text(ENVIRONMENT)
-        stops = root / "task" / "model" / "generation_config.json"
-        stops.write_text(json.dumps({"eos_token_id": [1, 2, 16, 18, 23]}))
+        write_environment(root / "task")
         self.variants = {
             name: Variant(name=name, config=config, straight=root / "straight" / name)
             for name in VARIANTS

@@ -8,9 +8,9 @@ import signal
 import time
 
 from tests.faults.case import Case
-from tests.faults.lab import ENVIRONMENT, NUM_STEPS
+from tests.faults.lab import NUM_STEPS
 from tests.faults.processes import Job, descendants, kill_all
-from tests.tiny_task import REWARD, answers
+from tests.tiny_task import ENVIRONMENT, REWARD, answers
 
 _MISBEHAVIOUR = """
 

@@ -4,31 +4,32 @@ trainer.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.reward_puppet import EXPECTED, PUPPET, PoolMaker, children_of, prompt, score, wait_gone
+from tests.reward_puppet import EXPECTED, PUPPET, PoolMaker, prompt, score, wait_gone
 
 REPOSITORY = Path(__file__).parents[3]
 
 
 def test_signals_to_stop_do_not_end_workers(make_pool: PoolMaker) -> None:
     """Neither while they start nor later."""
-    others, workers = children_of(os.getpid()), set()
+    others, workers = psutil.Process().children(), []
     pool = make_pool(on_error="raise", num_workers=2)
     while len(workers) < 2:
-        workers = children_of(os.getpid()) - others
+        workers = [child for child in psutil.Process().children() if child not in others]
     for _ in range(2):
-        for pid in workers:
+        for worker in workers:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-                os.kill(pid, number)
-        assert {int(pid) for pid in score(pool, *["pid"] * 50)} <= workers
+                worker.send_signal(number)
+        pids = {worker.pid for worker in workers}
+        assert {int(pid) for pid in score(pool, *["pid"] * 50)} <= pids
 
 
 def test_programs_of_a_reward_function_hear_the_signals_that_the_trainer_blocks(
