@@ -63,8 +63,8 @@ def run_ranks(
 
     `function` may be a closure (unless `method` is "spawn", it is forked, not pickled); results
     must pickle. Raises AssertionError with the traceback of the first rank that fails, or naming
-    the ranks that do not end in time. The ranks `killed` must die by their own hand without a
-    result, None here; the others then do not wait for one another at the end.
+    the ranks that do not end in time. The ranks in `killed` must kill themselves; their result is
+    None, and the others then do not wait for one another at the end.
     """
     context = multiprocessing.get_context(method)
     port = free_port()

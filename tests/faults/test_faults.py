@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from tests.faults.catalogue import FAULTS, draw
 from tests.faults.lab import Lab, Variant
 from tests.faults.probe import Moment
 from tests.faults.processes import Job
+from tests.ranks import run_ranks
 from tests.tiny_task import REPO
 
 NUM_SCHEDULES = 40
@@ -64,15 +64,12 @@ def judged(folder: Path, program: str, run: Callable[[Case, Job], None]) -> Verd
             process = subprocess.Popen(["sh", "-c", program], stdout=terminal, stderr=terminal)
         run(case, Job(folder=folder, launchers=[process.pid]))
 
-    pid = os.fork()
-    if not pid:
+    def on_rank() -> Verdict:
         lab = Lab.__new__(Lab)
         lab.variants = {"plain": Variant(name="plain", config=folder, straight=folder)}
-        verdict = judge(play, Case("self-test", 0, lab, folder))
-        (folder / "verdict.json").write_text(json.dumps(dataclasses.asdict(verdict)))
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return Verdict(**json.loads((folder / "verdict.json").read_text()))
+        return judge(play, Case("self-test", 0, lab, folder))
+
+    return run_ranks(1, on_rank, has_world=False)[0]
 
 
 LOG = "12:00:00 rank 1 WARNING tlt_megatron.x: something"  # the rank that writes it is no proof

@@ -170,9 +170,8 @@ def test_a_round_in_which_all_scoring_failed_keeps_no_group() -> None:
 
 
 def test_soft_overlong_punishment_by_hand() -> None:
-    """DAPO eq.
-
-    13 with L_max 20 and L_cache 4: 0 up to 16 tokens, then -1/4 for each token, times the penalty.
+    """Equation 13 of DAPO with L_max 20 and L_cache 4: 0 up to 16 tokens, then -1/4 for each token,
+    times the penalty.
     """
     rules = BatchRules(num_prompts=1, max_new_tokens=20, overlong_tokens=4, overlong_penalty=2.0)
     punished = rules.punish_overlong(group(0, 1, 1, 1, 0, lengths=(5, 16, 17, 20)))
