@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reward_puppet import EXPECTED, PUPPET, PoolMaker
+from tests.reward_puppet import PUPPET, PoolMaker
 from tlt_megatron.rewards.workers import RewardPool
 
 
@@ -17,7 +17,7 @@ def make_pool(tmp_path: Path) -> Iterator[PoolMaker]:
     def make(
         function: str = "act",
         *,
-        code: str = PUPPET + EXPECTED,
+        code: str = PUPPET,
         num_workers: int = 1,
         timeout_s: float = 120.0,
         on_error: str = "zero",

@@ -13,7 +13,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.reward_puppet import EXPECTED, PUPPET, PoolMaker, prompt, score, wait_gone
+from tests.reward_puppet import (
+    CHILD,
+    HANG,
+    HANG_IN_C,
+    PID,
+    PUPPET,
+    PoolMaker,
+    prompt,
+    score,
+    wait_gone,
+)
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -29,7 +39,7 @@ def test_signals_to_stop_do_not_end_workers(make_pool: PoolMaker) -> None:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 worker.send_signal(number)
         pids = {worker.pid for worker in workers}
-        assert {int(pid) for pid in score(pool, *["pid"] * 50)} <= pids
+        assert {int(pid) for pid in score(pool, *[PID] * 50)} <= pids
 
 
 def test_programs_of_a_reward_function_hear_the_signals_that_the_trainer_blocks(
@@ -39,21 +49,22 @@ def test_programs_of_a_reward_function_hear_the_signals_that_the_trainer_blocks(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         pool = make_pool(on_error="raise")
-        assert score(pool, *[f"signal_child {number:d}" for number in numbers]) == [
-            -number for number in numbers
-        ]
+        start = "child = subprocess.Popen(['sleep', '1000'])"
+        deed = start + "; child.send_signal({:d}); reward = child.wait()"
+        found = score(pool, *[deed.format(number) for number in numbers])
+        assert found == [-number for number in numbers]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@pytest.mark.parametrize("last", [None, "hang", "hang_in_c"])
+@pytest.mark.parametrize("last", [None, HANG, HANG_IN_C])
 def test_close_leaves_no_process(make_pool: PoolMaker, tmp_path: Path, last: str | None) -> None:
     pool = make_pool(num_workers=2)
     pool.wait_ready()
-    pids = {int(pid) for pid in score(pool, *["pid"] * 20, "child")}
+    pids = {int(pid) for pid in score(pool, *[PID] * 20, CHILD)}
     if last:
         for mark in (tmp_path / "a", tmp_path / "b"):
-            pool.submit(mark, prompt(), f"{last} {mark}")
+            pool.submit(mark, prompt(), f"open({str(mark)!r}, 'w').close()\n{last}")
             while not mark.exists():
                 time.sleep(0.01)
     pool.close()
@@ -61,27 +72,27 @@ def test_close_leaves_no_process(make_pool: PoolMaker, tmp_path: Path, last: str
     for pid in pids:
         wait_gone(pid)
     with pytest.raises(RuntimeError, match="closed"):
-        pool.submit("later", prompt(), "score 1")
+        pool.submit("later", prompt(), "reward = 1")
     with pytest.raises(RuntimeError, match="closed"):
         pool.collect()
 
 
-@pytest.mark.parametrize("verb", ["score 1", "hang", "hang_in_c"])
+@pytest.mark.parametrize("last", ["reward = 1", HANG, HANG_IN_C])
 def test_workers_and_their_programs_end_with_a_trainer_that_is_killed(
-    tmp_path: Path, verb: str
+    tmp_path: Path, last: str
 ) -> None:
-    (tmp_path / "puppet.py").write_text(PUPPET + EXPECTED)
+    (tmp_path / "puppet.py").write_text(PUPPET)
     program = (
         "import time\n"
         "from tlt_megatron.rewards.workers import RewardPool\n"
         "from tlt_megatron.types import Prompt\n"
         "pool = RewardPool('puppet.py:act', num_workers=1, timeout_s=2, on_error='zero')\n"
         "row = Prompt(prompt_id='p', draw_index=0, token_ids=(1,))\n"
-        "for response in ('pid', 'child'):\n"
+        f"for response in {(PID, CHILD)}:\n"
         "    pool.submit(response, row, response)\n"
         "rewards = pool.collect()\n"
-        f"pool.submit('last', row, {verb!r})\n"
-        "print(int(rewards['pid'].score), int(rewards['child'].score), flush=True)\n"
+        f"pool.submit('last', row, {last!r})\n"
+        "print(*(int(outcome.score) for outcome in rewards.values()), flush=True)\n"
         "time.sleep(1000)\n"
     )
     trainer = subprocess.Popen(
@@ -98,5 +109,5 @@ def test_workers_and_their_programs_end_with_a_trainer_that_is_killed(
     trainer.stdout.close()
     # A function that holds the interpreter's lock lets nothing end its programs
     # (docs/reliability.md).
-    for pid in pids if verb != "hang_in_c" else pids[:1]:
+    for pid in pids if last != HANG_IN_C else pids[:1]:
         wait_gone(pid)

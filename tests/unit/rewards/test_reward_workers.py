@@ -11,7 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.reward_puppet import EXTRA, SHORT_S, PoolMaker, prompt, score, scores
+from tests.reward_puppet import (
+    EXTRA,
+    HANG,
+    HANG_IN_C,
+    RAISE,
+    SEEN,
+    SHORT_S,
+    PoolMaker,
+    prompt,
+    score,
+    scores,
+)
 from tlt_megatron.rewards.workers import RewardPool
 
 
@@ -25,7 +36,7 @@ def test_each_key_gets_its_own_reward(
     numbers = random.Random(0).sample(range(1000), 200)
     for batch in (0, 1):  # keys may come again in the next batch
         for number in numbers:
-            pool.submit((number, batch), prompt(), f"score {number}")
+            pool.submit((number, batch), prompt(), f"reward = {number}")
         assert scores(pool) == {(number, batch): float(number) for number in numbers}
     assert scores(pool) == {}
 
@@ -33,18 +44,18 @@ def test_each_key_gets_its_own_reward(
 def test_function_gets_the_whole_row_as_json_carries_it(make_pool: PoolMaker) -> None:
     pool = make_pool()
     row = prompt(data_source="source", ground_truth="truth", extra_info=EXTRA)
-    pool.submit(0, row, "row")
+    pool.submit(0, row, f"reward = float(row == ('source', 'truth', {SEEN!r}))")
     assert scores(pool) == {0: 1.0}
 
 
 def test_async_function_scores_many_responses_at_once(make_pool: PoolMaker) -> None:
-    assert score(make_pool("act_async"), *["meet 40"] * 40) == [1.0] * 40
+    assert score(make_pool("meet"), *["40"] * 40) == [1.0] * 40
 
 
 @pytest.mark.parametrize(
     "function,response,timeout_s,named",
     [
-        ("act", "raise", 120.0, r"Traceback[\s\S]*puppet\.py[\s\S]*KeyError: 'the missing thing'"),
+        ("act", RAISE, 120.0, r"Traceback[\s\S]*puppet\.py[\s\S]*KeyError: 'the missing thing'"),
         ("act_async", "hang", SHORT_S, r"timeout_s=1\.5|TimeoutError"),
     ],
 )
@@ -53,7 +64,7 @@ def test_failures_are_raised_with_prompt_function_and_cause(
 ) -> None:
     pool = make_pool(function, timeout_s=timeout_s, on_error="raise")
     with pytest.raises(RuntimeError, match=named) as caught:
-        score(pool, "score 1", response)
+        score(pool, "reward = 1", response)
     for text in (f"puppet.py:{function}'", "prompt_id='p1'", "(rollout 1)"):
         assert text in str(caught.value)
     with pytest.raises(RuntimeError, match="prompt_id='p1'"):
@@ -62,14 +73,14 @@ def test_failures_are_raised_with_prompt_function_and_cause(
 
 def test_full_pipe_to_a_hung_worker_holds_nothing_up(make_pool: PoolMaker) -> None:
     pool = make_pool(timeout_s=SHORT_S)
-    quick, long = ["score 1"] * 50, ["length " + "x" * 300_000] * 4
-    assert score(pool, *quick, "hang_in_c", *long) == [1.0] * 50 + [0.0] + [300_000.0] * 4
+    quick, long = ["reward = 1"] * 50, ["reward = 2  # " + "x" * 300_000] * 4
+    assert score(pool, *quick, HANG_IN_C, *long) == [1.0] * 50 + [0.0] + [2.0] * 4
 
 
 def test_time_spent_in_a_workers_queue_is_not_counted(make_pool: PoolMaker) -> None:
     pool = make_pool(timeout_s=SHORT_S)
-    quick, slow = ["score 1"] * 50, ["slow 0.2"] * 8  # quick ones make the worker's queue deep
-    assert score(pool, *quick, *slow) == [1.0] * 58
+    quick, slow = ["reward = 1"] * 50, ["time.sleep(0.2)"] * 8
+    assert score(pool, *quick, *slow) == [1.0] * 58  # quick ones make the worker's queue deep
 
 
 def test_failures_are_logged_once_for_each_prompt(
@@ -78,8 +89,8 @@ def test_failures_are_logged_once_for_each_prompt(
     pool = make_pool()
     with caplog.at_level(logging.WARNING):
         for sample in range(4):
-            pool.submit(("a", sample), prompt("row:1"), "raise")
-            pool.submit(("b", sample), prompt("row:2"), "raise")
+            pool.submit(("a", sample), prompt("row:1"), RAISE)
+            pool.submit(("b", sample), prompt("row:2"), RAISE)
         pool.collect()
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
@@ -103,7 +114,7 @@ def test_function_that_cannot_be_loaded_fails_at_once(
     (tmp_path / "broken.py").write_text(text)
     spec = f"{tmp_path / 'broken.py'}:act"
     with RewardPool(spec, num_workers=2, timeout_s=120.0, on_error="zero") as pool:
-        pool.submit(0, prompt(), "score 1")
+        pool.submit(0, prompt(), "reward = 1")
         with pytest.raises(error, match=message):
             pool.wait_ready()
         with pytest.raises(error, match=message):
@@ -112,7 +123,7 @@ def test_function_that_cannot_be_loaded_fails_at_once(
 
 def test_waiting_for_scores_can_be_given_up(make_pool: PoolMaker) -> None:
     pool = make_pool()
-    pool.submit("first", prompt(), "score 0.5")
+    pool.submit("first", prompt(), "reward = 0.5")
     assert scores(pool) == {"first": 0.5}
-    pool.submit("second", prompt(), "hang")
+    pool.submit("second", prompt(), HANG)
     assert pool.collect(lambda: True) is None
