@@ -4,7 +4,6 @@ and tensor parallelism.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.tiny_task import (
     rollouts,
     run,
     run_ending,
+    write_environment,
 )
 
 pytestmark = pytest.mark.e2e
@@ -32,13 +32,11 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny task with six stop tokens of 48, so that most responses have fewer than 16 tokens
-    and some reach 24.
+    """The tiny task with more stop tokens: most responses have fewer than 16 tokens, and some
+    reach 24.
     """
     config = make_tiny_task(tmp_path_factory.mktemp("task"))
-    path = config.parent / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": list(range(1, 7))}))
-    (path.parent / "generation_config.json").unlink(missing_ok=True)
+    write_environment(config.parent)
     return config
 
 
