@@ -23,12 +23,7 @@ from tests.tiny_models import make_tiny_hf
 from tlt_megatron.cli import main
 from tlt_megatron.mcore.checkpoint_reader import load_state
 from tlt_megatron.models.hf_io import HfReader
-from tools.convert_checkpoint import (
-    find_model,
-    find_policy,
-    hf_to_megatron,
-    megatron_to_hf,
-)
+from tools.convert_checkpoint import find_model, find_policy, hf_to_megatron, megatron_to_hf
 from tools.verify_conversion import MOST_DIFFERENCE, logits_difference
 
 TP2, PP2, CP2 = Layout(world=2, tensor=2), Layout(world=2, pipeline=2), Layout(world=2, context=2)
