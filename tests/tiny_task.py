@@ -29,7 +29,7 @@ ALPHABET = "0123456789+-*/=<>.,;:#abcdefghijklmnopqrst"  # 42 characters; with <
 
 # Speculation by the learned drafter and by retrieval, and spot training.
 TLT = (
-    *("speculation.enabled=true", "speculation.strategies=['3_1_3', '3_2_6', 'ngram_4']"),
+    *("speculation.enabled=true", "speculation.strategies=['3_1_3','3_2_6','ngram_4']"),
     *("spot.enabled=true", "drafter.batch_tokens=64"),
 )
 REWARD = '''"""Share of the digits of a response that are below five, in steps of 1/4: neither always 0 nor always 1."""
@@ -228,6 +228,11 @@ def answers(run_dir: Path) -> list[tuple]:
 def weights(run_dir: Path) -> dict[str, Tensor]:
     """Return the weights of the trained policy."""
     return dict(HfReader(run_dir / "hf").items())
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    """The names of its checkpoints, oldest step first."""
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("iter_*"))
 
 
 def metric_rows(run_dir: Path) -> list[dict]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.sealed_checkpoint import seal
-from tests.tiny_task import metric_rows, python, run, run_ending
+from tests.tiny_task import checkpoints, metric_rows, python, run, run_ending
 from tests.unit.mcore.test_checkpoint_reader import Call
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors
@@ -44,10 +44,6 @@ def straight(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(straight: Path, tmp_path: Path) -> Path:
     """A run folder to damage."""
     return shutil.copytree(straight, tmp_path / "run")
-
-
-def checkpoints(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / "checkpoints").glob("iter_*"))
 
 
 def steps_of(run_dir: Path) -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_task import metric_rows, run, run_ending
+from tests.tiny_task import checkpoints, metric_rows, run, run_ending
 from tools.report import main as report
 from tools.run_report.live import LiveRun
 
@@ -36,10 +36,6 @@ def engine(config, device, run_dir, world):
 EVERY_STEP = ("checkpoint.interval=1", "checkpoint.keep=0", "data.eval=")
 
 
-def saved_steps(run_dir: Path) -> list[str]:
-    return sorted(folder.name for folder in (run_dir / "checkpoints").glob("iter_*"))
-
-
 def errors(stderr: str) -> list[str]:
     """The error lines of all ranks."""
     return [line for line in stderr.splitlines() if " ERROR " in line]
@@ -53,7 +49,7 @@ def test_weights_that_are_not_finite_end_the_run_and_are_not_saved(
     (line,) = errors(run_ending(1, 2, config, tmp_path, "--resume", "auto", *EVERY_STEP, *fast))
     assert "step 2: weights of the policy are NaN or infinite" in line
     assert "Check optimizer.lr" in line
-    assert saved_steps(tmp_path) == ["iter_0000001"]
+    assert checkpoints(tmp_path) == ["iter_0000001"]
     pointer = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
     assert pointer.read_text() == "1"
 
@@ -71,7 +67,7 @@ def test_updates_skipped_in_a_row_end_the_run_and_keep_the_good_checkpoints(
     (line,) = errors(run_ending(1, 2, config, tmp_path, layout, *again, *fast))
     assert "step 5: 3 updates in a row were skipped or not finite" in line
     assert "gradient norm nan" in line
-    assert saved_steps(tmp_path) == ["iter_0000001", "iter_0000002"]
+    assert checkpoints(tmp_path) == ["iter_0000001", "iter_0000002"]
     rows = {row["step"]: row for row in metric_rows(tmp_path)}
     assert rows[2]["actor/num_skipped_updates"] == 0
     assert rows[3]["actor/num_skipped_updates"] == 1
@@ -89,7 +85,7 @@ def test_a_model_with_nan_in_it_is_refused_before_the_first_step(
     save_file(tensors, shard, metadata={"format": "pt"})
     stderr = run_ending(1, 1, config, tmp_path / "run", f"model.path={model}")
     assert "step 0: weights of the policy are NaN or infinite, model.norm.weight" in stderr
-    assert saved_steps(tmp_path / "run") == []
+    assert checkpoints(tmp_path / "run") == []
     (state,) = LiveRun(tmp_path / "run").states()  # `tlt watch` quotes what the terminal says
     (line,) = errors(stderr)
     assert state.alarm == f"The run has failed: {line.partition('launch.pretrain_rl: ')[2]}"
@@ -112,7 +108,7 @@ def test_engine_with_other_weights_is_noticed_before_the_first_update(
     assert "step 1: training and rollout log-probs of " in line
     assert "differ by max" in line
     assert "rope" in line
-    assert saved_steps(tmp_path / "run") == []
+    assert checkpoints(tmp_path / "run") == []
     assert metric_rows(tmp_path / "run") == []
 
 
@@ -134,7 +130,7 @@ def test_a_difference_above_the_users_bound_ends_the_run_and_its_trackers_as_fai
         assert (tmp_path / name / "ends").read_text() == f"{name == 'failed'}\n"
         allowed = "allowed is mean 1e-05 (model.dtype=float32, rollout.dtype=bfloat16)"
         assert (allowed in said) == (name == "failed")
-        assert bool(saved_steps(tmp_path / name)) == (name == "ended")
+        assert bool(checkpoints(tmp_path / name)) == (name == "ended")
 
 
 def test_rewards_that_cannot_be_compared_are_refused_with_their_prompt(

@@ -20,13 +20,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from tests.faults.lab import LAYOUTS, NUM_STEPS, Lab
+from tests.faults.lab import LAYOUTS, NUM_STEPS, RUN_LIMIT_S, Lab
 from tests.faults.probe import Moment
 from tests.faults.processes import Job, adopt_orphans, descendants, kill_all, start
 from tests.tiny_task import answers, weights
 from tlt_megatron.trainer.manifest import read_pointer
 
-RUN_LIMIT_S = 300.0  # of a run, which takes seconds, on a loaded machine
 SLACK_S = 30.0  # on top of what is promised, for a loaded machine
 LONG = "run.num_steps=40"  # has not ended when the fault comes, however late that is
 # Metrics that are the same at any layout, and those that are the same to rounding at another one.

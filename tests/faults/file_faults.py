@@ -8,8 +8,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from tests.faults.case import LONG, RUN_LIMIT_S, Case
-from tests.faults.lab import NUM_STEPS
+from tests.faults.case import LONG, Case
+from tests.faults.lab import NUM_STEPS, RUN_LIMIT_S
 from tests.faults.probe import Moment
 from tests.faults.process_faults import GRACE_S, KILLED, TRAINING, WATCHED, naming
 from tests.faults.processes import Job

@@ -7,19 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.processes import start
-from tests.tiny_task import make_tiny_task, write_environment
+from tests.tiny_task import TLT, make_tiny_task, write_environment
 from tlt_megatron.trainer.manifest import POINTER
 
 NUM_STEPS = 4
-_LIMIT_S = 300.0
+RUN_LIMIT_S = 300.0  # of a run, which takes seconds, on a loaded machine
 _BASE = (
     f"run.num_steps={NUM_STEPS} checkpoint.interval=1 logging.trackers=[]"
     " rollout.num_samples=2 rollout.num_prompts=2 rollout.max_new_tokens=12"
 )
-_TLT = (
-    "speculation.enabled=true speculation.strategies=['3_1_3','ngram_4']"
-    " spot.enabled=true drafter.batch_tokens=64"
-)
+_TLT = " ".join(TLT)
 VARIANTS = {
     "plain": "eval.interval=2",
     "tensor": "data.eval= parallel.tensor=2",
@@ -87,7 +84,7 @@ class Lab:
             arguments = [*variant.arguments(variant.straight), "checkpoint.keep=0"]
             jobs.append(start(root / "jobs" / name, arguments))
             if len(jobs) > 1:
-                jobs[-2].wait(_LIMIT_S)
+                jobs[-2].wait(RUN_LIMIT_S)
         for job in jobs:
-            if not job.wait(_LIMIT_S) or not job.is_success:
+            if not job.wait(RUN_LIMIT_S) or not job.is_success:
                 raise RuntimeError(f"a straight run failed: {job.terminal}")

@@ -9,8 +9,8 @@ import signal
 import time
 from typing import Any
 
-from tests.faults.case import LONG, RUN_LIMIT_S, SLACK_S, Case
-from tests.faults.lab import NUM_STEPS
+from tests.faults.case import LONG, SLACK_S, Case
+from tests.faults.lab import NUM_STEPS, RUN_LIMIT_S
 from tests.faults.processes import kill_all
 
 PHASES = ("setup", "rollout", "spot", "update", "checkpoint", "evaluation", "finish")
