@@ -49,13 +49,12 @@ def build_trainer(
     section: AlgorithmSection,
     micro_batch_tokens: int,
     critic: CriticSection = CRITIC,
-    **mcore: Any,
 ) -> PolicyTrainer:
-    policy, groups = build_policy(path, layout, keep_reference=True, **mcore)
+    policy, groups = build_policy(path, layout, keep_reference=True)
     model = McoreCriticModel(
-        model=ModelSection(path=str(path), dtype=mcore.pop("dtype", "float32")),
+        model=ModelSection(path=str(path), dtype="float32"),
         parallel=layout.parallel,
-        mcore=McoreSection(**mcore),
+        mcore=McoreSection(),
         optimizer=critic.optimizer(OPTIMIZER),
         groups=groups,
         device=select_device("cpu"),

@@ -96,12 +96,12 @@ def lengths_of(micro_batches: Sequence[MicroBatch]) -> list[int]:
     return [n for batch in micro_batches for n in batch.cu_seqlens.diff().tolist()]
 
 
-def scored_batch(num_groups: int = 5, num_samples: int = 3) -> list[ScoredGroup]:
+def scored_batch(num_groups: int = 5) -> list[ScoredGroup]:
     generator = torch.Generator().manual_seed(2)
     batch = []
     for i in range(num_groups):
         rollouts = []
-        for g in range(num_samples):
+        for g in range(3):
             tokens = torch.randint(0, NUM_TOKENS, (2 + 3 * g + i,), generator=generator)
             logprobs = -tokens.float() / 10
             known = {"logprobs": logprobs, "policy_logprobs": logprobs - 0.25}
