@@ -32,7 +32,6 @@ EXPERTS = (
     "rollout.max_batch_size=4",
     "rollout.max_new_tokens=40",
 )
-
 REPLAY = "rollout.routing_replay=true"
 
 

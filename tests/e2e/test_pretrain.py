@@ -16,7 +16,6 @@ from tests.tiny_task import (
     make_tiny_task,
     metric_rows,
     python,
-    rollouts,
     run,
     run_ending,
     run_forked,
@@ -94,12 +93,7 @@ def test_training_changed_the_weights_and_transformers_loads_them(
 
 def test_one_rank_rolls_out_what_two_ranks_do(straight: Path, config: Path, tmp_path: Path) -> None:
     run(1, config, tmp_path, "run.num_steps=1", "data.eval=")
-    first = [
-        a
-        for a, r in zip(answers(straight), rollouts(straight), strict=True)
-        if r["policy_version"] == 0
-    ]
-    assert answers(tmp_path) == first
+    assert answers(tmp_path) == answers(straight)[: 4 * 4]
 
 
 @pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.pipeline=2"])

@@ -75,8 +75,6 @@ def test_what_hurts_nothing_is_scored(make_pool: PoolMaker, deed: str) -> None:
 
 CLOSED = "the reward function closed the worker's socket"
 OTHERS = [f"reward = {i}" for i in range(40)]
-
-
 STRANGE = """
 class Strange:
     def __float__(self): os._exit(6)
