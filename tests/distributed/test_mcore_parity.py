@@ -89,8 +89,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folders of the models."""
     folder = tmp_path_factory.mktemp("models")
     return {
-        name: make_tiny_hf(folder / name, kind, **config)
-        for name, (kind, config) in MODELS.items()
+        name: make_tiny_hf(folder / name, kind, **config) for name, (kind, config) in MODELS.items()
     }
 
 

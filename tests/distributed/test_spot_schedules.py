@@ -17,9 +17,8 @@ from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.spot.session import SessionEnd, SessionRecord, StateVersion, version_of
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
 
-PhaseResult = tuple[
-    SpotReport, StateVersion, StateVersion
-]  # of one rank, before and after the sync
+# The report of one rank, and the version of its drafter before and after the sync.
+PhaseResult = tuple[SpotReport, StateVersion, StateVersion]
 
 
 def random_naps(seed: int, world_size: int, longest_s: float) -> list[float]:
@@ -76,9 +75,8 @@ def check_phase(phase: list[PhaseResult], num_before: int, replica_size: int = 1
         # All left after the same step, for the same reason, having reduced the same numbers.
         for record in records.values():
             assert (record.members, record.end) == (first.members, first.end)
-            assert repr(record.stats) == repr(
-                first.stats
-            )  # a step given up by all has a loss of nan
+            # A step that all have given up has a loss of nan, which does not equal itself.
+            assert repr(record.stats) == repr(first.stats)
         assert first.end in (SessionEnd.STOPPED, SessionEnd.REPLACED, SessionEnd.CANCELLED)
         assert set(members_before) < set(first.members)
         members_before = first.members

@@ -36,9 +36,8 @@ def test_a_recipe_trains(config: Path, tmp_path: Path, recipe: Path) -> None:
     before = dict(HfReader(config.parent / "model").items())
     after = weights(tmp_path / "run")
     assert any(not torch.equal(before[name], after[name]) for name in before)
-    if (
-        recipe.stem == "reinforce_plus_plus"
-    ):  # only last tokens have a return, so nearly all are just below the mean
+    if recipe.stem == "reinforce_plus_plus":
+        # Only last tokens have a return, so nearly all tokens are just below the mean.
         assert rows[0]["critic/advantages/max"] > -5 * rows[0]["critic/advantages/min"]
     if recipe.stem == "dapo":
         assert all(row["train/num_gen_batches"] >= 1 for row in rows)

@@ -95,9 +95,8 @@ def test_a_model_with_nan_in_it_is_refused_before_the_first_step(
     assert f"<li>{html.escape(state.alarm, quote=False)}</li>" in page
 
 
-@pytest.mark.parametrize(
-    "num_epochs", [1, 2]
-)  # without a log-prob pass before the update, and with
+# Without a log-prob pass before the update, and with one.
+@pytest.mark.parametrize("num_epochs", [1, 2])
 @pytest.mark.parametrize("layout", ["parallel.tensor=1", "parallel.pipeline=2"])
 def test_engine_with_other_weights_is_noticed_before_the_first_update(
     config: Path, tmp_path: Path, num_epochs: int, layout: str

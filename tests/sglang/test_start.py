@@ -73,9 +73,8 @@ def ranks(
     """
     script = tmp_path_factory.mktemp("ranks") / "rank.py"
     script.write_text(RANK)
-    path = os.pathsep.join(
-        [str(REPO), os.environ["PYTHONPATH"]]
-    )  # the script lies elsewhere and imports tests
+    # The script lies elsewhere and imports `tests`.
+    path = os.pathsep.join([str(REPO), os.environ["PYTHONPATH"]])
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", script, policy_folder, str(number)],

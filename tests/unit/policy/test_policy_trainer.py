@@ -37,9 +37,8 @@ class FakeModel:
     def __init__(self, groups: ProcessGroups | None = None) -> None:
         self.table_V = -torch.arange(NUM_TOKENS).double() / 10
         self.dp = (groups or ProcessGroups(world=SINGLE)).dp
-        self.passes: list[
-            tuple[bool, int, object | None]
-        ] = []  # is it the reference's, responses, tap
+        # Whether a pass is the reference's, its responses and its tap.
+        self.passes: list[tuple[bool, int, object | None]] = []
         self.updates: list[list[MicroBatch]] = []
         self.update_taps: list[object | None] = []
         self.gradients: list[Tensor] = []
