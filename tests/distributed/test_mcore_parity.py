@@ -1,4 +1,4 @@
-"""The Megatron policy against transformers: log-probs and entropies, and the weights that it exports.
+"""The Megatron policy against transformers: log-probs, entropies, and the weights that it exports.
 
 Each layout is one forked world that runs every model; the tests look at what it brought back.
 """
