@@ -31,7 +31,8 @@ ALL = (len(LENGTHS),)
 ONE_RANK = Layout(world=1)
 EP2 = Layout(world=2, expert=2)
 AUX_LAYERS = (0, 1, 2)  # of four: with two stages on both of them
-TOLERANCE = 5e-6  # relative, of losses, gradient norms and weights after three steps
+# Relative, of losses, gradient norms and weights after three steps.
+TOLERANCE = {"dense": 5e-6, "tied": 1e-5, "mixture": 5e-6, "glm": 5e-6}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ def test_passes_and_three_steps_at_any_layout_equal_one_rank(
     # A key's bias on channels that do not turn changes no softmax: its gradient is rounding, which
     # Adam makes a step of.
     learned = {n: w for n, w in expected["weights"].items() if not n.endswith("k_proj.bias")}
-    check_trained(results, expected | {"weights": learned}, TOLERANCE)
+    check_trained(results, expected | {"weights": learned}, TOLERANCE[model])
     assert sum(len(result["tapped"]) for result in results) == len(expected["tapped"])
     for result in results:
         assert result["tapped"] or shares[result["dp_rank"]] < 2, "a rank is given nothing"
