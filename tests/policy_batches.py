@@ -15,13 +15,7 @@ from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
-from tlt_megatron.types import (
-    FinishReason,
-    MicroBatch,
-    Prompt,
-    Rollout,
-    ScoredGroup,
-)
+from tlt_megatron.types import FinishReason, MicroBatch, Prompt, Rollout, ScoredGroup
 
 
 def make_rollout(

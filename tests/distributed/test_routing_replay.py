@@ -10,14 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.mcore_policy import (
-    LENGTHS,
-    Layout,
-    build_policy,
-    make_batch,
-    share_of,
-    train,
-)
+from tests.mcore_policy import LENGTHS, Layout, build_policy, make_batch, share_of, train
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import engine_over, make_prompts

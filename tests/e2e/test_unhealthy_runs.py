@@ -147,10 +147,8 @@ def test_rewards_that_cannot_be_compared_are_refused_with_their_prompt(
     assert "must be a finite number from -1e+06 to 1e+06" in stderr
     (row,) = metric_rows(tmp_path)
     assert row["reward/num_errors"] == 16
-    assert (
-        "a word of the reward function"
-        in (tmp_path / "logs" / "node_0000" / "rank_00000.log").read_text()
-    )
+    log = (tmp_path / "logs" / "node_0000" / "rank_00000.log").read_text()
+    assert "a word of the reward function" in log
     assert "a word of the reward function" not in stderr
 
 

@@ -17,10 +17,7 @@ from tests.unit.policy.test_policy_trainer import FakeModel, lengths_of, scored_
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.health import TrainingHealth, UnhealthyTrainingError
 from tlt_megatron.runtime.process_groups import ProcessGroups
-from tlt_megatron.types import (
-    FinishReason,
-    ScoredGroup,
-)
+from tlt_megatron.types import FinishReason, ScoredGroup
 
 REWARDS = ((1.0, 0.0, 0.0), (1.0,) * 3, (0.0,) * 3, (0.0, 2.0, 0.0), (0.5,) * 3)
 
