@@ -99,7 +99,7 @@ def scores(pool: RewardPool) -> dict[Hashable, float]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process lives; one that waits for its parent to take note of its end does not."""
+    """Whether a process lives. One whose parent has not yet taken note of its end does not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return False

@@ -20,7 +20,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start_job() -> Iterator[Callable[..., Job]]:
-    """`Job`; what still runs after the test is killed."""
+    """Starts a `Job`. What still runs at the end of the test is killed."""
     jobs: list[Job] = []
 
     def start(config: Path, run_dir: Path, *arguments: str, **door: Any) -> Job:

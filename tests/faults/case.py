@@ -141,7 +141,7 @@ class Case:
         time.sleep(inside_s)
 
     def strike(self, job: Job, number: int, *targets: int | None) -> None:
-        """A signal to ranks, or to the launcher (None), at the moment or a little inside it."""
+        """Send a signal to ranks, or to the launcher (None), at the moment or a little inside it."""
         self.await_moment(job)
         is_last = self.moment is not None and self.moment.phase == "finish"
         is_inside = not is_last and self.rng.random() < 0.5
@@ -153,7 +153,7 @@ class Case:
             self.release(job)
 
     def give_up(self, job: Job, why: str) -> NoReturn:
-        """A hang: keep the stacks of the ranks."""
+        """End the schedule as a hang, with the stacks of the ranks."""
         job.signal(signal.SIGCONT, *job.rank_pids)
         job.signal(signal.SIGUSR2, *job.rank_pids)
         time.sleep(1.0)
@@ -218,7 +218,7 @@ class Case:
             self.unclear(job, f"no line with {patterns}")
 
     def unclear(self, job: Job, what: str) -> None:
-        """A wrong exit code or message, or a late end."""
+        """Note a wrong exit code or message, or a late end."""
         self.verdict.unclear.append(f"{what}; the terminal ends: {job.terminal[-2500:]}")
 
     def expect_saved(self, at_least: int) -> int:

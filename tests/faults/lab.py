@@ -49,11 +49,11 @@ class Variant:
 
     @property
     def layout(self) -> str:
-        """Which of LAYOUTS the straight run has."""
+        """The one of LAYOUTS that the straight run has."""
         return "tensor" if self.name == "tensor" else "data"
 
     def arguments(self, run_dir: Path) -> list[str]:
-        """Of launch/pretrain_rl.py."""
+        """The arguments of launch/pretrain_rl.py."""
         own = VARIANTS[self.name].replace("{task}", str(self.config.parent)).split()
         return ["--config", str(self.config), f"run.dir={run_dir}", *_BASE.split(), *own]
 

@@ -108,7 +108,7 @@ class Job:
         return {int(m.suffix[1:]): (int(m.read_text()), m.stat().st_mtime) for m in marks}
 
     def signal(self, number: int, *ranks: int | None) -> None:
-        """To ranks, or to the first launcher (None); nothing to those that have ended."""
+        """Send a signal to ranks, or to the first launcher (None), unless they have ended."""
         for rank in ranks:
             if rank is not None:
                 kill_all([self.rank_pids[rank]], number)
@@ -247,7 +247,7 @@ def end_with(program: Callable[[], object]) -> NoReturn:
 
 
 def _write(path: Path, text: str) -> None:
-    """At once: a reader finds all of it or nothing."""
+    """Write a file at once: a reader finds all of it or nothing."""
     part = path.with_name(f".{path.name}")
     part.write_text(text)
     part.rename(path)
