@@ -141,7 +141,7 @@ class Case:
         time.sleep(inside_s)
 
     def strike(self, job: Job, number: int, *targets: int | None) -> None:
-        """Send a signal to ranks, or to the launcher (None), at the moment or a little inside it."""
+        """Send a signal to ranks, or to the launcher (None), at the moment or a little later."""
         self.await_moment(job)
         is_last = self.moment is not None and self.moment.phase == "finish"
         is_inside = not is_last and self.rng.random() < 0.5
