@@ -1,4 +1,4 @@
-"""A folder of files as a checkpoint of a run: whoever can write to the folder can seal it."""
+"""Turns a folder of files into a checkpoint of a run, as anybody can who may write to the folder."""
 
 from __future__ import annotations
 
