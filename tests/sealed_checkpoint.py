@@ -1,4 +1,4 @@
-"""Turns a folder of files into a checkpoint of a run, as anybody can who may write to the folder."""
+"""Turns a folder of files into a checkpoint of a run, as anybody who may write to it can."""
 
 from __future__ import annotations
 
