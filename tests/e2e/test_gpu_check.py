@@ -12,7 +12,7 @@ import pytest
 from tests.tiny_task import python
 
 pytestmark = pytest.mark.e2e
-SKIPPED = {"private_groups_cuda", "spot_session_cuda", "mcore_cuda", "pretrain_cuda", "graph_pool_cuda", "graph_engine_cuda"}  # fmt: skip
+SKIPPED = {"private_groups_cuda", "spot_session_cuda", "mcore_cuda", "pretrain_cuda", "graph_engine_cuda"}  # fmt: skip
 MAY_BE_MISSING = {"noise", "attention", "attention_float32", "attention_float64", "rows", "noise_kernel", "attention_kernel", "transformer_engine", "sglang_cuda"}  # fmt: skip
 
 

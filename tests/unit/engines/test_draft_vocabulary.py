@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.graph_passes import recording_device
+from tests.recorded_graphs import recording_device
 from tests.unit.engines.conftest import checksum, engine_over, speculate, tokens_of
 from tests.unit.engines.test_speculative_engine import (
     PARAMS,

@@ -7,12 +7,13 @@ That tokens do not change is tested where they are: test_speculative_engine.py r
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.graph_passes import RecordingDevice, recording_device
+from tests.recorded_graphs import RecordingDevice, recording_device
 from tests.unit.engines.conftest import cache_bytes, engine_over, make_prompts, speculate, tokens_of
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
@@ -157,6 +158,22 @@ def test_sleeping_or_another_speculation_gives_graphs_back(
     assert run(engine, 5, 9)[0] == expected
     engine.close()
     assert device.num_alive == 0
+
+
+def test_another_way_to_sample_captures_graphs_anew(
+    tiny_path: Path, device: RecordingDevice
+) -> None:
+    """A graph holds temperature, cuts and stop tokens as constants."""
+    engine, plain = make_engine(tiny_path, device), make_engine(tiny_path, None)
+    for change in ({}, {"temperature": 0.3}, {"top_p": 0.5}, {"top_k": 2}, {"stop_token_ids": (7,)}):
+        params = dataclasses.replace(PARAMS, **change)
+        tokens, stats = run(engine, 5, 9, params=params)
+        assert tokens == run(plain, 5, 9, params=params)[0]
+        assert stats.num_graph_replays > 0
+    num_captures, captured_s = len(device.graphs), engine._graphs.capture_s
+    run(engine, 5, 9, params=params)
+    assert len(device.graphs) == num_captures
+    assert engine._graphs.capture_s == captured_s > 0.0
 
 
 def test_graphs_can_be_switched_off(tiny_path: Path, device: RecordingDevice) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from tests.graph_passes import recording_device
+from tests.recorded_graphs import recording_device
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import (
     MakeEngine,
