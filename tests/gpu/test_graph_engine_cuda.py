@@ -12,7 +12,7 @@ import torch
 from tests.gpu.cuda_ranks import needs_gpus
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import (
-    RestlessSelector,
+    at_random,
     engine_over,
     load_from,
     speculate,
@@ -49,7 +49,7 @@ def make_engine(path: Path, *strategies: str, **settings: object) -> EmbeddedEng
     engine = engine_over(path, device=select_device("cuda"), **(sizes | settings))
     parsed = [SpeculationStrategy.parse(text) for text in strategies]
     if any(not strategy.is_off for strategy in parsed):
-        speculate(engine, parsed, selector=RestlessSelector(parsed, seed=0))
+        speculate(engine, parsed, selector=at_random(parsed, seed=0))
     return engine
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
@@ -108,17 +109,27 @@ def speculate(
     return speculation
 
 
-class RestlessSelector(FixedSelector):
-    """Any of the strategies at any step."""
+class SwitchingSelector(FixedSelector):
+    """The next of these strategies at every step, whatever the batch."""
 
-    def __init__(self, strategies: Sequence[SpeculationStrategy], seed: int) -> None:
-        super().__init__(strategies[0])
-        self._strategies = list(strategies)
-        self._draw = random.Random(seed)
+    def __init__(self, strategies: Iterator[SpeculationStrategy]) -> None:
+        super().__init__(OFF)
+        self._strategies = strategies
 
     def choose(self, batch_size: int) -> Decision:
-        """Whatever the batch."""
-        return Decision(strategy=self._draw.choice(self._strategies), reason="any")
+        """See `StrategySelector`."""
+        return Decision(strategy=next(self._strategies), reason="next")
+
+
+def at_random(strategies: Sequence[SpeculationStrategy], seed: int) -> SwitchingSelector:
+    """Any of the strategies at any step."""
+    draw = random.Random(seed)
+    return SwitchingSelector(draw.choice(strategies) for _ in itertools.count())
+
+
+def by_turns(strategies: Sequence[SpeculationStrategy]) -> SwitchingSelector:
+    """Another strategy at every step."""
+    return SwitchingSelector(itertools.cycle(strategies))
 
 
 def make_prompts(*lengths: int, seed: int = 0, first_draw: int = 0) -> list[Prompt]:
@@ -136,6 +147,10 @@ def make_prompts(*lengths: int, seed: int = 0, first_draw: int = 0) -> list[Prom
 
 def tokens_of(groups: Sequence[RolloutGroup]) -> list[list[int]]:
     return [rollout.token_ids.tolist() for group in groups for rollout in group.rollouts]
+
+
+def accept_lengths(groups: Sequence[RolloutGroup]) -> list[int]:
+    return [n for group in groups for rollout in group.rollouts for n in rollout.accept_lengths]
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
-from tests.unit.engines.conftest import RestlessSelector, engine_over, speculate
+from tests.unit.engines.conftest import accept_lengths, at_random, engine_over, make_prompts, speculate
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
@@ -44,14 +44,7 @@ def all_prompts() -> list[Prompt]:
     """Shorter than a page, longer, and pages to the brim."""
     draw = random.Random(1)
     lengths = [1, 40, 45, 60, 63, 64, 65, 128, *(draw.randint(2, 150) for _ in range(8))]
-    return [
-        Prompt(
-            prompt_id=str(i),
-            draw_index=i,
-            token_ids=tuple(draw.randrange(VOCAB_SIZE) for _ in range(length)),
-        )
-        for i, length in enumerate(lengths)
-    ]
+    return make_prompts(*lengths, seed=1)
 
 
 def write(
@@ -86,8 +79,7 @@ def write(
         for r in group.rollouts
     }
     if selector is not None:
-        accepted = [n for group in groups for r in group.rollouts for n in r.accept_lengths]
-        assert max(accepted) > 1, "nothing that was drafted was accepted"
+        assert max(accept_lengths(groups)) > 1, "nothing that was drafted was accepted"
     return written, engine.stats()
 
 
@@ -138,7 +130,7 @@ def test_speculation_gives_the_bits_of_plain_decoding(
 ) -> None:
     """`None` is another one at every step, plain decoding among them."""
     selector = (
-        RestlessSelector([OFF, *STRATEGIES], seed=0)
+        at_random([OFF, *STRATEGIES], seed=0)
         if strategy is None
         else FixedSelector(strategy)
     )
@@ -179,6 +171,6 @@ def test_the_mode_changes_results_by_rounding_alone(
     plain, _ = write(path, dtype, all_prompts()[:4], batch_invariant=False)
     tolerance = {"float32": 1e-3, "bfloat16": 0.3}[dtype]
     for key, response in plain.items():
-        num_prompt = len(all_prompts()[int(key[0])].token_ids)
+        num_prompt = len(all_prompts()[int(key[0][1:])].token_ids)
         ours, theirs = (written[-1][:num_prompt] for written in (expected[dtype][key], response))
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)

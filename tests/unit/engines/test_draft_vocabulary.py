@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from tests.recorded_graphs import recording_device
-from tests.unit.engines.conftest import checksum, engine_over, speculate, tokens_of
-from tests.unit.engines.test_speculative_engine import (
-    PARAMS,
-    STRATEGIES,
-    CyclingSelector,
-    prompts,
+from tests.unit.engines.conftest import (
+    accept_lengths,
+    by_turns,
+    checksum,
+    engine_over,
+    speculate,
+    tokens_of,
 )
+from tests.unit.engines.test_speculative_engine import PARAMS, STRATEGIES, prompts
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -31,7 +33,7 @@ NUM_IDS = 20  # of 48
 
 def speculate_with(engine: EmbeddedEngine, strategy: str = "") -> Speculation:
     """Let the engine draft with NUM_IDS ids, in every strategy by turns or in a fixed one."""
-    selector = CyclingSelector(STRATEGIES)
+    selector = by_turns(STRATEGIES)
     if strategy:
         selector = FixedSelector(OFF if strategy == "off" else SpeculationStrategy.parse(strategy))
     return speculate(engine, STRATEGIES, selector=selector, num_ids=NUM_IDS)
@@ -45,10 +47,6 @@ def ids_of(speculation: Speculation) -> list[int]:
 
 def answer(engine: EmbeddedEngine) -> list[RolloutGroup]:
     return engine.generate(prompts(), PARAMS, policy_version=1)
-
-
-def accept_lengths(groups: list[RolloutGroup]) -> list[tuple[int, ...]]:
-    return [r.accept_lengths for g in groups for r in g.rollouts]
 
 
 @pytest.mark.parametrize("device", [None, recording_device()], ids=["eager", "graphs"])
@@ -68,7 +66,7 @@ def test_few_draft_ids_give_the_tokens_of_plain_decoding(
     drawn = {token for response in tokens_of(plain) for token in response}
     assert not drawn <= set(ids_of(speculation))  # some of the policy's tokens cannot be drafted
     for groups in (first, second):
-        assert max(max(lengths) for lengths in accept_lengths(groups)) > 1
+        assert max(accept_lengths(groups)) > 1
 
 
 def test_the_head_follows_the_policy_and_is_copied_only_to_draft(tiny_path: Path) -> None:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from tests.continuation import check_continued
 from tests.unit.engines.conftest import (
-    VOCAB_SIZE,
-    RestlessSelector,
+    accept_lengths,
+    at_random,
     engine_over,
     make_drafter,
+    make_prompts,
     speculate,
     tokens_of,
 )
@@ -51,14 +52,8 @@ Weights = dict[str, Tensor]
 
 
 def draw_prompts(count: int, longest: int, draw: random.Random) -> list[Prompt]:
-    return [
-        Prompt(
-            prompt_id=str(i),
-            draw_index=i,
-            token_ids=tuple(draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, longest))),
-        )
-        for i in range(count)
-    ]
+    lengths = [draw.randint(1, longest) for _ in range(count)]
+    return make_prompts(*lengths, seed=draw.randrange(1000))
 
 
 def draw_composition(
@@ -147,7 +142,7 @@ def make_selector(
         return BegMabSelector([*strategies, OFF], max_batch_size=16, epsilon=0.3, seed=seed)
     if name == "cost_model":
         return CostModelSelector(strategies)
-    return RestlessSelector([OFF, *strategies], seed)
+    return at_random([OFF, *strategies], seed)
 
 
 def kept_of(groups: Sequence[RolloutGroup]) -> list[tuple[list[int], list[int]]]:
@@ -158,10 +153,6 @@ def kept_of(groups: Sequence[RolloutGroup]) -> list[tuple[list[int], list[int]]]
 
 def ends_of(groups: Sequence[RolloutGroup]) -> list[str]:
     return [r.finish_reason for g in groups for r in g.rollouts]
-
-
-def accept_length(groups: Sequence[RolloutGroup]) -> float:
-    return statistics.fmean(n for g in groups for r in g.rollouts for n in r.accept_lengths)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -210,7 +201,7 @@ def test_cut_and_continued_responses_are_those_of_one_go(
         return engine.generate(prompts, params, policy_version=1)
 
     check_continued(generate, prompts, params, cut=1, atol=atol)
-    selector = RestlessSelector([OFF, *STRATEGIES], seed=1)
+    selector = at_random([OFF, *STRATEGIES], seed=1)
     draft_with(engine, drafters, "trained", selector)
     check_continued(generate, prompts, params, cut=17, atol=atol)
 
@@ -226,7 +217,7 @@ def test_drafters_are_as_right_and_as_wrong_as_they_are_called(
         draft_with(engine, drafters, drafter, FixedSelector(strategy))
         params = SamplingParams(num_samples=2, max_new_tokens=25, temperature=temperature, seed=4)
         engine.generate(prompts, params, policy_version=1)
-        return accept_length(engine.generate(prompts, params, policy_version=1))
+        return statistics.fmean(accept_lengths(engine.generate(prompts, params, policy_version=1)))
 
     measured = {name: measure(name, CHAIN) for name in ("trained", "random", "always_wrong")}
     measured["by noise"] = measure("trained", CHAIN, HOT)
@@ -244,7 +235,7 @@ def test_rounding_changes_few_tokens_and_no_logprob(
     params = SamplingParams(num_samples=4, max_new_tokens=32, seed=5)
     engine = engine_over(tiny_path, max_batch_size=64, dtype=dtype)
     plain = engine.generate(prompts, params, policy_version=1)
-    draft_with(engine, drafters, "trained", RestlessSelector([OFF, *STRATEGIES], seed=6))
+    draft_with(engine, drafters, "trained", at_random([OFF, *STRATEGIES], seed=6))
     speculative = engine.generate(prompts, params, policy_version=1)
     num_differing = num_compared = 0
     for mine, theirs in zip(speculative, plain, strict=True):

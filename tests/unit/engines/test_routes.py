@@ -11,7 +11,8 @@ from tests.routes import open_mixture
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import (
     VOCAB_SIZE,
-    RestlessSelector,
+    accept_lengths,
+    at_random,
     engine_over,
     make_prompts,
     speculate,
@@ -39,9 +40,10 @@ def test_routes_are_those_of_transformers_also_of_verified_and_recomputed_tokens
     found = [pressed.generate(prompts, params, policy_version=1)]
     assert pressed.stats().num_preemptions > 0
     drafting = engine_over(path, routing_replay=True, max_batch_size=4)
-    selector = RestlessSelector([OFF, *STRATEGIES], seed=2)
+    selector = at_random([OFF, *STRATEGIES], seed=2)
     speculate(drafting, STRATEGIES, selector=selector)
     found.append(drafting.generate(prompts, params, policy_version=1))
+    assert max(accept_lengths(found[1])) > 1
     _, routes_of = open_mixture(path)
     for groups in found:
         assert tokens_of(groups) == tokens_of(plain)

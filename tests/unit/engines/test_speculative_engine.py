@@ -6,8 +6,6 @@ were captured.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +17,9 @@ from tests.recorded_graphs import recording_device
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import (
     MakeEngine,
+    SwitchingSelector,
+    accept_lengths,
+    by_turns,
     checksum,
     engine_over,
     make_drafter,
@@ -30,7 +31,7 @@ from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.speculation.selector import Decision, FixedSelector
+from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import Prompt, Rollout, SamplingParams
 
 STRATEGIES = [
@@ -50,23 +51,6 @@ def make_engine(request: pytest.FixtureRequest, tiny_path: Path) -> MakeEngine:
     return partial(engine_over, tiny_path, device=request.param, **sizes)
 
 
-class CyclingSelector(FixedSelector):
-    """Another strategy at every step, plain decoding among them; remembers what it was told."""
-
-    def __init__(self, strategies: Sequence[SpeculationStrategy]) -> None:
-        super().__init__(OFF)
-        self._cycle = itertools.cycle(strategies)
-        self.observed: list[tuple[SpeculationStrategy, int, list[int]]] = []
-
-    def choose(self, batch_size: int) -> Decision:
-        return Decision(strategy=next(self._cycle), reason="cycle")
-
-    def observe(
-        self, strategy, batch_size, accepted_by_depth, seconds, first_by_depth=None
-    ) -> None:
-        self.observed.append((strategy, batch_size, list(accepted_by_depth)))
-
-
 def prompts(count: int = 4) -> list[Prompt]:
     return make_prompts(*range(3, 3 + 5 * count, 5))
 
@@ -77,11 +61,10 @@ def test_any_tree_gives_the_tokens_of_plain_decoding(
 ) -> None:
     engine = make_engine()
     plain = engine.generate(prompts(), PARAMS, policy_version=1)
-    selector = CyclingSelector([strategy])
-    speculate(engine, STRATEGIES, selector=selector)
+    speculate(engine, STRATEGIES, selector=FixedSelector(strategy))
     speculative = engine.generate(prompts(), PARAMS, policy_version=1)
     assert tokens_of(speculative) == tokens_of(plain)
-    assert any(sum(depths) > 0 for _, _, depths in selector.observed)
+    assert max(accept_lengths(speculative)) > 1
     for mine, theirs in zip(speculative, plain, strict=True):
         for a, b in zip(mine.rollouts, theirs.rollouts, strict=True):
             torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
@@ -90,42 +73,27 @@ def test_any_tree_gives_the_tokens_of_plain_decoding(
             assert 1 + sum(a.accept_lengths) == a.token_ids.numel()
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
-@pytest.mark.parametrize("strategy", STRATEGIES[2:4], ids=str)
-def test_a_tree_over_a_mixture_of_experts_gives_the_tokens_of_plain_decoding(
-    tmp_path, kind: str, strategy: SpeculationStrategy
-) -> None:
-    """The drafter of a mixture is dense."""
-    engine = engine_over(make_tiny_hf(tmp_path, kind, num_layers=2, vocab_size=48))
-    plain = engine.generate(prompts(), PARAMS, policy_version=1)
-    selector = CyclingSelector([strategy])
-    speculate(engine, STRATEGIES, selector=selector)
-    assert tokens_of(engine.generate(prompts(), PARAMS, policy_version=1)) == tokens_of(plain)
-    assert any(sum(depths) > 0 for _, _, depths in selector.observed)
-
-
 def test_a_searched_vocabulary_gives_the_tokens_of_the_whole_noise(tmp_path) -> None:
     """Plain and retrieved passes search a large vocabulary; learned trees make its noise."""
     path = make_tiny_hf(tmp_path / "wide", "qwen3", num_layers=1, vocab_size=24_000)
     engine = engine_over(path, max_batch_size=16, max_new_tokens=64)
     params = dataclasses.replace(PARAMS, max_new_tokens=12)
     plain = engine.generate(prompts(2), params, policy_version=1)
-    speculate(engine, STRATEGIES, selector=CyclingSelector(STRATEGIES[1:]))
+    speculate(engine, STRATEGIES, selector=by_turns(STRATEGIES[1:]))
     assert tokens_of(engine.generate(prompts(2), params, policy_version=1)) == tokens_of(plain)
-    retrieved = CyclingSelector([SpeculationStrategy.parse("ngram_4")])
-    speculate(engine, STRATEGIES, selector=retrieved)
+    speculate(engine, "ngram_4")
     assert tokens_of(engine.generate(prompts(2), params, policy_version=1)) == tokens_of(plain)
     # A pass that makes no noise ahead moves the rows past what an earlier pass made.
     names = ("6_1_6", "2_1_2", *["ngram_4"] * 4, "2_1_2")
     mixed = [SpeculationStrategy.parse(name) for name in names]
-    speculate(engine, mixed, selector=CyclingSelector(mixed))
+    speculate(engine, mixed, selector=by_turns(mixed))
     assert tokens_of(engine.generate(prompts(2), params, policy_version=1)) == tokens_of(plain)
 
 
 def test_rows_speculate_while_others_wait_and_newcomers_join_them(make_engine, tiny_path) -> None:
     engine = make_engine(max_batch_size=3, num_samples=3)
     plain = engine.generate(prompts(6), PARAMS, policy_version=1)
-    speculate(engine, STRATEGIES, selector=CyclingSelector(STRATEGIES))
+    speculate(engine, STRATEGIES, selector=by_turns(STRATEGIES))
     engine.take_passes()
     assert tokens_of(engine.generate(prompts(6), PARAMS, policy_version=1)) == tokens_of(plain)
     passes = engine.take_passes()
@@ -143,7 +111,7 @@ def test_without_room_for_lanes_rows_decode_plainly_and_it_is_counted(
 ) -> None:
     engine = make_engine(max_batch_size=8, kv_cache_tokens=kv_cache_tokens)
     plain = engine.generate(prompts(6), PARAMS, policy_version=1)
-    speculate(engine, STRATEGIES, selector=CyclingSelector(STRATEGIES))
+    speculate(engine, STRATEGIES, selector=by_turns(STRATEGIES))
     assert tokens_of(engine.generate(prompts(6), PARAMS, policy_version=1)) == tokens_of(plain)
     passes = engine.take_passes()
     assert engine.stats().num_unspeculated_passes > 0
@@ -171,7 +139,7 @@ def test_ngrams_alone_need_no_learned_drafter_and_know_a_prompt_that_comes_back(
 def test_a_drafter_may_be_replaced_between_two_passes(make_engine, tiny_path) -> None:
     engine = make_engine()
     plain = engine.generate(prompts(), PARAMS, policy_version=1)
-    speculate(engine, STRATEGIES, selector=CyclingSelector(STRATEGIES))
+    speculate(engine, STRATEGIES, selector=by_turns(STRATEGIES))
     weights = make_drafter(engine, seed=7).state_dict()
 
     def swap(rollout: Rollout) -> None:
@@ -193,7 +161,7 @@ def test_features_and_taps_are_the_targets_and_an_eagle3_drafter_reads_them(
     plain = tokens_of(engine_over(path).generate(prompts(), PARAMS, policy_version=1))
     taps = default_aux_layer_ids(5)
     engine = engine_over(path, tap_layers=taps, device=device, max_batch_size=5, max_new_tokens=64)
-    selector = CyclingSelector([*STRATEGIES, OFF])
+    selector = by_turns([*STRATEGIES, OFF])
     drafter = make_drafter(engine, "eagle3")
     speculate(engine, STRATEGIES, selector=selector, drafter=drafter)
     kept: list[tuple[Rollout, torch.Tensor]] = []
@@ -220,11 +188,11 @@ def test_the_drafters_cache_after_rejections_equals_a_fresh_one(make_engine, tin
     engine = make_engine(max_batch_size=1)
     alone = dataclasses.replace(PARAMS, num_samples=1)
     one = prompts(1)
-    speculate(engine, STRATEGIES, selector=CyclingSelector([strategy]))
+    speculate(engine, STRATEGIES, selector=FixedSelector(strategy))
     steady = engine.generate(one, alone, policy_version=1)[0].rollouts[0].accept_lengths
     for num_steps in range(1, len(steady) - 1, 2):
         num_plain = sum(steady[:num_steps])
-        late = CyclingSelector([OFF] * num_plain + [strategy] * 100)
+        late = SwitchingSelector(iter([OFF] * num_plain + [strategy] * 100))
         speculate(engine, STRATEGIES, selector=late)
         resumed = engine.generate(one, alone, policy_version=1)[0].rollouts[0].accept_lengths
         assert resumed == steady[num_steps:]
