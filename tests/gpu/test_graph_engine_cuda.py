@@ -15,6 +15,7 @@ from tests.unit.engines.conftest import (
     at_random,
     engine_over,
     load_from,
+    make_prompts,
     speculate,
     tokens_of,
 )
@@ -32,10 +33,7 @@ ONE = dataclasses.replace(PARAMS, num_samples=1, max_new_tokens=12)
 # What the allocator takes from the driver at once for small tensors: every memory pool of its own
 # has at least one.
 SEGMENT_BYTES = 2 << 20
-PROMPTS = [
-    Prompt(prompt_id=str(i), draw_index=i, token_ids=tuple((3 * j + i) % 40 + 8 for j in range(n)))
-    for i, n in enumerate((4, 9, 31, 70))
-]
+PROMPTS = make_prompts(4, 9, 31, 70)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,6 +49,12 @@ def cache_bytes(cache: KvCache) -> int:
     """Of the whole pool."""
     tensors = cache.kv_LKTH, cache.bias_T, cache.features_TD, cache.token_ids_T
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def alive_caches() -> list[weakref.ref[KvCache]]:
+    """Of all engines of this process."""
+    gc.collect()
+    return [weakref.ref(thing) for thing in gc.get_objects() if type(thing) is KvCache]
 
 
 def engine_over(

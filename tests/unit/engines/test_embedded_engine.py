@@ -4,8 +4,6 @@ and its refusals.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ import transformers
 
 from tests.unit.engines.conftest import (
     MakeEngine,
+    alive_caches,
     cache_bytes,
     checksum,
     make_prompts,
@@ -271,10 +270,6 @@ def test_a_request_that_cannot_fit_is_refused(make_engine: MakeEngine) -> None:
 def test_an_idle_or_sleeping_engine_holds_no_kv_and_goes_on_when_it_is_woken(
     make_engine: MakeEngine, expected: list[list[int]], leave: Callable[[EmbeddedEngine], None]
 ) -> None:
-    def alive_caches() -> list[weakref.ref[KvCache]]:
-        return [weakref.ref(thing) for thing in gc.get_objects() if type(thing) is KvCache]
-
-    gc.collect()
     before = alive_caches()
     engine = make_engine()
     engine.generate(PROMPTS, PARAMS, policy_version=1)

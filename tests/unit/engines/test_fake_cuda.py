@@ -5,10 +5,8 @@ tests/gpu.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +19,12 @@ from tests.pretend_cuda import CUDA, PretendDevice, pretend_device
 from tests.slow_draft import make_draft_model, make_sequence
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import (
+    alive_caches,
     checksum,
     engine_over,
     load_from,
     make_drafter,
+    make_prompts,
     speculate,
     tokens_of,
 )
@@ -35,20 +35,16 @@ from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, interruptible
 from tlt_megatron.drafter.packing import draft_sequence, pack_batch
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.models.draft_model import DraftModel
-from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.runtime.device import Device, has_triton
-from tlt_megatron.types import DraftSequence, Prompt, Rollout, SamplingParams
+from tlt_megatron.types import DraftSequence, Rollout, SamplingParams
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real one")
 SIZES = {"max_batch_size": 4, "num_samples": 2, "max_new_tokens": 32}
 PARAMS = SamplingParams(num_samples=2, max_new_tokens=12, stop_token_ids=(5,), seed=5)
 CUT = SamplingParams(num_samples=2, max_new_tokens=12, temperature=0.8, top_p=0.9, top_k=9, seed=5)
 GREEDY = SamplingParams(num_samples=2, max_new_tokens=12, temperature=0.0, seed=5)
-PROMPTS = [
-    Prompt(prompt_id=str(i), draw_index=i, token_ids=tuple((3 * j + i) % 40 + 8 for j in range(n)))
-    for i, n in enumerate((4, 9, 70))
-]
+PROMPTS = make_prompts(4, 9, 70)
 
 
 @pytest.fixture(scope="module")
@@ -83,31 +79,37 @@ def run(engine: EmbeddedEngine, params: SamplingParams = PARAMS) -> list[list[in
     return tokens_of(engine.generate(PROMPTS, params, policy_version=1))
 
 
-@pytest.mark.parametrize("strategy", ["off", "3_2_6", "4_1_4", "ngram_4"])
-def test_tokens_are_those_of_the_cpu(tiny_path: Path, device: PretendDevice, strategy: str) -> None:
-    engine = make_engine(tiny_path, device, strategy)
-    assert run(engine) == run(make_engine(tiny_path, None, "off"))
-    assert device.gpu.num_captures > 0
-    assert engine.stats().num_graph_replays > 5 * engine.stats().num_eager_passes
-
-
-@pytest.mark.parametrize("params", [CUT, GREEDY], ids=["cut", "greedy"])
-def test_every_way_to_sample(
-    deep_path: Path, device: PretendDevice, params: SamplingParams
+@pytest.mark.parametrize(
+    ("strategy", "architecture", "params"),
+    [
+        *((strategy, "eagle", PARAMS) for strategy in ("off", "3_2_6", "4_1_4", "ngram_4")),
+        *(("3_2_6", "eagle3", params) for params in (CUT, GREEDY)),
+    ],
+    ids=["plain", "tree", "chain", "ngram", "cut", "greedy"],
+)
+def test_responses_are_those_of_the_cpu(
+    deep_path: Path,
+    device: PretendDevice,
+    strategy: str,
+    architecture: str,
+    params: SamplingParams,
 ) -> None:
     def rollouts(engine: EmbeddedEngine) -> list[Rollout]:
         groups = engine.generate(PROMPTS, params, policy_version=1)
         return [rollout for group in groups for rollout in group.rollouts]
 
-    found = rollouts(make_engine(deep_path, device, "3_2_6", "eagle3"))
+    engine = make_engine(deep_path, device, strategy, architecture)
+    found = rollouts(engine)
     for ours, theirs in zip(found, rollouts(make_engine(deep_path, None, "off")), strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         torch.testing.assert_close(ours.logprobs, theirs.logprobs)
         torch.testing.assert_close(ours.policy_logprobs, theirs.policy_logprobs)
-        assert (ours.kept is None) == (theirs.kept is None) == (params is GREEDY)
+        assert (ours.kept is None) == (theirs.kept is None) == (params is not CUT)
         if ours.kept is not None and theirs.kept is not None:
             assert torch.equal(ours.kept.token_ids, theirs.kept.token_ids)
             assert torch.equal(ours.kept.counts, theirs.kept.counts)
+    assert device.gpu.num_captures > 0
+    assert engine.stats().num_graph_replays > 5 * engine.stats().num_eager_passes
 
 
 @pytest.mark.parametrize("strategy", ["off", "3_2_6"])
@@ -192,19 +194,14 @@ def test_a_rollout_takes_as_many_launches_in_long_lanes_as_in_short_ones(
     assert counts[0] == counts[1]
 
 
-def alive_caches() -> list[KvCache]:
-    return [thing for thing in gc.get_objects() if type(thing) is KvCache]
-
-
 def test_a_sleeping_engine_keeps_the_tensors_that_a_drafter_borrows_and_no_kv(
     tiny_path: Path, device: PretendDevice, tensors_of
 ) -> None:
-    gc.collect()
-    before = {id(cache) for cache in alive_caches()}
+    before = alive_caches()
     engine = make_engine(tiny_path, device, "3_2_6")
     expected = run(engine)
     assert device.gpu.num_captures > 0  # passes that read the KV
-    (kv,) = [weakref.ref(cache) for cache in alive_caches() if id(cache) not in before]
+    (kv,) = [cache for cache in alive_caches() if cache not in before]
     embedding, head = engine.target_tensors()
     sizes = [tensor.untyped_storage().nbytes() for tensor in (embedding, head)]
     for _ in range(2):
