@@ -9,7 +9,8 @@ import random
 from collections.abc import Sequence
 
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
-from tlt_megatron.speculation.selector import Decision, StrategySelector
+from tlt_megatron.speculation.selector import StrategySelector
+from tlt_megatron.speculation.verify import accepted_by_depth
 
 ARMS = tuple(
     SpeculationStrategy.parse(text)
@@ -109,7 +110,7 @@ class SyntheticDecoding:
         self,
         strategy: SpeculationStrategy,
         batch_size: int,
-        texts: Sequence[float] = (),
+        texts: Sequence[float] = (0.0,),
         num_unread: int = 0,
     ) -> tuple[list[int], float]:
         """Accepted tokens of each request, and noisy seconds: 5 %, and now and then one slow
@@ -117,7 +118,7 @@ class SyntheticDecoding:
         """
         accepted = []
         for index in range(batch_size):
-            rates, count = self.rates(strategy, text=texts[index] if texts else 0.0), 0
+            rates, count = self.rates(strategy, text=texts[index % len(texts)]), 0
             while count < len(rates) and self._rng.random() < rates[count]:
                 count += 1
             accepted.append(count)
@@ -131,20 +132,17 @@ class Score:
 
     def __init__(self) -> None:
         self.chosen: list[SpeculationStrategy] = []
-        self.reasons: list[str] = []
         self._seconds = self._oracle_s = self._plain_s = 0.0
 
     def add(
         self,
         world: SyntheticDecoding,
-        decision: Decision,
+        chosen: SpeculationStrategy,
         batch_size: int,
         texts: Sequence[float] = (0.0,),
         num_unread: int = 0,
     ) -> None:
-        chosen = decision.strategy
         self.chosen.append(chosen)
-        self.reasons.append(decision.reason)
         best, tokens = world.best(batch_size), world.tokens(chosen, texts)
         self._seconds += world.seconds(chosen, batch_size, num_unread)
         self._oracle_s += tokens / world.tokens(best, texts) * world.seconds(best, batch_size)
@@ -161,21 +159,31 @@ class Score:
         return self._plain_s / self._seconds
 
 
-def run_selector(
+def run_pass(
     selector: StrategySelector,
     world: SyntheticDecoding,
-    batch_sizes: Sequence[int],
+    score: Score,
+    batch_size: int,
+    texts: Sequence[float] = (0.0,),
+    num_unread: int = 0,
+) -> tuple[SpeculationStrategy, list[int]]:
+    """One step: the strategy that is chosen for it, and the accepted tokens of each request."""
+    strategy = selector.choose(batch_size).strategy
+    accepted, seconds = world.step(strategy, batch_size, texts, num_unread)
+    depths = accepted_by_depth(accepted, strategy.depth)
+    first = world.first_by_depth(strategy, depths)
+    selector.observe(strategy, batch_size, depths, seconds, first)
+    score.add(world, strategy, batch_size, texts, num_unread)
+    return strategy, accepted
+
+
+def run_selector(
+    selector: StrategySelector, world: SyntheticDecoding, batch_sizes: Sequence[int]
 ) -> Score:
     """One step for each batch size."""
     score = Score()
     for batch_size in batch_sizes:
-        decision = selector.choose(batch_size)
-        strategy = decision.strategy
-        accepted, seconds = world.step(strategy, batch_size)
-        depths = counts_by_depth(accepted, strategy)
-        first = world.first_by_depth(strategy, depths)
-        selector.observe(strategy, batch_size, depths, seconds, first)
-        score.add(world, decision, batch_size)
+        run_pass(selector, world, score, batch_size)
     return score
 
 
@@ -196,25 +204,14 @@ def run_rollout(
     while waiting or running:
         while waiting and len(running) < max_batch_size:
             running.append(waiting.pop())
-        batch_size, texts = len(running), [text for _, text, _ in running]
+        texts = [text for _, text, _ in running]
         num_unread = sum(unread for _, _, unread in running)
-        decision = selector.choose(batch_size)
-        strategy = decision.strategy
-        accepted, seconds = world.step(strategy, batch_size, texts, num_unread)
-        depths = counts_by_depth(accepted, strategy)
-        first = world.first_by_depth(strategy, depths)
-        selector.observe(strategy, batch_size, depths, seconds, first)
-        score.add(world, decision, batch_size, texts, num_unread)
+        strategy, accepted = run_pass(selector, world, score, len(running), texts, num_unread)
         for request, count in zip(running, accepted, strict=True):
             request[0] -= count + 1
             request[2] = 0 if strategy.is_learned else request[2] + count + 1
         running = [request for request in running if request[0] > 0]
     return score
-
-
-def counts_by_depth(accepted: Sequence[int], strategy: SpeculationStrategy) -> list[int]:
-    """Requests that accepted at least 1, 2, .. drafted tokens."""
-    return [sum(count >= depth for count in accepted) for depth in range(1, strategy.depth + 1)]
 
 
 def long_tail(num_requests: int, scale: int) -> list[int]:

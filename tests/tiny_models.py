@@ -28,6 +28,15 @@ _NAMES = {
 }
 _THETA = {"llama": 500000.0, "mistral": 10000.0}
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
+
 
 def tiny_config(**changes: Any) -> ModelConfig:
     """A qwen3 whose heads do not add up to its hidden size, but for `changes`."""

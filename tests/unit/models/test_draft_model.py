@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.slow_draft import (
@@ -15,7 +16,6 @@ from tests.slow_draft import (
 )
 from tests.tiny_models import tiny_config
 from tlt_megatron.config.draft_folder import default_aux_layer_ids
-from tlt_megatron.models.attention.kernels import attend_with_lse
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import (
     DraftModel,
@@ -33,19 +33,16 @@ class GrowingKv:
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         """See `Attention`; new tokens see each other causally."""
-        start = 0 if self.kv_SKH is None else self.kv_SKH.shape[0]
-        parts = [kv_PKH] if self.kv_SKH is None else [self.kv_SKH, kv_PKH]
-        self.kv_SKH = torch.cat(parts).detach()
-        num_new, _, head_dim = query_PNH.shape
-        num_kv_heads = kv_PKH.shape[1] // 2
+        past = [] if self.kv_SKH is None else [self.kv_SKH]
+        self.kv_SKH = torch.cat([*past, kv_PKH]).detach()
         key, value = self.kv_SKH.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
-        query = query_PNH.reshape(num_new, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        visible = torch.ones(num_new, start + num_new, dtype=torch.bool).tril(start)
-        bias = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf)
-        outs = [
-            attend_with_lse(query[None, :, r], key, value, bias)[0] for r in range(query.shape[1])
-        ]
-        return torch.stack(outs, dim=2)[0].permute(2, 0, 1, 3).reshape(num_new, -1)
+        query = query_PNH.transpose(0, 1).unsqueeze(0)
+        num_new, num_kept = len(query_PNH), len(self.kv_SKH)
+        is_visible = torch.ones(num_new, num_kept, dtype=torch.bool).tril(num_kept - num_new)
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=is_visible, enable_gqa=True
+        )
+        return out[0].transpose(0, 1).flatten(1)
 
 
 def draft(

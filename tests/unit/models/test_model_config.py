@@ -16,27 +16,10 @@ from safetensors.torch import save_file
 
 from tests.model_files import CONFIG, write_model
 from tests.ranks import run_ranks
-from tests.tiny_models import KINDS, tiny_config
-from tlt_megatron.config.model_shape import tensor_shapes
+from tests.tiny_models import KINDS, LLAMA3
 from tlt_megatron.config.weight_files import INDEX_NAME
-from tlt_megatron.mcore.weight_map import (
-    EMBEDDING_ROW,
-    FINAL_NORM_ROW,
-    layer_rows,
-    lm_head_row,
-)
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader, save_hf_model
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
@@ -72,14 +55,6 @@ def test_config_is_read_as_transformers_reads_it(
     assert (own.rope.kind, own.rope.theta) == (rope["rope_type"], rope["rope_theta"])
     for name in ("factor", "low_freq_factor", "original_max_position_embeddings"):
         assert getattr(own.rope, name) == rope.get(name, getattr(own.rope, name))
-
-
-@pytest.mark.parametrize("switches", [{}, {"has_qkv_bias": True, "has_qk_norm": False}])
-def test_expected_tensors_are_those_of_megatrons_table(switches: dict[str, bool]) -> None:
-    config = tiny_config(**switches)
-    rows = [EMBEDDING_ROW, FINAL_NORM_ROW, lm_head_row(config)]
-    rows += [row for n in range(config.num_layers) for row in layer_rows(config, n, n)]
-    assert {name for row in rows for name in row.hf_names} == tensor_shapes(config).keys()
 
 
 def test_the_index_says_which_file_a_tensor_comes_from(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.tiny_models import KINDS, make_tiny_hf
+from tests.tiny_models import KINDS, LLAMA3, make_tiny_hf
 from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.models.attention.paged import PrefillAttention, PrefillSegment
 from tlt_megatron.models.config import load_model_config
@@ -27,15 +27,6 @@ YARN = {
     "original_max_position_embeddings": 48,
     "rope_theta": 10000.0,
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "rope_theta": 10000.0,
-}
-
 
 def load(path: Path, dtype: torch.dtype) -> Transformer:
     model = Transformer(load_model_config(path), dtype, CPU)
@@ -89,6 +80,7 @@ def test_logits_equal_transformers(kind: str, options: dict, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_named_tensors_give_back_what_was_loaded(kind: str, tied: bool, tmp_path: Path) -> None:
+    """The shapes of all of them follow from the config."""
     path = make_tiny_hf(tmp_path / "m", kind, num_layers=2, vocab_size=40, tied=tied)
     saved = dict(HfReader(path).items())
     model = load(path, torch.float32)

@@ -15,7 +15,6 @@ from tests.synthetic_decoding import (
     ARMS,
     RETRIEVING_ARMS,
     SyntheticDecoding,
-    counts_by_depth,
     long_tailed_lengths,
     run_rollout,
     run_selector,
@@ -23,6 +22,7 @@ from tests.synthetic_decoding import (
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
+from tlt_megatron.speculation.verify import accepted_by_depth
 
 LENGTHS = long_tailed_lengths(128)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -119,8 +119,7 @@ def test_a_strategy_that_met_a_slow_moment_gets_another_chance() -> None:
         strategy = selector.choose(1).strategy
         accepted, seconds = world.step(strategy, 1)
         slow = 5.0 if step < 60 and strategy == arms[2] else 1.0
-        counts = [int(accepted[0] >= depth) for depth in range(1, strategy.depth + 1)]
-        selector.observe(strategy, 1, counts, seconds * slow)
+        selector.observe(strategy, 1, accepted_by_depth(accepted, strategy.depth), seconds * slow)
     assert run_selector(selector, world, [1] * 100).chosen.count(arms[2]) > 85
 
 
@@ -176,6 +175,6 @@ def test_retrieval_goes_on_while_learned_drafts_find_no_memory() -> None:
         strategy = selector.choose(4).strategy
         strategy = OFF if strategy.is_learned else strategy
         accepted, seconds = world.step(strategy, 4)
-        selector.observe(strategy, 4, counts_by_depth(accepted, strategy), seconds)
+        selector.observe(strategy, 4, accepted_by_depth(accepted, strategy.depth), seconds)
         chosen.append(strategy)
     assert sum(s.num_retrieved > 0 for s in chosen) > 180

@@ -9,7 +9,6 @@ import pytest
 from tests.synthetic_decoding import (
     ARMS,
     SyntheticDecoding,
-    counts_by_depth,
     long_tail,
     run_selector,
 )
@@ -17,6 +16,7 @@ from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector, make_selector
+from tlt_megatron.speculation.verify import accepted_by_depth
 
 CHAIN = SpeculationStrategy.parse("2_1_2")
 TREE = SpeculationStrategy.parse("3_4_8")
@@ -45,7 +45,7 @@ def test_a_restored_selector_repeats_every_choice() -> None:
             assert restored.choose(size) == decision
             strategy = decision.strategy
             accepted, seconds = world.step(strategy, size)
-            counts = counts_by_depth(accepted, strategy)
+            counts = accepted_by_depth(accepted, strategy.depth)
             for each in (selector, restored):
                 each.observe(strategy, size, counts, seconds, counts[: strategy.num_steps])
 
