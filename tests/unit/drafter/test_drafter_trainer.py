@@ -11,17 +11,14 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.slow_draft import make_draft_model, make_sequence
+from tests.spot_phases import world_group
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.packing import DraftBatch, pack_batch
 from tlt_megatron.models.draft_model import DraftModel
-from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of
+from tlt_megatron.runtime.process_groups import SINGLE, Group
 
 ALGORITHMS = ("eagle", "hass", "eagle3")
-
-
-def world_group() -> Group:
-    return group_of(torch.distributed.group.WORLD)
 
 
 def make_trainer(algorithm: str = "eagle", group: Group = SINGLE, **settings) -> DrafterTrainer:
@@ -67,25 +64,7 @@ def test_ranks_equal_one_rank_on_the_union(algorithm: str) -> None:
             assert actual.agreement == pytest.approx(one.agreement)
             assert actual.accept_probability == pytest.approx(one.accept_probability)
             assert actual.num_tokens == one.num_tokens
-    for state, _ in results[1:]:
-        assert all(torch.equal(state[name], tensor) for name, tensor in results[0][0].items())
-
-
-def test_newcomer_takes_over_the_state_of_a_member() -> None:
-    def member() -> dict[str, torch.Tensor]:
-        group = world_group()
-        trainer = make_trainer()
-        if group.rank == 1:
-            for batch in make_batches(trainer.model):
-                trainer.step(batch)
-        trainer.group = group
-        trainer.broadcast_state(source=1)
-        trainer.step(make_batches(trainer.model)[group.rank])
-        return trainer.state_dict()
-
-    newcomer, old = run_ranks(2, member)
-    assert newcomer["num_updates"] == 4
-    assert all(torch.equal(newcomer[name], tensor) for name, tensor in old.items())
+        assert is_same(state, results[0][0])
 
 
 def test_wrong_state_is_refused() -> None:
@@ -130,7 +109,7 @@ def test_non_finite_gradient_skips_the_step_on_all_members() -> None:
 
 def test_step_without_data_changes_nothing() -> None:
     trainer = make_trainer()
-    before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    before = copy_of(trainer)
     untrained = pack_batch([make_sequence(trainer.model, 5, loss_start=5)])
     for batch in (None, untrained):
         stats = trainer.step(batch, lambda: (1.0, 0.0))
@@ -138,7 +117,7 @@ def test_step_without_data_changes_nothing() -> None:
         assert stats.num_tokens == 0
         assert stats.flags == (1.0, 0.0)
     assert trainer.num_skipped == 0  # that counts bad gradients
-    assert all(torch.equal(before[name], t) for name, t in trainer.state_dict().items())
+    assert is_same(trainer.state_dict(), before)
 
 
 def test_gradient_is_clipped_to_the_given_norm() -> None:
@@ -242,7 +221,7 @@ def test_members_that_finish_their_pass_make_the_step_without_the_one_that_does_
 
     def member() -> tuple[dict[str, torch.Tensor], int]:
         trainer = make_trainer("hass")
-        trainer.group = group_of(torch.distributed.group.WORLD)
+        trainer.group = world_group()
         rank = trainer.group.rank
         question = YesAt(whole.count if rank == 1 else None)
         stats = trainer.step(make_batch(trainer.model, 100 * rank), should_abandon=question)

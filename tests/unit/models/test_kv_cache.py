@@ -12,14 +12,10 @@ from tlt_megatron.models.kv_cache import KvCache
 CONFIG = tiny_config(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4)
 
 
-def make_cache(num_pages: int) -> KvCache:
-    return KvCache(
-        CONFIG, num_pages=num_pages, page_size=2, dtype=torch.float32, device=torch.device("cpu")
-    )
-
-
 def test_compaction_moves_pages_with_their_data_and_their_lists() -> None:
-    cache = make_cache(64)
+    cache = KvCache(
+        CONFIG, num_pages=64, page_size=2, dtype=torch.float32, device=torch.device("cpu")
+    )
     sequences: list[list[int]] = [[] for _ in range(40)]
     prompts: list[list[int]] = [[] for _ in range(12)]
     for number, pages in enumerate(sequences + prompts):
@@ -43,13 +39,3 @@ def test_compaction_moves_pages_with_their_data_and_their_lists() -> None:
             assert (cache.layers[layer][:, slots[0]] == 100 * layer + number).all()
         assert cache.bias_T[slots].tolist() == [0.0, -torch.inf]
     assert not cache.compact()
-
-
-def test_a_page_taken_again_shows_nothing_of_its_past() -> None:
-    cache = make_cache(2)
-    pages: list[int] = []
-    cache.take_response_page(pages)
-    cache.mark_written(cache.slots(pages, 0, 2))
-    cache.free(pages)
-    cache.take_response_page(pages)
-    assert cache.bias_T[cache.slots(pages, 0, 2)].tolist() == [-torch.inf, -torch.inf]

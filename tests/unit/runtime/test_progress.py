@@ -86,25 +86,19 @@ def test_lines_on_a_terminal_stay_lines_and_a_resumed_run_counts_from_where_it_i
     assert "\x1b" not in text_of(console)
 
 
+@pytest.mark.usefixtures("root_logger")
 def test_log_lines_and_prints_stand_whole_above_the_live_display(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    root = logging.getLogger()
-    before, level = list(root.handlers), root.level
     console = make_console(terminal=True)
-    try:
-        configure_logging(0, None)  # before the display, as the launcher does
-        progress = Progress("auto", 4, console=console)
-        logging.getLogger("tlt_megatron.x").info("from the log")
-        print("from a print")
-        progress.close()
-        logging.getLogger("tlt_megatron.x").info("after the display")
-    finally:
-        for handler in [h for h in root.handlers if h not in before]:
-            root.removeHandler(handler)
-        root.setLevel(level)
+    configure_logging(0, None)  # before the display, as the launcher does
+    progress = Progress("auto", 4, console=console)
+    logging.getLogger("tlt_megatron.x").info("from the log")
+    print("from a print")
+    progress.close()
+    logging.getLogger("tlt_megatron.x").info("after the display")
     shown = text_of(console)
     assert "rank 0 INFO tlt_megatron.x: from the log\n" in shown
     assert "from a print\n" in shown

@@ -19,6 +19,11 @@ from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.trainer.build import _make_trackers
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "trackers.py"
+LIKE_WANDB = """
+def init(**options): calls.append(("init", options))
+def log(data, *, step): calls.append(("log", step, data))
+def finish(): calls.append(("finish",))
+"""
 # Each records its calls: name, positional and keyword arguments.
 STAND_INS = {
     "wandb": """
@@ -46,17 +51,8 @@ class MlflowClient:
     def log_table(self, run_id, table, file): calls.append(("table", table, file))
     def set_terminated(self, run_id, status="FINISHED"): calls.append(("finish", status))
 """,
-    "swanlab": """
-def init(**options): calls.append(("init", options))
-def log(data, *, step): calls.append(("log", step, data))
-def finish(): calls.append(("finish",))
-Text = str
-""",
-    "trackio": """
-def init(**options): calls.append(("init", options))
-def log(data, *, step): calls.append(("log", step, data))
-def finish(): calls.append(("finish",))
-""",
+    "swanlab": LIKE_WANDB + "Text = str\n",
+    "trackio": LIKE_WANDB,
 }
 ROW = {"prompt": "1+1?", "response": "2", "reward": 1.0, "data_source": "math"}
 ROW |= {"logprob_diff": 0.5, "finish_reason": "stop"}

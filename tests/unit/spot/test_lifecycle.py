@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from tests.policy_batches import make_rollout
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE
 from tests.spot_phases import make_drafter_trainer
 from tlt_megatron.config.schema import SpotSection
@@ -32,7 +33,7 @@ from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout, SpotRanks
 from tlt_megatron.spot.session import version_of
 from tlt_megatron.spot.spot_trainer import SpotReport, merge_metrics
-from tlt_megatron.types import FinishReason, Rollout
+from tlt_megatron.types import Rollout
 
 TWO = ReplicaLayout(2)
 BATCH_TOKENS = 16
@@ -121,6 +122,13 @@ class Rank:
         assert len(report.updates) == num_updates
         return report
 
+    def run_steps(self, *steps: int) -> None:
+        """With two updates each."""
+        for step in steps:
+            self.begin(step)
+            self.train(2)
+            self.publish()
+
     def publish(self) -> dict[str, float]:
         metrics = {"bubble/stall_s": 0.0}
         self.lifecycle.publish(metrics)
@@ -133,17 +141,7 @@ class Rank:
 def make_answer(seed: int) -> tuple[Rollout, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB_SIZE, (4 + seed % 5,), generator=generator)
-    rollout = Rollout(
-        prompt_id=f"{seed}",
-        draw_index=seed,
-        sample_index=0,
-        prompt_ids=(1, 2),
-        token_ids=tokens,
-        logprobs=torch.zeros(tokens.numel()),
-        policy_logprobs=torch.zeros(tokens.numel()),
-        finish_reason=FinishReason.STOP,
-        versions=((0, tokens.numel()),),
-    )
+    rollout = make_rollout((1, 2), tokens, (seed, 0))
     return rollout, torch.randn(rollout.num_tokens - 1, HIDDEN_SIZE, generator=generator)
 
 
@@ -175,9 +173,7 @@ def test_what_a_step_has_trained_reaches_the_engine_at_the_end_of_the_next(rank:
 
 
 def test_an_idle_time_too_short_to_judge_the_candidate_publishes_nothing(rank: Rank) -> None:
-    rank.begin(1)
-    rank.train(2)
-    rank.publish()
+    rank.run_steps(1)
     rank.begin(2)
     rank.buffer.measures = rank.finish_other
     report = rank.lifecycle.run_until_preempted(2)
@@ -196,9 +192,7 @@ def test_passes_for_the_drafter_alone_run_only_if_the_engine_gives_no_states(ran
     def own_passes() -> list[int]:
         return rank.lifecycle.make_tap().choose([9, 20, 9], ProcessGroups(world=SINGLE))
 
-    rank.begin(1)  # with states from the engine
-    rank.train(2)
-    rank.publish()
+    rank.run_steps(1)  # with states from the engine
     assert own_passes() == []
     rank.step = 2
     rank.lifecycle.start_step(2)  # without
@@ -208,10 +202,7 @@ def test_passes_for_the_drafter_alone_run_only_if_the_engine_gives_no_states(ran
 
 
 def test_restored_lifecycle_goes_on_as_the_saved_one(rank: Rank, tmp_path: Path) -> None:
-    for step in (1, 2):
-        rank.begin(step)
-        rank.train(2)
-        rank.publish()
+    rank.run_steps(1, 2)
     folder = tmp_path / "iter_0000002"
     folder.mkdir()
     rank.lifecycle.save_into(folder)
@@ -220,9 +211,7 @@ def test_restored_lifecycle_goes_on_as_the_saved_one(rank: Rank, tmp_path: Path)
     assert same(restored.engine.loaded[-1][1], rank.engine.loaded[-1][1])
     assert version_of(restored.trainer) == version_of(rank.trainer)
     for one in (rank, restored):
-        one.begin(3)
-        one.train(2)
-        one.publish()
+        one.run_steps(3)
     assert version_of(restored.trainer) == version_of(rank.trainer)
     assert restored.buffer.state_dict()["values"] == rank.buffer.state_dict()["values"]
     (version, weights), (restored_version, restored_weights) = (
@@ -241,10 +230,7 @@ def test_failed_saves_of_the_drafter_are_logged_and_a_resume_starts_it_anew(
         raise SafetensorError("I/O error: No space left on device")
 
     monkeypatch.setattr(safetensors.torch, "save_file", fail)
-    for step in (1, 2, 3):
-        rank.begin(step)
-        rank.train(2)
-        rank.publish()
+    rank.run_steps(1, 2, 3)
     folder = tmp_path / "iter_0000003"
     folder.mkdir()
     rank.lifecycle.save_into(folder)
@@ -263,10 +249,7 @@ def test_failed_saves_of_the_drafter_are_logged_and_a_resume_starts_it_anew(
 def test_what_publishing_saves_is_whole_though_the_engine_falls_asleep_at_once(
     rank: Rank, tmp_path: Path
 ) -> None:
-    for step in (1, 2):
-        rank.begin(step)
-        rank.train(2)
-        rank.publish()
+    rank.run_steps(1, 2)
     model = rank.trainer.model
     borrowed = {"embedding_VD": model.embedding_VD, "lm_head_VD": model.lm_head_VD}
     contents = {name: tensor.clone() for name, tensor in borrowed.items()}

@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.spot_phases import RandomBatches, make_drafter_trainer
-from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.timeline import Timeline
@@ -93,25 +92,12 @@ def test_spans_tell_what_a_rank_did(tmp_path) -> None:
     assert names == ["IDLE", "DRAFT-TRAIN", "PREEMPT"]
 
 
-# ---- what tells two drafters apart: every tensor and counter
-
-
-@pytest.fixture
-def trainer() -> DrafterTrainer:
-    """With moments that are not zero."""
-    trainer = make_drafter_trainer()
-    trainer.step(RandomBatches(trainer.model, seed=0).next_batch())
-    return trainer
-
-
-def test_equal_drafters_have_equal_versions(trainer: DrafterTrainer) -> None:
-    other = make_drafter_trainer()
+def test_versions_of_drafters_differ_with_every_tensor_and_counter() -> None:
+    trainer, other = make_drafter_trainer(), make_drafter_trainer()
+    trainer.step(RandomBatches(trainer.model, seed=0).next_batch())  # moments are not zero
     assert version_of(other) != version_of(trainer)
     other.load_state_dict(trainer.state_dict())
     assert version_of(other) == version_of(trainer)
-
-
-def test_weights_moments_and_counters_all_show(trainer: DrafterTrainer) -> None:
     seen = {version_of(trainer).checksum}
     state = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
     for name in state:
