@@ -109,6 +109,7 @@ for _name in ("set", "get", "append", "check", "wait", "delete_key"):
 
 def make_spot(
     *,
+    trainer: DrafterTrainer | None = None,
     source: Any | None = None,
     hook: Callable[[str], None] | None = None,
     replica_size: int = 1,
@@ -120,7 +121,7 @@ def make_spot(
     """A SpotTrainer on this rank of the default world. A collective of all ranks."""
     torch.set_num_threads(1)
     world = world_group()
-    trainer = make_drafter_trainer()
+    trainer = trainer or make_drafter_trainer()
     store = open_job_store(world, 60.0).part("spot")
     if hook:
         store = HookedStore(store, hook)

@@ -11,17 +11,13 @@ import torch.distributed as dist
 
 from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
 from tests.slow_draft import make_draft_model
-from tests.spot_phases import RandomBatches
+from tests.spot_phases import RandomBatches, make_spot
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.device import Device, select_device
-from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.process_groups import init_world
-from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 from tlt_megatron.spot.session import GroupPool
-from tlt_megatron.spot.spot_trainer import SpotTrainer
 
 pytestmark = needs_gpus()
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -69,18 +65,8 @@ def train_until_all_are_done(
     device = shared if shares_gpu else select_device("cuda")
     world = init_world(device.backend, 60.0)
     trainer, twin = make_trainer(device.torch_device)
-    store = open_job_store(world, 60.0).part("test")
-    spot = SpotTrainer(
-        trainer,
-        RandomBatches(twin, world.rank, device=device.torch_device),
-        ranks=SpotRanks(
-            store=store,
-            layout=ReplicaLayout(world.size, 1),
-            rank=world.rank,
-            phase_timeout_s=120.0,
-        ),
-        timeline=Timeline(None, world.rank),
-    )
+    source = RandomBatches(twin, world.rank, device=device.torch_device)
+    spot = make_spot(trainer=trainer, source=source)
     if shares_gpu:
         host = torch.device("cpu")
         spot._groups = GroupPool(spot.ranks, host, max_kept=0)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.spot_phases import Markers
 from tlt_megatron.runtime.events import EventKind, EventLog
 from tlt_megatron.runtime.log import configure_logging
 from tlt_megatron.runtime.stop import StopRequest, describe_failure
@@ -51,17 +52,10 @@ def train(folder: Path) -> None:
     stop.share(EventLog(SlowStore()))
     stop.begin_training()
     while not stop.is_requested:
-        (folder / "listens").touch()
+        Markers(folder).set("listens")
         time.sleep(0.01)
-    (folder / "stops").touch()
+    Markers(folder).set("stops")
     time.sleep(600)
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 300
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -83,9 +77,9 @@ def test_a_second_ctrl_c_ends_at_once_though_the_store_does_not_answer(tmp_path:
     rank = multiprocessing.get_context("fork").Process(target=train, args=(tmp_path,))
     rank.start()
     try:
-        wait_for(tmp_path / "listens")
+        Markers(tmp_path).await_("listens")
         os.kill(rank.pid, signal.SIGINT)
-        wait_for(tmp_path / "stops")
+        Markers(tmp_path).await_("stops")
         os.kill(rank.pid, signal.SIGUSR1)  # says nothing new
         os.kill(rank.pid, signal.SIGTERM)  # what torchrun makes of a second Ctrl-C
         rank.join(timeout=300)
