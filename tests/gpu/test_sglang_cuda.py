@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
 from tests.tiny_models import make_tiny_hf
+from tests.unit.engines.conftest import make_prompts
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
 from tlt_megatron.drafter.eagle_folder import save_drafter
 from tlt_megatron.engines.base import RolloutEngine
@@ -30,7 +31,7 @@ from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of, init_world
-from tlt_megatron.types import Prompt, SamplingParams
+from tlt_megatron.types import SamplingParams
 
 if TYPE_CHECKING:
     from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
@@ -40,10 +41,7 @@ VERSION = "0.5.23"
 Weights = list[tuple[str, Tensor]]
 PARAMS = SamplingParams(num_samples=1, max_new_tokens=48, temperature=0.0, seed=5)
 NEAR = 0.2  # of `distance`: greedy tokens of this policy in bfloat16 have 0.01, those of other weights 12
-PROMPTS = [
-    Prompt(prompt_id=str(i), draw_index=i, token_ids=tuple((5 * j + i) % 300 + 8 for j in range(n)))
-    for i, n in enumerate((4, 9, 31, 70))
-]
+PROMPTS = make_prompts(4, 9, 31, 70)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -106,11 +106,3 @@ def test_hass_treats_own_features_as_data_and_eagle3_does_not() -> None:
     assert make_objective(DrafterSection(algorithm="hass")).has_detached_steps
     assert not make_objective(DrafterSection(algorithm="eagle3")).has_detached_steps
     assert make_objective(DrafterSection(algorithm="eagle3")).feature_weight == 0
-
-
-def test_a_batch_without_trained_rows_has_no_loss() -> None:
-    model = make_draft_model("eagle")
-    batch = pack_batch([make_sequence(model, 5, loss_start=5)])
-    loss = draft_loss(model, batch, make_objective(DrafterSection()), head_chunk_tokens=8)
-    assert loss.count == 0
-    assert loss.loss_sum.item() == 0.0

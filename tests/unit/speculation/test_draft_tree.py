@@ -13,7 +13,6 @@ from tests.toy_decoding import (
     noise_of_depths,
     random_table,
     random_tree,
-    row_states,
 )
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import (
@@ -75,11 +74,8 @@ def paths_of(tree: DraftTree, row: int) -> set[Path]:
 @pytest.mark.parametrize("text", STRATEGIES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
 def test_growth_equals_the_slow_definition(text: str, temperature: float) -> None:
-    strategy, how, batch_size = (
-        SpeculationStrategy.parse(text),
-        SamplingParams(temperature=temperature),
-        5,
-    )
+    strategy, how = SpeculationStrategy.parse(text), SamplingParams(temperature=temperature)
+    batch_size = 5
     table = random_table(23, seed=1)
     states_B, seeds_B = torch.arange(batch_size) * 11, torch.arange(batch_size) + 100
     noise_BDV = noise_of_depths(seeds_B, states_B + 3, strategy.num_steps, 23)
@@ -165,5 +161,3 @@ def test_rows_of_the_verify_pass_start_with_the_root() -> None:
     chain = chain_tree(torch.tensor([[3, 1, UNUSED]]))
     assert chain.row_token_ids_BR(torch.tensor([8])).tolist() == [[8, 3, 1, 0]]
     assert chain.row_depths_BR.tolist() == [[0, 1, 2, 3]]
-    states_BR = row_states(chain, torch.tensor([0]))
-    assert states_BR.shape == (1, 4)
