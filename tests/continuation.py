@@ -27,8 +27,8 @@ def continuation(prompt: Prompt, so_far: Rollout, limit: int) -> Prompt:
 def check_continued(
     generate: Generate, prompts: Sequence[Prompt], params: SamplingParams, *, cut: int, atol: float
 ) -> None:
-    """Responses that are cut after `cut` tokens and continued, in one call with whole ones, are
-    equal to whole ones.
+    """Responses that are cut after `cut` tokens and continued are equal to whole ones, also in one
+    call with whole ones.
     """
     whole = generate(prompts, params)
     firsts = generate([replace(prompt, max_new_tokens=cut) for prompt in prompts], params)

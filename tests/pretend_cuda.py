@@ -1,10 +1,10 @@
 """A stand-in for a GPU on a machine without one: tensors that say they are on cuda:0 and are
 computed on the CPU.
 
-Used by tests of code that must run on CUDA. What to know: code takes its CUDA branches, and what a
-GPU would refuse is an error here: an operation on tensors of two devices, a kernel that exists on
-CPUs alone, and, while a pass is captured, whatever reads back, brings numbers from the host, or
-leaves a tensor in the graph's own memory that is read outside it.
+The tested code takes its CUDA branches. What a GPU would refuse is an error here: an operation on
+tensors of two devices, and a kernel that exists on CPUs alone. While a pass is captured, it must
+not read back or bring numbers from the host, and tensors in a graph's own memory must not be read
+outside it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PretendTensor(Tensor):
             return func(args[0].inner)
         if func in (Tensor.data_ptr, Tensor.untyped_storage):
             return func(args[0].inner)
-        # Torch asks for a guard of the device here, which a build without CUDA has not.
+        # Torch asks for a guard of the device here, which a build without CUDA does not have.
         if func is Tensor.__getitem__ and isinstance(args[0], PretendTensor):
             return _the_device().get_item(*args)
         if func is Tensor.__setitem__ and isinstance(args[0], PretendTensor):
@@ -118,7 +118,7 @@ class PretendEvent:
         self._position = self._gpu.num_launches
 
     def synchronize(self) -> None:
-        """The host waits until the GPU is there."""
+        """Let the host wait until the GPU is there."""
         assert self._position is not None, "waited for an event that is not recorded"
         self._gpu.wait_until(self._position)
 
@@ -146,12 +146,10 @@ class PretendGpu(TorchDispatchMode):
         self.is_capturing = self._is_replaying = False
         self.num_captures = 0
         self.read_backs: Counter[str] = Counter()  # by operation
-        self.num_launches = (
-            0  # operations and graphs that the host has queued; views and allocations are none
-        )
-        self.num_nodes = 0  # operations of the graphs among them
-        self.num_done = 0  # of these, those that the host has waited for
-        self.max_ahead = 0  # the most operations that the host was ahead by
+        self.num_launches = 0  # operations and graphs that the host has queued
+        self.num_nodes = 0  # operations of these graphs
+        self.num_done = 0  # launches that the host has waited for
+        self.max_ahead = 0  # the most launches that the host was ahead by
         # Copies to the host that it has not waited for: position, source and target.
         self._on_the_way: list[tuple[int, Tensor, Tensor]] = []
 
@@ -174,18 +172,20 @@ class PretendGpu(TorchDispatchMode):
         _running.pop()
 
     def note_launch(self) -> None:
-        """An operation that is no view or allocation. Those of a graph are one launch together."""
+        """Count an operation that is no view or allocation. The operations of a graph are one
+        launch together.
+        """
         self.num_launches += not self._is_replaying
         self.num_nodes += self._is_replaying
 
     def note_read_back(self, name: str) -> None:
-        """The host waits for the device."""
+        """Let the host wait for the device."""
         assert not self.is_capturing, f"{name} reads back in a captured pass"
         self.read_backs[name] += 1
         self.wait_until(self.num_launches)
 
     def wait_until(self, position: int) -> None:
-        """The host waits until the first `position` operations are done."""
+        """Let the host wait until the first `position` launches are done."""
         self.num_done = max(self.num_done, position)
         for queued_at, source, target in self._on_the_way:
             if queued_at <= position:
@@ -193,7 +193,7 @@ class PretendGpu(TorchDispatchMode):
         self._on_the_way = [copy for copy in self._on_the_way if copy[0] > position]
 
     def copy_later(self, target: Tensor, source: PretendTensor) -> Tensor:
-        """A copy to the host's pinned memory, which is not there before the host has waited."""
+        """Queue a copy to the host's pinned memory. It is not there before the host has waited."""
         self.num_launches += 1
         target.fill_(torch.nan if target.is_floating_point() else -1)
         self._on_the_way.append((self.num_launches, source.inner.clone(), target))
@@ -285,9 +285,7 @@ class PretendGpu(TorchDispatchMode):
             setattr(self, name, False)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `engines.embedded.graph_pool.GraphMemory`: the work is run, and run again for a
-        replay.
-        """
+        """See `engines.embedded.graph_pool.GraphMemory`. A replay runs the work again."""
         work()
         with self._phase("is_capturing"):
             work()

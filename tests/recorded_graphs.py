@@ -20,9 +20,10 @@ _FORBIDDEN = ("_local_scalar_dense", "lift_fresh", "nonzero", "is_nonzero", "equ
 
 
 class RecordedGraphs:
-    """Graph memory without a GPU: a graph is the list of calls on tensors that the work made, and
-    replaying it makes them again on the very same tensors, without any Python of the work's.
-    `graphs` has a reference to each."""
+    """Graph memory without a GPU: a graph is the list of calls on tensors that the work made. A
+    replay makes these calls again on the very same tensors, and runs no other Python code of the
+    work. `graphs` gets a reference to each graph.
+    """
 
     def __init__(self, graphs: list[weakref.ref]) -> None:
         self._graphs = graphs
@@ -58,7 +59,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def replay(self) -> None:
-        """What the recorded calls made is overwritten."""
+        """Make the calls again, and overwrite what they made."""
         for func, args, kwargs, made in self._calls:
             out = func(*args, **kwargs)
             if made:

@@ -1,4 +1,4 @@
-"""The experts that transformers sends the tokens of a rollout to."""
+"""The experts to which transformers sends the tokens of a rollout."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tlt_megatron.types import Rollout
 
 
 def open_mixture(path: Path) -> tuple[Any, Callable[[Rollout], Tensor]]:
-    """The model in float64, and a function that returns the experts of every token but the last,
-    sorted, [N, L, K].
+    """Return the model in float64, and a function of a rollout: the experts of all its tokens but
+    the last, sorted, [N, L, K].
     """
     from transformers import AutoModelForCausalLM
 

@@ -120,9 +120,9 @@ def slow_outputs(
 def slow_draft(
     model: DraftModel, sequence: DraftSequence, position: int, num_steps: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """What the engine does after it has verified the tokens up to `position` + 1: draft on from
-    there, with true features up to `position` and own ones after it, along the tokens of the
-    sequence."""
+    """What the engine does after it has verified the tokens up to `position` + 1. It drafts along
+    the tokens of the sequence, with true features up to `position` and own ones after it.
+    """
     hidden = [model.fc.weight @ f if model.config.is_eagle3 else f for f in sequence.features]
     hidden = hidden[: position + 1]
     results = []

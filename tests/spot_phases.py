@@ -1,5 +1,5 @@
-"""Rollout phases with spot training on forked ranks: a tiny drafter, random data, rollouts that are
-naps.
+"""Rollout phases with spot training on forked ranks. The drafter is tiny, data are random, and a
+rollout is a nap.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _alive: list[object] = []  # of this rank
 
 
 def run_spot_ranks(world_size: int, body: Callable[[], Any], **options: Any) -> list[Any]:
-    """`run_ranks`, with what torch imports for its first optimizer imported once, before the fork:
-    1.2 s a rank.
+    """Call `run_ranks` after importing what torch imports for its first optimizer, which takes 1.2
+    s on each rank.
     """
     make_drafter_trainer()
     return run_ranks(world_size, body, **options)
@@ -43,14 +43,14 @@ def world_group() -> Group:
 
 
 def begin_phase(heartbeat: Heartbeat, name: str) -> None:
-    """As `Phases` does, which also leaves it at its end."""
+    """Begin a phase as `Phases` does, which also leaves it at its end."""
     heartbeat.status.begin(name)
     heartbeat.status.leave((name,))
     heartbeat.tell_phase()
 
 
 def make_drafter_trainer(**section: object) -> DrafterTrainer:
-    """The same on all ranks."""
+    """A trainer that is the same on all ranks."""
     model = make_draft_model("eagle")
     return DrafterTrainer(model, DrafterSection(**section))
 
@@ -80,13 +80,13 @@ class RandomBatches:
         return pack_batch([sequence]).to(self._device)
 
     def mark_trained(self) -> None:
-        """The next batch is another one in any case."""
+        """Do nothing: the next batch is another one in any case."""
 
 
 class HookedStore(dist.Store):
     """A store that calls `hook(key)` ahead of every operation on it.
 
-    Who holds it natively (a PrefixStore) does not keep its Python half alive.
+    A native holder (a PrefixStore) does not keep its Python half alive.
     """
 
     def __init__(self, inner: dist.Store, hook: Callable[[str], None]) -> None:
@@ -159,7 +159,7 @@ class Markers:
         (self._folder / name).touch()
 
     def await_(self, name: str, limit_s: float = 120.0) -> None:
-        """Generate until then."""
+        """Wait until then, as a rank that generates does."""
         deadline = time.monotonic() + limit_s
         while not (self._folder / name).exists():
             assert time.monotonic() < deadline, f"{name} did not happen"

@@ -20,8 +20,8 @@ RETRIEVING_ARMS = tuple(SpeculationStrategy.parse(text) for text in ("4_1_4", "n
 
 
 class SyntheticDecoding:
-    """Steps of a plain batch cost 10 ms + 0.1 ms a row, with jumps where tiles fill; neither law is
-    the selector's own.
+    """Steps of a plain batch cost 10 ms + 0.1 ms a row, with jumps where tiles fill. The selectors
+    assume neither of these laws.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class SyntheticDecoding:
         self._rng = random.Random(seed)
 
     def seconds(self, strategy: SpeculationStrategy, batch_size: int, num_unread: int = 0) -> float:
-        """Expected, without noise. `num_unread`: tokens of the batch that the learned drafter has
-        not read.
+        """Expected seconds of a step, without noise. `num_unread`: tokens of the batch that the
+        learned drafter has not read.
         """
         rows = batch_size * strategy.num_rows
         verify = 0.010 + 1.0e-4 * 32 * math.ceil(rows / 32) ** 0.95
@@ -76,8 +76,8 @@ class SyntheticDecoding:
     def first_by_depth(
         self, strategy: SpeculationStrategy, accepted_by_depth: Sequence[int]
     ) -> list[int] | None:
-        """Of accepted tokens in a tree, how many the drafter ranked first: its own quality over the
-        tree's rate.
+        """How many of the accepted tokens in a tree the drafter ranked first: its own quality over
+        the tree's rate.
         """
         if strategy.topk <= 1:
             return None
@@ -89,7 +89,7 @@ class SyntheticDecoding:
         return first
 
     def tokens(self, strategy: SpeculationStrategy, texts: Sequence[float] = (0.0,)) -> float:
-        """Expected of a step, for each request."""
+        """Expected tokens of a step, for each request."""
         total = 0.0
         for text in texts:
             survival = 1.0
@@ -128,7 +128,7 @@ class SyntheticDecoding:
 
 
 class Score:
-    """Sums over a run, of expected values: no luck in them."""
+    """Sums of expected values over a run, so luck plays no part."""
 
     def __init__(self) -> None:
         self.chosen: list[SpeculationStrategy] = []

@@ -31,7 +31,7 @@ LLAMA3 = {
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
-    """A qwen3 whose heads do not add up to its hidden size, but for `changes`."""
+    """A qwen3 whose heads do not add up to its hidden size, with `changes`."""
     fields: dict[str, Any] = {
         "model_type": "qwen3",
         "vocab_size": 32,

@@ -76,7 +76,7 @@ def verify(
     stops: Sequence[int] = (),
     limits_B: Tensor | None = None,
 ) -> Verdict:
-    """The verdict; without `limits_B` no limit cuts it."""
+    """The verdict; without `limits_B` a commit has no limit."""
     return verify_noise_keyed(
         tree,
         samples_BR,

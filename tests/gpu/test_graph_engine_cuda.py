@@ -1,5 +1,6 @@
 """The embedded engine on a GPU: captured graphs, switches in the middle of a rollout and sleep
-change no token, and the bytes of the graph pool are what was planned."""
+change no token. Captured graphs take the bytes that were planned and give them back.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_engine(path: Path, *strategies: str, **settings: object) -> EmbeddedEngine:
-    """Speculates with any of `strategies` in each pass."""
+    """An engine that speculates with any of `strategies` in each pass."""
     sizes = {"max_batch_size": 8, "max_new_tokens": 64, "num_samples": 3}
     engine = engine_over(path, device=select_device("cuda"), **(sizes | settings))
     parsed = [SpeculationStrategy.parse(text) for text in strategies]
@@ -91,8 +92,9 @@ def test_graphs_and_switches_between_them_change_no_token(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_and_eager_passes_agree_but_for_rounding(path: Path, dtype: str) -> None:
-    """Rounding can swap two candidates that are closer than it, once or so in a thousand tokens in
-    bfloat16; what follows is then another text."""
+    """Rounding can swap two candidates that are closer than its error, about once in a thousand
+    tokens in bfloat16. What follows is then another text.
+    """
     eager, _ = run(make_engine(path, "off", dtype=dtype, graphs="off"))
     tokens, _ = run(make_engine(path, "off", dtype=dtype))
     num_equal = sum(a == b for a, b in zip(eager, tokens, strict=True))

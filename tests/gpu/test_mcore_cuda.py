@@ -1,8 +1,7 @@
-"""The Megatron policy on a GPU, with Transformer Engine's layers where it is installed (in
-bfloat16), else the local ones: what it says of a packed batch is what the CPU's plain forward pass
-says.
+"""The Megatron policy on a GPU says of a packed batch what the CPU's plain forward pass says. In
+bfloat16 it has Transformer Engine's layers where that is installed, else the local ones.
 
-In a process of its own, as Megatron keeps its groups for the life of one.
+It runs in a process of its own, as Megatron keeps its groups for the life of a process.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SEED = 3
 
 
 def log_probs_on_the_gpu(path: Path, dtype: str, recompute: str) -> dict[str, object]:
-    """Of all micro-batches, then two optimizer steps."""
+    """Log-probs of all micro-batches, before and after two optimizer steps."""
     from tests.mcore_policy import OPTIMIZER, make_batch, tiny_loss
     from tlt_megatron.config.schema import McoreSection, ModelSection, ParallelSection
     from tlt_megatron.mcore.initialize import initialize_model_parallel
@@ -67,7 +66,7 @@ def log_probs_on_the_gpu(path: Path, dtype: str, recompute: str) -> dict[str, ob
 
 
 def log_probs_by_definition(path: Path, dtype: torch.dtype) -> list[list[float]]:
-    """By transformers, in `dtype`'s weights and float64 arithmetic, on the CPU."""
+    """Log-probs by transformers, with `dtype`'s weights and float64 arithmetic, on the CPU."""
     from transformers import AutoModelForCausalLM
 
     from tests.mcore_policy import make_batch

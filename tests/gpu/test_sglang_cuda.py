@@ -209,7 +209,7 @@ def test_sleep_gives_memory_back_and_weights_are_sent_anew(
 
 
 def run_two_ranks(policy: str) -> tuple[list[list[int]], bool]:
-    """Of each rank: tokens before and after a sleep, and whether its own GPU had more free memory
+    """Return the tokens before and after a sleep, and whether this rank's GPU had more free memory
     in between.
     """
     device = select_device("cuda")

@@ -45,9 +45,10 @@ def wide_values(handle: TensorHandle) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def dot_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adds even and odd products apart, as units of a GPU do: a key at another place is visible.
+    """Add even and odd products apart, as units of a GPU do. So a key at another place changes the
+    sum.
 
-    The order of numpy's BLAS depends on a row's place too.
+    In numpy's BLAS the order of a sum depends on the row's place too.
     """
 
     def create_dot(

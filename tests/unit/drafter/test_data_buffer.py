@@ -32,7 +32,7 @@ def make_sequence(name: int, num_tokens: int, *, loss_start: int = 2) -> DraftSe
 
 
 def bytes_of(num_tokens: int) -> int:
-    """Of what is kept: int64 tokens and float32 states at all but the last."""
+    """The bytes that are kept: int64 tokens, and float32 states at all tokens but the last."""
     return 8 * num_tokens + 4 * HIDDEN_SIZE * (num_tokens - 1)
 
 
@@ -108,7 +108,7 @@ def test_states_are_kept_in_the_buffers_dtype_and_detached_from_the_source() -> 
 
 
 def test_long_tail_has_half_of_the_rows() -> None:
-    """It is of the last step: the longest sequences, which hold half of its rows."""
+    """The long tail is of the last step: its longest sequences, which hold half of its rows."""
     chance = random.Random(5)
     buffer = make_buffer()
     lengths = {n: chance.randint(5, 20) for n in range(100, 160)}
@@ -275,7 +275,7 @@ def test_a_sequence_longer_than_a_batch_is_trained_window_by_window() -> None:
 
 
 def evicted_in_turn(buffer: Any, lengths: dict[int, int]) -> list[int]:
-    """What goes as these sequences come, one at a time."""
+    """The sequences that go while these come, one at a time."""
     order: list[int] = []
     for name, num_tokens in lengths.items():
         before = names_kept(buffer) | {name}

@@ -146,7 +146,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_null", [False, True])
 def test_a_drafter_made_elsewhere_is_checked_by_its_sizes(tmp_path: Path, is_null: bool) -> None:
-    """No fingerprint, the old way to write rope, head_dim left to be worked out."""
+    """It has no fingerprint, names rope in the old way, and leaves head_dim to be worked out."""
     model = make_draft_model("eagle")
     save_drafter(tmp_path, model)
     file = tmp_path / "config.json"

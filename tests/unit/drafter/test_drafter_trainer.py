@@ -37,7 +37,7 @@ def make_batches(model: DraftModel) -> list[DraftBatch]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_ranks_equal_one_rank_on_the_union(algorithm: str) -> None:
-    """The third member has no data; what it says in its flags counts all the same."""
+    """The third member has no data, but its flags count."""
 
     def member() -> tuple[dict[str, torch.Tensor], list]:
         group = world_group()
@@ -215,7 +215,7 @@ def test_a_pass_given_up_anywhere_leaves_the_state_and_the_next_step_as_they_wer
 
 
 def test_members_that_finish_their_pass_make_the_step_without_the_one_that_does_not() -> None:
-    """Which has most of its gradient by then."""
+    """The member that gives up has most of its gradient by then."""
     whole = YesAt(None)
     make_trainer("hass").step(make_batch(make_trainer().model, 100), should_abandon=whole)
 

@@ -1,4 +1,4 @@
-"""Shift, positions and mask of packed batches against a slow definition; what shares a batch."""
+"""Which sequences share a batch, which are refused, and which of their tokens are trained on."""
 
 from __future__ import annotations
 

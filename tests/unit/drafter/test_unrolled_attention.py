@@ -1,5 +1,4 @@
-"""Attention over the steps of an unrolled draft against a full score matrix; its gradients against
-finite differences.
+"""Gradients of the attention over the steps of an unrolled draft, and the kernel's twin in chunks.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ checksum = checksum_tensors  # of a model, as a sender of weights computes it
 
 
 def weight_bytes(model: Transformer) -> int:
-    """Of the weights, and of the packed copies that the first pass makes."""
+    """The bytes of the weights, and of the packed copies that the first pass makes."""
     tensors = list(model._views.values())
     if packs(model.dtype, model.device):
         tensors.append(model.lm_head)
@@ -46,13 +46,13 @@ def weight_bytes(model: Transformer) -> int:
 
 
 def cache_bytes(cache: KvCache) -> int:
-    """Of the whole pool."""
+    """The bytes of the whole pool."""
     tensors = cache.kv_LKTH, cache.bias_T, cache.features_TD, cache.token_ids_T
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def alive_caches() -> list[weakref.ref[KvCache]]:
-    """Of all engines of this process."""
+    """The KV of all engines of this process that somebody still holds."""
     gc.collect()
     return [weakref.ref(thing) for thing in gc.get_objects() if type(thing) is KvCache]
 
@@ -88,8 +88,8 @@ def load_from(path: Path, engine: EmbeddedEngine, dtype: str = "float64") -> Non
 def make_drafter(
     engine: EmbeddedEngine, architecture: str = "eagle", *, seed: int = 0, is_wrong: bool = False
 ) -> DraftModel:
-    """A random drafter over an engine's policy. `is_wrong`: it proposes what it takes for the least
-    likely.
+    """A random drafter over an engine's policy. With `is_wrong` it proposes the tokens that it
+    takes for the least likely.
     """
     embedding, head = engine.target_tensors()
     config = make_draft_config(engine._weights.config, architecture, embedding)
@@ -163,7 +163,7 @@ def accept_lengths(groups: Sequence[RolloutGroup]) -> list[int]:
 
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """qwen3, 2 layers, 48 tokens; untied, else it only repeats itself."""
+    """A qwen3 of 2 layers and 48 tokens. A tied head would only repeat tokens."""
     path = tmp_path_factory.mktemp("model")
     return make_tiny_hf(path, "qwen3", num_layers=2, vocab_size=VOCAB_SIZE)
 

@@ -41,7 +41,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def all_prompts() -> list[Prompt]:
-    """Shorter than a page, longer, and pages to the brim."""
+    """Prompts that are shorter than a page, longer, and exactly as long as pages."""
     draw = random.Random(1)
     lengths = [1, 40, 45, 60, 63, 64, 65, 128, *(draw.randint(2, 150) for _ in range(8))]
     return make_prompts(*lengths, seed=1)
@@ -128,7 +128,7 @@ def test_speculation_gives_the_bits_of_plain_decoding(
     strategy: SpeculationStrategy | None,
     dtype: str,
 ) -> None:
-    """`None` is another one at every step, plain decoding among them."""
+    """`None` chooses another strategy at every step; plain decoding is among them."""
     selector = (
         at_random([OFF, *STRATEGIES], seed=0)
         if strategy is None
@@ -154,7 +154,7 @@ def test_a_response_computed_again_after_preemption_has_the_same_bits(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_the_mode_bits_differ(path: Path, dtype: str) -> None:
-    """Else the tests above show nothing."""
+    """If they were equal, the tests above would show nothing."""
     off = {"batch_invariant": False}
     together, _ = write(path, dtype, all_prompts(), max_batch_size=64, **off)
     apart, _ = write(path, dtype, all_prompts()[:8], max_batch_size=1, **off)

@@ -53,8 +53,8 @@ def answer(engine: EmbeddedEngine) -> list[RolloutGroup]:
 def test_few_draft_ids_give_the_tokens_of_plain_decoding(
     device: Device | None, tiny_path: Path
 ) -> None:
-    """Chains and trees by turns; ids chosen anew before the second call, under the captured
-    graphs.
+    """Chains and trees take turns. The ids are chosen anew before the second call, while the
+    captured graphs stay.
     """
     engine = engine_over(tiny_path, device=device, max_batch_size=16, max_new_tokens=64)
     plain = answer(engine)

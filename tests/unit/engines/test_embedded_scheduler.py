@@ -1,5 +1,5 @@
-"""The scheduler without a model: whatever the budget, everything finishes, in order of age, and
-pages all come back.
+"""The scheduler without a model: in any budget every request finishes, older ones are admitted
+first, and all pages come back.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ CONFIG = tiny_config(num_layers=1, num_kv_heads=1, head_dim=2)
 
 
 class Simulation:
-    """The engine's loop with response lengths given beforehand in place of a model, and a note in
-    every KV slot of whose position it holds."""
+    """The engine's loop without a model: response lengths are given beforehand, and every KV slot
+    notes whose position it holds.
+    """
 
     def __init__(
         self, prompt_lengths: list[int], num_samples: int, longest: int, *, num_pages: int,

@@ -1,6 +1,6 @@
-"""A thousand requests: whatever drafts and however it is chosen, the tokens are those of plain
-decoding. Token for token in float64; in float32 log-probabilities agree and differing tokens are
-counted.
+"""A thousand requests: whatever drafts and however strategies are chosen, the tokens are those of
+plain decoding. In float64 every token is equal. In float32 log-probabilities agree, and differing
+tokens are counted.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def draw_prompts(count: int, longest: int, draw: random.Random) -> list[Prompt]:
 def draw_composition(
     drafter: str, number: int, draw: random.Random
 ) -> tuple[list[Prompt], SamplingParams, dict[str, int]]:
-    """What is asked of an engine: prompts with limits of their own, and parameters; and settings
-    of RolloutSection.
+    """What is asked of an engine: prompts with limits of their own, sampling parameters, and
+    settings of RolloutSection.
     """
     num_samples = draw.choice((1, 2, 4, 8))
     temperature = draw.choice((0.0, 0.6, 1.0, 1.3))
@@ -126,7 +126,7 @@ def draft_with(
 
 
 def usable_strategies(drafter: str, number: int) -> list[SpeculationStrategy]:
-    """Those with which a drafter is what it is called."""
+    """The strategies with which a drafter is what its name says."""
     if drafter != "always_right":
         return STRATEGIES
     return [s for s in STRATEGIES if (s.num_retrieved > 0 if number % 2 == 0 else s.is_learned)]
@@ -145,7 +145,7 @@ def make_selector(
 
 
 def content_of(groups: Sequence[RolloutGroup]) -> list[tuple[object, ...]]:
-    """Of each response: its tokens, why it ended, and the tokens that top-p and top-k kept."""
+    """The tokens of each response, why it ended, and the tokens that top-p and top-k kept."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     return [
         (
@@ -209,7 +209,8 @@ def test_cut_and_continued_responses_are_those_of_one_go(
 def test_drafters_are_as_right_and_as_wrong_as_they_are_called(
     tiny_path: Path, drafters: dict[str, Weights]
 ) -> None:
-    """By tokens out per pass: 1 if nothing is accepted, 5 if all four are."""
+    """Measured in tokens out per pass: 1 if nothing is accepted, 5 if all four drafted tokens are.
+    """
     engine = engine_over(tiny_path)
     prompts = draw_prompts(16, 20, random.Random(2))
 

@@ -49,14 +49,16 @@ PROMPTS = make_prompts(4, 9, 70)
 
 @pytest.fixture(scope="module")
 def deep_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Deep enough for an EAGLE-3 drafter."""
+    """A model with enough layers for an EAGLE-3 drafter."""
     path = tmp_path_factory.mktemp("deep")
     return make_tiny_hf(path, "qwen3", num_layers=4, vocab_size=48)
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
-    """Without Triton, which a CUDA build of torch has and which compiles for no pretended GPU."""
+    """A pretended GPU without Triton. A CUDA build of torch has Triton, which cannot compile for a
+    pretended GPU.
+    """
     monkeypatch.setitem(sys.modules, "triton", None)
     has_triton.cache_clear()
     device = pretend_device()
@@ -161,7 +163,9 @@ def test_a_step_is_few_launches_and_one_read_back(
     cut: dict[str, float],
     most: int,
 ) -> None:
-    """Of the host: a graph is one launch. A draft by n-grams reads the new tokens once more."""
+    """Launches of the host, for which a graph is one. A draft by n-grams reads the new tokens once
+    more.
+    """
     engine, gpu = make_engine(tiny_path, device, strategy), device.gpu
     params = SamplingParams(num_samples=2, max_new_tokens=20, seed=5, **cut)
     counts: list[tuple[int, int]] = []
@@ -240,8 +244,8 @@ def test_graphs_that_are_kept_replay_with_the_weights_of_an_update(
 
 @pytest.mark.parametrize("algorithm", ["hass", "eagle3"])
 def test_a_drafter_is_judged(deep_path: Path, device: PretendDevice, algorithm: str) -> None:
-    """The loss with its unrolled attention; its backward pass asks torch for more of a GPU than can
-    be pretended.
+    """The loss with its unrolled attention. The backward pass is left out: there torch asks for
+    more of a GPU than is pretended.
     """
     architecture = "eagle3" if algorithm == "eagle3" else "eagle"
     losses = []
@@ -265,8 +269,8 @@ def test_a_drafter_is_judged(deep_path: Path, device: PretendDevice, algorithm: 
 
 
 def test_the_host_is_at_most_two_matrices_ahead_of_a_pass(device: PretendDevice) -> None:
-    """So a pass that is given up is over soon: a whole pass of kernels would run for up to a
-    second.
+    """A pass that is given up must be over soon. A host that queued a whole pass would wait for up
+    to a second.
     """
     gpu = device.gpu
     twin = make_draft_model("eagle", dtype=torch.float32)

@@ -1,8 +1,8 @@
-"""Captured graphs in the embedded engine: every pass in lanes is a replay, what is not is counted
-with its reason, and graphs live exactly as long as what they read stays in place. On the CPU, with
-`RecordedGraphs` in a GPU's stead.
+"""Captured graphs in the embedded engine, on a CPU with `RecordedGraphs`: every pass in lanes is a
+replay, other passes are counted with their reason, and graphs live as long as what they read stays
+in place.
 
-That tokens do not change is tested where they are: test_speculative_engine.py runs with graphs too.
+That graphs change no token is tested in test_speculative_engine.py, which runs with graphs too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def test_every_pass_in_lanes_is_a_replay(
     num_passes: int,
     lengths: tuple[int, ...],
 ) -> None:
-    """While requests wait too. With a drafter, prompts are no longer than what a step commits."""
+    """This holds while requests wait too. With a drafter, prompts are no longer than what a step
+    commits.
+    """
     found = []
     for where in (None, device):
         engine = make_engine(tiny_path, where)

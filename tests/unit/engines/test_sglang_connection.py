@@ -1,5 +1,4 @@
-"""What is settled before an SGLang engine starts: its release and the environment; without
-SGLang.
+"""What is settled before an SGLang engine starts, without SGLang: its release and the environment.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tlt_megatron.runtime.environment_variables import engine_owner, environment
 
 
 def install(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `importlib.metadata` reads of a package."""
+    """Write what `importlib.metadata` reads of a package."""
     about = folder / f"sglang-{version}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
@@ -51,7 +50,7 @@ def test_another_release_is_refused_before_the_engine_starts(
 def test_a_start_that_fails_closes_contexts_at_addresses_of_former_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An open one waits, when it is collected, until ended processes take its messages."""
+    """An open context waits, when it is collected, until ended processes take its messages."""
 
     class Context:
         def __init__(self) -> None:
@@ -100,8 +99,8 @@ def test_whatever_a_start_that_fails_has_set_is_as_before_afterwards(
 def test_engine_processes_know_their_owner_and_release_graphs_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And do not get the trainer's allocator: the memory saver cannot release expandable
-    segments.
+    """They do not get the trainer's allocator either, because the memory saver cannot release
+    expandable segments.
     """
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "expandable_segments:True")

@@ -68,7 +68,7 @@ def test_a_wait_ends_when_a_process_dies() -> None:
 
 
 def test_a_worker_of_an_engines_process_may_end() -> None:
-    """As torch's compile workers do, which a scheduler starts."""
+    """A scheduler starts torch's compile workers, which end by themselves."""
     processes = EngineProcesses()
     command = [sys.executable, "-c", WITH_A_WORKER]
     own = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

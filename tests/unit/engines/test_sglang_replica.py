@@ -1,5 +1,5 @@
-"""The ranks of one engine in step: who enters, leaves and fails when, and whose weights are sent;
-without SGLang.
+"""The ranks of one engine in step, without SGLang: when ranks enter, leave and fail, and whose
+weights are sent.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ CPU = (torch.device("cpu"), torch.float32)
 
 
 class FakeConnection:
-    """Notes what it is asked for, in the place of SGLang's engine."""
+    """Notes the calls that SGLang's engine would get."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, SimpleNamespace]] = []

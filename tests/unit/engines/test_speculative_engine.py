@@ -1,6 +1,5 @@
-"""Speculation changes nothing but time: token for token in float64, whatever the drafter, the tree
-or the switching, and whether passes run one by one or as captured graphs, padded to the shapes that
-were captured.
+"""Speculation changes nothing but time: in float64 every token is equal, whatever drafts, whichever
+strategies alternate, and whether passes run one by one or as captured graphs.
 """
 
 from __future__ import annotations
@@ -156,7 +155,9 @@ def test_a_drafter_may_be_replaced_between_two_passes(make_engine, tiny_path) ->
 def test_features_and_taps_are_the_targets_and_an_eagle3_drafter_reads_them(
     tmp_path: Path, device: Device | None
 ) -> None:
-    """Also those that a verify pass leaves behind, moved and committed."""
+    """The features that a verify pass leaves behind are checked too, after they are moved and
+    committed.
+    """
     path = make_tiny_hf(tmp_path, "llama", num_layers=5, vocab_size=48)
     plain = tokens_of(engine_over(path).generate(prompts(), PARAMS, policy_version=1))
     taps = default_aux_layer_ids(5)
@@ -182,8 +183,9 @@ def test_features_and_taps_are_the_targets_and_an_eagle3_drafter_reads_them(
 
 
 def test_the_drafters_cache_after_rejections_equals_a_fresh_one(make_engine, tiny_path) -> None:
-    """A drafter that has drafted, been rejected and switched proposes what one that starts now
-    proposes: the same number of tokens is accepted from the same place on."""
+    """A drafter that has drafted, been rejected and switched proposes the same as one that starts
+    now: from the same place on, as many tokens are accepted.
+    """
     strategy = STRATEGIES[3]
     engine = make_engine(max_batch_size=1)
     alone = dataclasses.replace(PARAMS, num_samples=1)

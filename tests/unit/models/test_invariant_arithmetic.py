@@ -1,5 +1,5 @@
-"""Bit for bit: a row's result in every part of the invariant arithmetic is the same whatever rows
-are beside it.
+"""A row's result in every part of the invariant arithmetic has the same bits, whatever rows are
+beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 def differing_batches(run: Callable[[Tensor], Tensor], x: Tensor, expected: Tensor) -> list[int]:
-    """Sizes of random batches of rows of x for which `run` does not give their rows of
+    """Return the sizes of random batches of rows of x for which `run` does not give the rows of
     `expected`.
     """
     draw, found = random.Random(0), []
@@ -56,7 +56,7 @@ def test_a_row_of_a_product_is_the_same_in_every_batch(
 
 
 def test_without_tiles_a_row_of_a_product_differs() -> None:
-    """Else the test above shows nothing."""
+    """If it did not, the test above would show nothing."""
     matrix = Matrix(cancelling(64, 1536, 3, 1.0))
     x = cancelling(300, 1536, 4, -1.0)
     expected = torch.cat([matrix(row) for row in x.split(1)])

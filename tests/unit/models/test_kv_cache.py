@@ -1,4 +1,4 @@
-"""Pages are taken from two ends, freed, moved together; the data and the lists that name them
+"""Pages are taken from two ends, freed and moved together. Their data and the lists that name them
 follow.
 """
 

@@ -1,5 +1,5 @@
-"""config.json read without transformers says what transformers says, and weights are read where the
-index says.
+"""config.json is read as transformers reads it, and weights come from the files that the index
+names.
 """
 
 from __future__ import annotations

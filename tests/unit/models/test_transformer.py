@@ -80,7 +80,7 @@ def test_logits_equal_transformers(kind: str, options: dict, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_named_tensors_give_back_what_was_loaded(kind: str, tied: bool, tmp_path: Path) -> None:
-    """The shapes of all of them follow from the config."""
+    """Their shapes follow from the config."""
     path = make_tiny_hf(tmp_path / "m", kind, num_layers=2, vocab_size=40, tied=tied)
     saved = dict(HfReader(path).items())
     model = load(path, torch.float32)

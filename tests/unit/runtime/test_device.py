@@ -47,7 +47,7 @@ def test_files_that_the_host_keeps_in_memory_do_not_count_against_a_limit(
 def test_more_ranks_than_cards_are_refused_on_every_rank(
     rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that ends before its log begins is explained by the first rank of a node."""
+    """If a run ends before its log begins, the first rank of a node says why."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", rank)

@@ -1,5 +1,5 @@
-"""Who watches whom, and when a neighbour counts as lost: beats are played by hand, no clock is
-waited for.
+"""Which ranks are watched by which, and when a neighbour counts as lost. Beats are played by hand,
+so no test waits for a clock.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Neighbours:
         self.beats.set("beat/1", f"{count} 4 ROLLOUT")
 
     def watch(self, num_beats: int) -> str:
-        """What is known to be lost after so many beats of rank 0."""
+        """The loss that is known after so many beats of rank 0."""
         for _ in range(num_beats):
             self.heartbeat._watch(self.heartbeat._watched[0])
         return str(self.heartbeat.loss or "")

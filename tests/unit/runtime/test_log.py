@@ -1,4 +1,6 @@
-"""Who sees which log line: rank 0's console, the other consoles, the file of every rank."""
+"""Which log lines are shown by rank 0's console, by the other consoles, and by the file of every
+rank.
+"""
 
 from __future__ import annotations
 

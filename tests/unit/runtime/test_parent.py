@@ -1,6 +1,4 @@
-"""Which ranks end because their launcher did: those whose launcher is gone, not those that a script
-stands before.
-"""
+"""A rank ends when its launcher has ended. A script between the two does not count as an end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the display says, on a terminal, in a file, and when the terminal goes away."""
+"""What the display says on a terminal and in a file, and what happens when the terminal goes away.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +118,7 @@ def test_mode_none_shows_nothing() -> None:
 
 
 def test_an_evaluation_shows_its_responses() -> None:
-    """A run of 0 steps said "step 0/0 ... no step has ended yet" until its end."""
+    """It has no steps to show."""
     for is_terminal in (False, True):
         console = make_console(terminal=is_terminal, width=120)
         status = RankStatus(rank=0, num_ranks=1)

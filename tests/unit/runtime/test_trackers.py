@@ -102,7 +102,7 @@ WANDB = ("logging.trackers=['wandb']", "logging.project=p")
 def test_wandb_gets_every_step_in_the_same_run_after_a_resume_and_another_run_if_it_is_fresh(
     tmp_path: Path,
 ) -> None:
-    """In the earlier one, wandb would drop all steps that it has."""
+    """In the earlier run, wandb would drop all steps that it has already."""
     track(tmp_path / "run", *WANDB)
     track(tmp_path / "run", *WANDB, resume_step=2, first=2)
     (tmp_path / "run").rename(tmp_path / "run.1")

@@ -58,8 +58,8 @@ def test_long_tailed_rollouts_are_close_to_the_oracle_and_ahead_of_beg_mab(quali
 
 @pytest.mark.parametrize("quality", [0.0, 0.03])
 def test_a_useless_drafter_costs_at_most_three_percent(quality: float) -> None:
-    """A probe of the drafter includes its reading of all tokens that it missed: that is paid for
-    too.
+    """A probe of the drafter includes reading all tokens that it missed, and the three percent
+    include that too.
     """
     for seed in range(2):
         world = SyntheticDecoding(seed=seed, quality=quality, catch_up_s=2e-5)
@@ -96,7 +96,7 @@ def test_a_drafter_that_goes_bad_is_left_and_taken_up_again_when_it_is_good(
 
 
 def test_a_bad_drafter_is_never_given_up_for_good() -> None:
-    """Though its reading grows with every step that it does not run, and with it the price of a
+    """What it has not read grows with every step that it does not run, and so does the price of a
     probe.
     """
     for seed in range(4):
@@ -108,9 +108,7 @@ def test_a_bad_drafter_is_never_given_up_for_good() -> None:
 
 
 def test_a_strategy_that_met_a_slow_moment_gets_another_chance() -> None:
-    """Five times as slow whenever 6_1_6 runs within the first 60 steps, and the best by far from
-    then on.
-    """
+    """6_1_6 is five times as slow within the first 60 steps, and the best by far from then on."""
     arms = ARMS[:3]
     world = SyntheticDecoding(seed=0, quality=0.95, arms=arms)
     assert world.best(1) == arms[2]

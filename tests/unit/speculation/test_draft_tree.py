@@ -58,8 +58,7 @@ def grow_slowly(
 
 
 def paths_of(tree: DraftTree, row: int) -> set[Path]:
-    """Node paths of one request, read off the record; checks order, depths and uniqueness on the
-    way.
+    """Read the node paths of one request from the record, and check order, depths and uniqueness.
     """
     paths: list[Path] = []
     for node, token in enumerate(tree.token_ids_BQ[row].tolist()):
@@ -117,7 +116,7 @@ def test_tokens_outside_the_cut_are_unused() -> None:
 
 @pytest.mark.parametrize("text", STRATEGIES)
 def test_few_ids_grow_the_tree_of_all_ids_with_the_others_masked(text: str) -> None:
-    """And so with the noise of these ids, which `TreeGrower` makes from the keys."""
+    """`TreeGrower` makes the noise of these ids from the keys."""
     strategy, vocab_size = SpeculationStrategy.parse(text), 23
     table, ids_C = random_table(vocab_size, seed=1), torch.tensor([1, 4, 5, 11, 12, 17, 22])
     states_B = torch.arange(5) * 11

@@ -14,9 +14,7 @@ SIZES = (5, 3, 2)
 
 
 class SlowIndex:
-    """The definition: every token with all that stood before it, in the order in which they
-    came.
-    """
+    """The definition: every token with all tokens before it, in the order in which they came."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, list[int], int]] = []
@@ -104,7 +102,7 @@ def test_what_other_prompts_wrote_outlives_one_change_of_generation() -> None:
 
 
 def test_any_token_of_a_large_vocabulary_comes_back() -> None:
-    """The surrogates of UTF-16 (from 0xD800 on) and the last code point among them."""
+    """Among them are the surrogates of UTF-16 (from 0xD800 on) and the last code point."""
     tokens = [0, 1, 255, 256, 0xD7FE, 0xD7FF, 0xDBFF, 0xDFFE, 0xDFFF, 0xFFFF, 0x10FFFE]
     index = NgramIndex()
     index.start("a", [7, 8, *tokens])

@@ -80,8 +80,8 @@ def test_one_token_far_above_the_others(lead: float) -> None:
 @pytest.mark.parametrize("behind", [0.0, 1e-15, 1e-12, 1e-10])
 @pytest.mark.parametrize("vocab_size", [4096, 4133])
 def test_a_rival_at_the_bound_is_not_lost(vocab_size: int, behind: float) -> None:
-    """All tokens end up equal, but for one that is just below or equal: the first id of the best
-    wins.
+    """All tokens end up equal, but for the first ones, which are just below or equal. The first id
+    of the best wins.
     """
     seeds_B, positions_B = draws(16)
     logits_BV = 1.0 - gumbel_noise(seeds_B, positions_B, vocab_size)

@@ -1,5 +1,5 @@
-"""How much is accepted of children that are ranked by the noise of their position, and by their
-probability alone.
+"""How many tokens are accepted if children are ranked by the noise of their position, and if by
+their probability alone.
 
 The drafter: 512 tokens, target logits 3 x normal, draft logits off by 0.7 x normal. Margins are
 above 4 standard errors, so at fresh seeds a test fails by chance less than once in 10,000 runs.

@@ -112,7 +112,7 @@ def test_ties_at_the_cut_rank_by_token_id() -> None:
 
 
 def test_noise_is_a_race_of_splitmix64_hashes() -> None:
-    """Recomputed with Python's integers, over three blocks; so the stream is pinned across versions
+    """Recomputed with Python's integers over three blocks, which pins the stream across versions
     and devices.
     """
     golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -194,7 +194,9 @@ def uniform_BV() -> Tensor:
 
 
 def test_every_number_is_exp_1(uniform_BV: Tensor) -> None:
-    """Each place of a block alone, and where most of the smallest of a block are: below 1 / 64."""
+    """Each place of a block is tested alone, and so are numbers below 1 / 64, where most of the
+    smallest of a block are.
+    """
     cells = (uniform_BV * 8).long()
     even = torch.full((8,), 1 / 8)
     for token in range(NUM_IDS):
@@ -220,7 +222,7 @@ def test_numbers_are_not_correlated(uniform_BV: Tensor) -> None:
 
 
 def test_drawn_tokens_follow_the_softmax_over_several_blocks() -> None:
-    """Probability in one block, and in another, and spread over both."""
+    """Some tokens of two blocks are likely, and the rest of the probability is spread over all."""
     count = 20_000
     logits_V = torch.randn(NUM_IDS, generator=torch.Generator().manual_seed(0)) * 1.5
     logits_V[[5, 6, 130]] += 3.0

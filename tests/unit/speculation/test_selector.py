@@ -1,4 +1,4 @@
-"""States of selectors: what is restored, and what does not fit."""
+"""States of selectors: what is restored, and which states are refused."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class WatchedBuffer(DataBuffer):
 
 
 class Rank:
-    """A lifecycle of rank 0, whose neighbour finishes when it is told to."""
+    """A lifecycle of rank 0. `finish_other` ends the rollout of its neighbour."""
 
     def __init__(self, folder: Path) -> None:
         self.store = dist.HashStore()
@@ -100,7 +100,7 @@ class Rank:
         self.spot.watch_s = 0.0
 
     def begin(self, step: int) -> None:
-        """Step `step`, and the answers of this rank."""
+        """Begin step `step`, with the answers of this rank."""
         self.step = step
         self.lifecycle.start_step(step)
         for index in range(8):
@@ -111,7 +111,9 @@ class Rank:
         PhaseLog(replace(self.lifecycle.spot.ranks, rank=1), self.step).announce_finished()
 
     def train(self, num_updates: int) -> SpotReport:
-        """Until that many updates of this step are made; the stop comes right after the last."""
+        """Train until `num_updates` updates of this step are made; the stop comes right after the
+        last.
+        """
 
         def before(count: int) -> None:
             if count == num_updates:
@@ -123,7 +125,7 @@ class Rank:
         return report
 
     def run_steps(self, *steps: int) -> None:
-        """With two updates each."""
+        """Begin, train and publish each step, with two updates."""
         for step in steps:
             self.begin(step)
             self.train(2)

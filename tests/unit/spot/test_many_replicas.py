@@ -79,7 +79,7 @@ def run_phase(num_replicas: int, seed: int) -> int:
 
 
 def check_plan(plan: Plan, truth: PhaseView) -> None:
-    """One that counts lists each replica once, and none that generates or trains with others."""
+    """A plan that counts lists each replica once, and none that generates or trains with others."""
     if plan.epoch == truth.next_epoch:
         before = truth.plan.replicas if truth.plan else ()
         grown = before if set(before) <= set(plan.replicas) else ()

@@ -17,7 +17,7 @@ from tlt_megatron.spot.publisher import DrafterPublisher, HoldoutResult, measure
 
 
 def make_result(counts: list[float], accepted: list[float]) -> HoldoutResult:
-    """Of sums by unroll step."""
+    """A result with these sums, by unroll step."""
     return HoldoutResult(
         counts_K=torch.tensor(counts, dtype=torch.float64),
         accepted_K=torch.tensor(accepted, dtype=torch.float64),

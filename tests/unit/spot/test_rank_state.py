@@ -1,4 +1,4 @@
-"""The log of a phase: what a rank reads out of it, and that all read the same."""
+"""The log of a phase: what a rank reads from it. All ranks read the same."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tlt_megatron.spot.drafter_checkpoint import AsyncDrafterCheckpointer, Draft
 
 
 def numbered(model: DraftModel, number: int) -> DrafterCheckpoint:
-    """Every value is `number`."""
+    """A checkpoint in which every value is `number`."""
     weights = {n: torch.full_like(p, number) for n, p in model.state_dict().items()}
     state = {f"model.{name}": tensor.clone() for name, tensor in weights.items()}
     record = {"step": number}
@@ -35,7 +35,7 @@ def numbered(model: DraftModel, number: int) -> DrafterCheckpoint:
 
 
 def number_in(folder: Path) -> int:
-    """Of a whole checkpoint."""
+    """The number of a whole checkpoint."""
     loaded = DrafterCheckpoint.load(folder)
     number = loaded.record["step"]
     for tensor in [*loaded.weights.values(), *loaded.state.values()]:
@@ -114,7 +114,8 @@ def test_a_bug_in_the_background_is_raised(
 
 
 def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(model: DraftModel, tmp_path: Path) -> None:
-    """25 kills, spread over the writes. Between two renames the old one is beside its place."""
+    """25 kills, spread over the writes. Between two renames the old checkpoint is beside its place.
+    """
     folder, old = tmp_path / "drafter", tmp_path / "drafter.old"
 
     def save_forever(start: int) -> None:
@@ -143,7 +144,7 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(model: DraftModel, tmp_
 
 
 def json_step(folder: Path) -> int:
-    """Of a folder that another process replaces at any time; -1: it is away just now."""
+    """The step of a folder that another process replaces at any time, or -1 while it is away."""
     try:
         return json.loads((folder / "training" / "record.json").read_text())["step"]
     except FileNotFoundError:
