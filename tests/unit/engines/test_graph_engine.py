@@ -14,14 +14,20 @@ import pytest
 import torch
 
 from tests.recorded_graphs import RecordingDevice, recording_device
-from tests.unit.engines.conftest import cache_bytes, engine_over, make_prompts, speculate, tokens_of
+from tests.unit.engines.conftest import (
+    alive_caches,
+    cache_bytes,
+    engine_over,
+    make_prompts,
+    speculate,
+    tokens_of,
+)
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.memory_plan import plan_memory
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.types import SamplingParams
 
@@ -201,16 +207,10 @@ def test_planned_memory_has_lanes_for_all_and_a_scratch_page(
     assert plan.draft_slots == 8
     lane = 384  # 300 + 40 + 8 in pages of 64
     assert plan.kv_tokens == 8 * lane + (8 // 2 + 1) * 320
-    cache = KvCache(
-        config,
-        num_pages=plan.kv_tokens // 64,
-        page_size=64,
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-        num_draft_layers=1,
-        tap_layers=(),
-        has_scratch=True,
-    )
+    before = alive_caches()
+    run(engine, 5)
+    (cache,) = [found() for found in alive_caches() if found not in before]
+    assert cache is not None
     assert plan.kv_bytes == cache_bytes(cache)
     assert cache.scratch_slot == plan.kv_tokens == cache.bias_T.numel() - 64
     assert engine.memory_plan(()).graphs.max_length == lane

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tlt_megatron.speculation.ngram import NgramIndex
+from tlt_megatron.speculation.ngram import IndexedText, NgramIndex
 from tlt_megatron.speculation.tree import UNUSED
 
 SIZES = (5, 3, 2)
@@ -129,11 +129,17 @@ def test_room_is_bounded() -> None:
     assert count_entries(index) > max_entries // 3
 
 
-def test_response_goes_on_when_the_table_of_its_prompt_was_given_up() -> None:
+def forgetful_index() -> tuple[NgramIndex, IndexedText]:
+    """An index that has given up the table of a prompt, and a response to it."""
     index = NgramIndex(sizes=(2,), max_entries=100)
     old = index.start("old", [1, 2, 3])
     for first in range(1000, 1300, 60):
         index.append([index.start("new", [])], [list(range(first, first + 60))])
+    return index, old
+
+
+def test_response_goes_on_when_the_table_of_its_prompt_was_given_up() -> None:
+    index, old = forgetful_index()
     assert rows(index.propose([index.start("old", [1, 2])], 1)) == [[]]
     index.append([old], [[4, 1, 2, 3, 4]])
     index.append([old], [[1, 2]])
@@ -141,10 +147,7 @@ def test_response_goes_on_when_the_table_of_its_prompt_was_given_up() -> None:
 
 
 def test_response_without_a_table_in_the_index_takes_no_room_from_others() -> None:
-    index = NgramIndex(sizes=(2,), max_entries=100)
-    old = index.start("old", [1, 2, 3])
-    for first in range(1000, 1300, 60):
-        index.append([index.start("new", [])], [list(range(first, first + 60))])
+    index, old = forgetful_index()
     index.start("kept", [7, 8, 5])
     index.start("other", [7, 8, 6])
     index.append([old], [list(range(2000, 2200))])
