@@ -214,15 +214,6 @@ def run_rollout(
     return score
 
 
-def long_tail(num_requests: int, scale: int) -> list[int]:
-    """Batch sizes of a rollout whose batch halves every `scale` steps."""
-    sizes, left = [], float(num_requests)
-    while left >= 1.0:
-        sizes.append(int(left))
-        left *= 0.5 ** (1.0 / scale)
-    return sizes
-
-
 def long_tailed_lengths(num_requests: int, *, seed: int = 0) -> list[int]:
     """Tokens of responses: median 90, one in twenty above 470, none above 515."""
     rng = random.Random(seed)

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.spot_phases import Markers, make_spot, run_spot_ranks
+from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.spot.session import SessionEnd, StateVersion, version_of
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
 
@@ -146,6 +147,7 @@ def test_an_error_of_one_member_is_its_own_and_frees_the_others(tmp_path: Path) 
         else:
             with pytest.raises(OSError, match="no data"):
                 spot.run_until_preempted(0)
+            assert spot.trainer.group is SINGLE
             report = None
         dist.barrier()
         return report

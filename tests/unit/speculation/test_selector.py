@@ -6,12 +6,7 @@ import json
 
 import pytest
 
-from tests.synthetic_decoding import (
-    ARMS,
-    SyntheticDecoding,
-    long_tail,
-    run_selector,
-)
+from tests.synthetic_decoding import ARMS, SyntheticDecoding, run_selector
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
@@ -31,7 +26,7 @@ def make_selectors() -> list[StrategySelector]:
 
 
 def test_a_restored_selector_repeats_every_choice() -> None:
-    rollout = long_tail(64, scale=60)  # 64 requests, some 420 steps
+    rollout = [size for size in (64, 32, 16, 8, 4, 2, 1) for _ in range(60)]
     for make in (
         lambda seed: CostModelSelector(ARMS),
         lambda seed: BegMabSelector([*ARMS, OFF], epsilon=0.3, window=20, seed=seed),
