@@ -21,27 +21,28 @@ pytestmark = [*needs_gpus(), pytest.mark.e2e]
 SPECULATION = (*TLT, "drafter.algorithm=hass")
 
 
-def train(config: Path, run_dir: Path, *arguments: str) -> list[dict]:
-    """Two steps; the metrics of each."""
-    settings = ["run.device=cuda", "run.num_steps=2", "data.eval=", "logging.trackers=[]"]
+def train(config: Path, run_dir: Path, *arguments: str, num_steps: int = 2) -> list[dict]:
+    """Train until step `num_steps`; the metrics of each."""
+    settings = [f"run.num_steps={num_steps}", "run.device=cuda", "data.eval=", "logging.trackers=[]"]
     done = launch(1, "--config", config, f"run.dir={run_dir}", *settings, *arguments, timeout_s=900)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     rows = metric_rows(run_dir)
-    assert len(rows) == 2
+    assert len(rows) == num_steps
     for row in rows:
         assert 0 < row["actor/grad_norm"] < math.inf
     return rows
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_steps(tmp_path: Path, dtype: str) -> None:
-    config = make_tiny_task(tmp_path)
-    dtypes = [f"model.dtype={dtype}", f"rollout.dtype={dtype}"]
-    train(config, tmp_path / "run", *dtypes, *SPECULATION)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary
-    assert (tmp_path / "run" / "hf" / "config.json").is_file()
-    assert (tmp_path / "run" / "hf_drafter" / "config.json").is_file()
+def test_two_steps_and_a_third_after_a_resume(tmp_path: Path, dtype: str) -> None:
+    config, run_dir = make_tiny_task(tmp_path), tmp_path / "run"
+    settings = [f"model.dtype={dtype}", f"rollout.dtype={dtype}", "checkpoint.interval=1"]
+    train(config, run_dir, *settings, *SPECULATION)
+    assert json.loads((run_dir / "summary.json").read_text())
+    for folder in ("hf", "hf_drafter"):
+        assert (run_dir / folder / "config.json").is_file()
+    rows = train(config, run_dir, "--resume", "auto", *settings, *SPECULATION, num_steps=3)
+    assert rows[-1]["training/policy_version"] == 3
 
 
 def test_sglang_wakes_after_each_update(tmp_path: Path) -> None:
@@ -58,16 +59,3 @@ def test_sglang_wakes_after_each_update(tmp_path: Path) -> None:
         "speculation.selector=fixed", "spot.enabled=true", "drafter.batch_tokens=64",
     )  # fmt: skip
     assert all(row["train/train_rollout_logprob_abs_diff"] < 0.1 for row in rows)
-
-
-def test_a_run_that_was_saved_goes_on(tmp_path: Path) -> None:
-    config = make_tiny_task(tmp_path)
-    extra = ["rollout.dtype=float32", "checkpoint.interval=1", *SPECULATION]
-    train(config, tmp_path / "run", *extra)
-    done = launch(
-        1, "--config", config, f"run.dir={tmp_path / 'run'}", "--resume", "auto",
-        "run.device=cuda", "run.num_steps=3", "data.eval=", "logging.trackers=[]", *extra,
-        timeout_s=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert metric_rows(tmp_path / "run")[-1]["training/policy_version"] == 3
