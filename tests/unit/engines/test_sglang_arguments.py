@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 
 import pytest
 import torch
 
-from tlt_megatron.config.draft_folder import SIZES
+from tests.model_files import write_drafter
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
 from tlt_megatron.engines.sglang.arguments import (
     engine_arguments,
@@ -21,9 +20,7 @@ from tlt_megatron.speculation.sampling import gumbel_noise, request_seed, seed_a
 
 @pytest.fixture
 def drafter(tmp_path: Path) -> str:
-    sizes = dict.fromkeys(SIZES.values(), 64)
-    config = {"architectures": ["LlamaForCausalLMEagle"], **sizes, "rms_norm_eps": 1e-6}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_drafter(tmp_path)
     return str(tmp_path)
 
 
