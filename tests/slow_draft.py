@@ -41,6 +41,18 @@ def make_draft_model(
     return model.to(dtype)
 
 
+def copy_drafter(model: DraftModel, device: torch.device) -> DraftModel:
+    """The same drafter, target and all, on another device."""
+    copied = DraftModel(
+        model.config,
+        embedding_VD=model.embedding_VD.to(device),
+        lm_head_VD=model.lm_head_VD.to(device),
+        dtype=model.fc.weight.dtype,
+    )
+    copied.load_state_dict(model.state_dict())
+    return copied
+
+
 def make_sequence(
     model: DraftModel, num_tokens: int, *, seed: int = 0, **fields: int
 ) -> DraftSequence:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
-from tests.slow_draft import make_draft_model
+from tests.slow_draft import copy_drafter, make_draft_model
 from tests.spot_phases import RandomBatches, make_spot
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
@@ -29,15 +29,8 @@ def make_trainer(
     """A drafter on the device, and its twin on the CPU, from which data are made."""
     architecture = "eagle3" if algorithm == "eagle3" else "eagle"
     twin = make_draft_model(architecture, dtype=dtype)
-    there = DraftModel(
-        twin.config,
-        embedding_VD=twin.embedding_VD.to(device),
-        lm_head_VD=twin.lm_head_VD.to(device),
-        dtype=dtype,
-    )
-    there.load_state_dict(twin.state_dict())
-    section = DrafterSection(algorithm=algorithm)
-    return DrafterTrainer(there, section), twin
+    trainer = DrafterTrainer(copy_drafter(twin, device), DrafterSection(algorithm=algorithm))
+    return trainer, twin
 
 
 @pytest.mark.parametrize("algorithm", ["eagle", "hass", "eagle3"])

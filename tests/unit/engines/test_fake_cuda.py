@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.pretend_cuda import CUDA, PretendDevice, pretend_device
-from tests.slow_draft import make_draft_model, make_sequence
+from tests.slow_draft import copy_drafter, make_draft_model, make_sequence
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import (
     alive_caches,
@@ -32,12 +32,11 @@ from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_loss import draft_loss, make_objective
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, interruptible
-from tlt_megatron.drafter.packing import draft_sequence, pack_batch
+from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
-from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.runtime.device import Device, has_triton
-from tlt_megatron.types import DraftSequence, Rollout, SamplingParams
+from tlt_megatron.types import Rollout, SamplingParams
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real one")
 SIZES = {"max_batch_size": 4, "num_samples": 2, "max_new_tokens": 32}
@@ -96,13 +95,20 @@ def test_responses_are_those_of_the_cpu(
     architecture: str,
     params: SamplingParams,
 ) -> None:
-    def rollouts(engine: EmbeddedEngine) -> list[Rollout]:
-        groups = engine.generate(PROMPTS, params, policy_version=1)
-        return [rollout for group in groups for rollout in group.rollouts]
+    def answer(engine: EmbeddedEngine) -> list[tuple[Rollout, Tensor]]:
+        """All responses with their features."""
+        found: list[tuple[Rollout, Tensor]] = []
+
+        def keep(rollout: Rollout, features: Tensor) -> None:
+            found.append((rollout, features.cpu()))
+
+        engine.generate(PROMPTS, params, policy_version=1, on_features=keep)
+        return sorted(found, key=lambda each: (each[0].draw_index, each[0].sample_index))
 
     engine = make_engine(deep_path, device, strategy, architecture)
-    found = rollouts(engine)
-    for ours, theirs in zip(found, rollouts(make_engine(deep_path, None, "off")), strict=True):
+    expected = answer(make_engine(deep_path, None, "off", architecture))
+    for (ours, features), (theirs, their_features) in zip(answer(engine), expected, strict=True):
+        torch.testing.assert_close(features, their_features)
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         torch.testing.assert_close(ours.logprobs, theirs.logprobs)
         torch.testing.assert_close(ours.policy_logprobs, theirs.policy_logprobs)
@@ -243,27 +249,16 @@ def test_graphs_that_are_kept_replay_with_the_weights_of_an_update(
 
 
 @pytest.mark.parametrize("algorithm", ["hass", "eagle3"])
-def test_a_drafter_is_judged(deep_path: Path, device: PretendDevice, algorithm: str) -> None:
+def test_a_drafter_is_judged(device: PretendDevice, algorithm: str) -> None:
     """The loss with its unrolled attention. The backward pass is left out: there torch asks for
     more of a GPU than is pretended.
     """
-    architecture = "eagle3" if algorithm == "eagle3" else "eagle"
+    twin = make_draft_model("eagle3" if algorithm == "eagle3" else "eagle")
+    batch = pack_batch([make_sequence(twin, n, seed=n) for n in (9, 40)])
     losses = []
-    for where in (None, device):
-        engine = make_engine(deep_path, where, "off", architecture)
-        model = make_drafter(engine, architecture)
-        size = model.config.hidden_size
-        trainer = DrafterTrainer(model, DrafterSection(algorithm=algorithm))
-        sequences: list[DraftSequence] = []
-
-        def keep(
-            rollout: Rollout, features: Tensor, to: list = sequences, size: int = size
-        ) -> None:
-            to.append(draft_sequence(rollout, features.cpu(), size))
-
-        engine.generate(PROMPTS, PARAMS, policy_version=1, on_features=keep)
-        batch = pack_batch(sequences).to(CUDA if where else torch.device("cpu"))
-        loss = trainer.evaluate(batch)
+    for where in (torch.device("cpu"), CUDA):
+        trainer = DrafterTrainer(copy_drafter(twin, where), DrafterSection(algorithm=algorithm))
+        loss = trainer.evaluate(batch.to(where))
         losses.append([float(loss.loss_sum), *loss.agreed_K.tolist(), *loss.accepted_K.tolist()])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -274,8 +269,7 @@ def test_the_host_is_at_most_two_matrices_ahead_of_a_pass(device: PretendDevice)
     """
     gpu = device.gpu
     twin = make_draft_model("eagle", dtype=torch.float32)
-    embedding, head = twin.embedding_VD.to(CUDA), twin.lm_head_VD.to(CUDA)
-    model = DraftModel(twin.config, embedding_VD=embedding, lm_head_VD=head)
+    model = copy_drafter(twin, CUDA)
     batch = pack_batch([make_sequence(twin, 40)]).to(CUDA)
     objective = make_objective(DrafterSection(algorithm="hass"))
     positions: list[int] = []
