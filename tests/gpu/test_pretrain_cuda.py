@@ -23,7 +23,12 @@ SPECULATION = (*TLT, "drafter.algorithm=hass")
 
 def train(config: Path, run_dir: Path, *arguments: str, num_steps: int = 2) -> list[dict]:
     """Train until step `num_steps`; the metrics of each."""
-    settings = [f"run.num_steps={num_steps}", "run.device=cuda", "data.eval=", "logging.trackers=[]"]
+    settings = [
+        f"run.num_steps={num_steps}",
+        "run.device=cuda",
+        "data.eval=",
+        "logging.trackers=[]",
+    ]
     done = launch(1, "--config", config, f"run.dir={run_dir}", *settings, *arguments, timeout_s=900)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     rows = metric_rows(run_dir)

@@ -111,7 +111,7 @@ def test_a_row_is_the_same_in_every_batch(dtype: torch.dtype) -> None:
 def test_a_layer_of_a_plain_pass_is_few_nodes_of_its_graph(
     monkeypatch: pytest.MonkeyPatch, model_type: str, most: int
 ) -> None:
-    """One more node merges the parts of more than 512 keys."""
+    """And one more to merge the parts of more than 512 keys."""
     device, nodes = pretend_device(), []
     launch_on_host(monkeypatch, device.gpu.note_launch)
     params = SamplingParams(max_new_tokens=8, seed=5)

@@ -50,7 +50,7 @@ def test_tokens_are_those_of_the_torch_form(vocab_size: int, dtype: torch.dtype)
 def test_noise_added_to_draft_logits_is_that_of_the_torch_form(
     has_ids: bool, dtype: torch.dtype, num_branches: int
 ) -> None:
-    """A tree takes the same candidates. With `has_ids` the columns are some ids of a larger
+    """And so are the candidates that a tree takes; `has_ids`: the columns are some ids of a larger
     vocabulary.
     """
     seeds_B, positions_B = keys()

@@ -45,10 +45,9 @@ def wide_values(handle: TensorHandle) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def dot_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add even and odd products apart, as units of a GPU do. So a key at another place changes the
-    sum.
+    """Adds even and odd products apart, as units of a GPU do: a key at another place is visible.
 
-    In numpy's BLAS the order of a sum depends on the row's place too.
+    The order of numpy's BLAS depends on a row's place too.
     """
 
     def create_dot(

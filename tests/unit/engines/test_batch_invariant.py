@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
-from tests.unit.engines.conftest import accept_lengths, at_random, engine_over, make_prompts, speculate
+from tests.unit.engines.conftest import (
+    accept_lengths,
+    at_random,
+    engine_over,
+    make_prompts,
+    speculate,
+)
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
@@ -130,9 +136,7 @@ def test_speculation_gives_the_bits_of_plain_decoding(
 ) -> None:
     """`None` chooses another strategy at every step; plain decoding is among them."""
     selector = (
-        at_random([OFF, *STRATEGIES], seed=0)
-        if strategy is None
-        else FixedSelector(strategy)
+        at_random([OFF, *STRATEGIES], seed=0) if strategy is None else FixedSelector(strategy)
     )
     prompts = all_prompts()[:: 1 if strategy is None else 2]
     written, stats = write(path, dtype, prompts, selector=selector, max_batch_size=7)

@@ -11,7 +11,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.recorded_graphs import RecordingDevice, recording_device
 from tests.unit.engines.conftest import (
@@ -173,7 +172,13 @@ def test_another_way_to_sample_captures_graphs_anew(
 ) -> None:
     """A graph holds temperature, cuts and stop tokens as constants."""
     engine, plain = make_engine(tiny_path, device), make_engine(tiny_path, None)
-    for change in ({}, {"temperature": 0.3}, {"top_p": 0.5}, {"top_k": 2}, {"stop_token_ids": (7,)}):
+    for change in (
+        {},
+        {"temperature": 0.3},
+        {"top_p": 0.5},
+        {"top_k": 2},
+        {"stop_token_ids": (7,)},
+    ):
         params = dataclasses.replace(PARAMS, **change)
         tokens, stats = run(engine, 5, 9, params=params)
         assert tokens == run(plain, 5, 9, params=params)[0]

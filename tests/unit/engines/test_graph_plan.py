@@ -146,8 +146,7 @@ def test_pool_is_2_8_times_smaller_than_naive_capture(
 
 
 class Tally(TorchDispatchMode):
-    """Counts calls that are no views, and the bytes of the tensors that they make while these live.
-    """
+    """Counts calls that are no views, and the bytes of the tensors that they make while these live."""
 
     def __init__(self) -> None:
         super().__init__()

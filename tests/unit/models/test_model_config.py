@@ -21,6 +21,7 @@ from tlt_megatron.config.weight_files import INDEX_NAME
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader, save_hf_model
 
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "change",

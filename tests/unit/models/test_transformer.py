@@ -28,6 +28,7 @@ YARN = {
     "rope_theta": 10000.0,
 }
 
+
 def load(path: Path, dtype: torch.dtype) -> Transformer:
     model = Transformer(load_model_config(path), dtype, CPU)
     for name, tensor in HfReader(path).items():

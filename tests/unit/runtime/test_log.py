@@ -11,7 +11,6 @@ import pytest
 
 from tlt_megatron.runtime.log import configure_logging
 
-
 pytestmark = pytest.mark.usefixtures("root_logger")
 
 

@@ -54,6 +54,27 @@ def write_events(run_dir: Path, rows: list[tuple[str, int, int]], rank: int = 0)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
+def test_nested_spans_nest_in_the_trace(tmp_path: Path) -> None:
+    timeline = open_timeline(tmp_path)
+    for step in range(20):
+        with timeline.span("ROLLOUT", step=step):
+            for batch in (8, 4):
+                with timeline.span("DECODE", batch=batch), timeline.span("VERIFY"):
+                    pass
+        with timeline.span("UPDATE"):
+            pass
+    timeline.close()
+    events = merged(tmp_path)
+    for event in spans(events):
+        assert isinstance(event["ts"], int)
+        assert isinstance(event["dur"], int)
+    names = [event["name"] for event in spans(events)]
+    assert names == ["ROLLOUT", "DECODE", "VERIFY", "DECODE", "VERIFY", "UPDATE"] * 20
+    assert_nested(events)
+    assert spans(events)[0]["args"] == {"step": 0}
+    assert spans(events)[1]["args"] == {"batch": 8}
+
+
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
@@ -71,9 +92,8 @@ def test_whole_microseconds_keep_children_inside_their_parents(
     tmp_path: Path, rows: list[tuple[str, int, int]], expected: list[tuple[str, int, int]]
 ) -> None:
     write_events(tmp_path, rows)
-    events = merged(tmp_path)
-    assert [(span["name"], span["ts"], span["dur"]) for span in spans(events)] == expected
-    assert all(isinstance(span[name], int) for span in spans(events) for name in ("ts", "dur"))
+    found = [(span["name"], span["ts"], span["dur"]) for span in spans(merged(tmp_path))]
+    assert found == expected
 
 
 def test_every_rank_is_a_named_process_and_every_lane_a_named_thread(tmp_path: Path) -> None:
