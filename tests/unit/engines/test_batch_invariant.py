@@ -18,7 +18,6 @@ from tests.unit.engines.conftest import (
     accept_lengths,
     at_random,
     engine_over,
-    make_prompts,
     speculate,
 )
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
@@ -50,7 +49,14 @@ def all_prompts() -> list[Prompt]:
     """Prompts that are shorter than a page, longer, and exactly as long as pages."""
     draw = random.Random(1)
     lengths = [1, 40, 45, 60, 63, 64, 65, 128, *(draw.randint(2, 150) for _ in range(8))]
-    return make_prompts(*lengths, seed=1)
+    return [
+        Prompt(
+            prompt_id=str(i),
+            draw_index=i,
+            token_ids=tuple(draw.randrange(VOCAB_SIZE) for _ in range(length)),
+        )
+        for i, length in enumerate(lengths)
+    ]
 
 
 def write(
@@ -175,6 +181,6 @@ def test_the_mode_changes_results_by_rounding_alone(
     plain, _ = write(path, dtype, all_prompts()[:4], batch_invariant=False)
     tolerance = {"float32": 1e-3, "bfloat16": 0.3}[dtype]
     for key, response in plain.items():
-        num_prompt = len(all_prompts()[int(key[0][1:])].token_ids)
+        num_prompt = len(all_prompts()[int(key[0])].token_ids)
         ours, theirs = (written[-1][:num_prompt] for written in (expected[dtype][key], response))
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)

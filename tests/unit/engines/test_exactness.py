@@ -17,11 +17,11 @@ from torch import Tensor
 
 from tests.continuation import check_continued
 from tests.unit.engines.conftest import (
+    VOCAB_SIZE,
     accept_lengths,
     at_random,
     engine_over,
     make_drafter,
-    make_prompts,
     speculate,
 )
 from tlt_megatron.config.schema import DrafterSection
@@ -51,8 +51,14 @@ Weights = dict[str, Tensor]
 
 
 def draw_prompts(count: int, longest: int, draw: random.Random) -> list[Prompt]:
-    lengths = [draw.randint(1, longest) for _ in range(count)]
-    return make_prompts(*lengths, seed=draw.randrange(1000))
+    return [
+        Prompt(
+            prompt_id=str(i),
+            draw_index=i,
+            token_ids=tuple(draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, longest))),
+        )
+        for i in range(count)
+    ]
 
 
 def draw_composition(

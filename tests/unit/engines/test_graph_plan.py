@@ -1,5 +1,5 @@
-"""The capture plan: which passes it covers, which captures it merges, and its bytes against a dry
-run of the real pass.
+"""The capture plan: what it covers, what it merges, and its bytes against a dry run of the real
+pass.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def test_pool_is_2_8_times_smaller_than_naive_capture(
 
 
 class Tally(TorchDispatchMode):
-    """Counts calls that are no views, and the bytes of the tensors that they make while these live."""
+    """Counts calls that are no views, and the bytes of what they make while it lives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def test_estimate_is_what_a_dry_run_of_the_drafter_takes(
 
 
 class DryNorm(RmsNorm):
-    """Makes one tensor, as the fused kernel does."""
+    """As the fused kernel: it makes one tensor."""
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         return torch.empty_like(x)
