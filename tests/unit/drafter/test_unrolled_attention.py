@@ -1,4 +1,5 @@
-"""Gradients of the attention over the steps of an unrolled draft, and the kernel's twin in chunks."""
+"""Gradients of the attention over the steps of an unrolled draft, and its kernel's twin in chunks.
+"""
 
 from __future__ import annotations
 

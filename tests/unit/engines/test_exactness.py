@@ -215,7 +215,7 @@ def test_cut_and_continued_responses_are_those_of_one_go(
 def test_drafters_are_as_right_and_as_wrong_as_they_are_called(
     tiny_path: Path, drafters: dict[str, Weights]
 ) -> None:
-    """Measured in tokens out per pass: 1 if nothing is accepted, 5 if all four drafted tokens are."""
+    """Measured in tokens out per pass: 1 if nothing is accepted, 5 if all drafted tokens are."""
     engine = engine_over(tiny_path)
     prompts = draw_prompts(16, 20, random.Random(2))
 

@@ -1,4 +1,4 @@
-"""What is settled before an SGLang engine starts, without SGLang: its release and the environment."""
+"""What is settled before an SGLang engine starts, without SGLang: its release and environment."""
 
 from __future__ import annotations
 

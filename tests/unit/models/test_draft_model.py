@@ -65,7 +65,7 @@ def draft(
 
 @pytest.mark.parametrize("architecture", ["eagle", "eagle3"])
 def test_steps_equal_the_definition(architecture: str) -> None:
-    """The engine's form of the layer is compared here, the form for training in test_draft_loss.py."""
+    """This is the engine's form of the layer. test_draft_loss.py compares the form for training."""
     model = make_draft_model(architecture)
     sequence = make_sequence(model, 12)
     view = DraftInference(model)

@@ -1,4 +1,4 @@
-"""What the display says on a terminal and in a file, and what happens when the terminal goes away."""
+"""What the display says on a terminal and in a file, and what it does if the terminal goes away."""
 
 from __future__ import annotations
 

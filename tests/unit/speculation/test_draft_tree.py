@@ -58,7 +58,7 @@ def grow_slowly(
 
 
 def paths_of(tree: DraftTree, row: int) -> set[Path]:
-    """Read the node paths of one request from the record, and check order, depths and uniqueness."""
+    """Read the node paths of a request from the record, and check order, depths and uniqueness."""
     paths: list[Path] = []
     for node, token in enumerate(tree.token_ids_BQ[row].tolist()):
         parent = int(tree.parents_BQ[row, node])

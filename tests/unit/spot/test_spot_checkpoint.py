@@ -114,7 +114,7 @@ def test_a_bug_in_the_background_is_raised(
 
 
 def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(model: DraftModel, tmp_path: Path) -> None:
-    """25 kills, spread over the writes. Between two renames the old checkpoint is beside its place."""
+    """25 kills, spread over the writes. Between two renames the old one is beside its place."""
     folder, old = tmp_path / "drafter", tmp_path / "drafter.old"
 
     def save_forever(start: int) -> None:
