@@ -1,5 +1,4 @@
-"""Gradients of the attention over the steps of an unrolled draft, and its kernel's twin in chunks.
-"""
+"""Gradients of the attention over the steps of an unrolled draft, and its twin in chunks."""
 
 from __future__ import annotations
 
