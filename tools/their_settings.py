@@ -202,7 +202,10 @@ _SEVERAL: dict[str, Convert] = {
     "reward_function": lambda path, given: {
         "reward.function": f"{path}:{given.get('custom_reward_function.name', 'compute_score')}"
     },
-    "betas": lambda betas, _: {f"optimizer.beta{n}": beta for n, beta in enumerate(betas, 1)},
+    "betas": lambda betas, _: {"optimizer.betas": [*betas]},
+    "slime_betas": lambda _, given: {
+        "optimizer.betas": [given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)]
+    },
     "kl_of_rewards": lambda value, _: (
         {"algorithm.kl_coef": value, "algorithm.kl_placement": "reward"} if value else {}
     ),

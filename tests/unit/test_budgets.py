@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE_LINES = {
     "tlt_megatron": 21_770,
     "tlt_megatron/api": 302,
-    "tlt_megatron/config": 1_930,
+    "tlt_megatron/config": 1_931,
     "tlt_megatron/data": 451,
     "tlt_megatron/drafter": 717,
     "tlt_megatron/engines": 3_716,
-    "tlt_megatron/mcore": 2_449,
+    "tlt_megatron/mcore": 2_450,
     "tlt_megatron/models": 2_365,
     "tlt_megatron/policy": 1_029,
     "tlt_megatron/rewards": 945,

@@ -18,6 +18,7 @@ _EPOCHS = (
 _FURTHER = {
     "drafter.path": ["speculation.drafter"],
     "model.drafter": ["speculation.drafter"],
+    "optimizer.epsilon": ["optimizer.eps"],
     "trainer.total_epochs": [_EPOCHS],
     "num_epoch": [_EPOCHS],
     "trainer.n_gpus_per_node": ["--nproc-per-node of tlt train"],

@@ -14,7 +14,6 @@ from tlt_megatron.config.ranges import (
     Positive,
     PositiveInt,
     Section,
-    Share,
     Unit,
     one_of,
     require,
@@ -245,11 +244,13 @@ class OptimizerSection(Section):
     # to min_lr at the end of the run; a resume with more steps stretches it
     decay: Annotated[str, one_of("constant", "linear", "cosine")] = "constant"
     weight_decay: NonNegative = 0.01  # not on norms and biases
-    beta1: Share = 0.9  # decay of Adam's first moment
-    beta2: Share = 0.95  # of its second moment
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of Adam's moments
+    eps: Positive = 1e-8  # of Adam
     clip_grad: NonNegative = 1.0  # of the global gradient norm; 0: off
 
     def check(self) -> None:
+        is_pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        self.require(is_pair, "betas", "two numbers in [0, 1)")
         self.require(0 <= self.min_lr <= self.lr, "min_lr", f"in [0, lr={self.lr}]")
 
 

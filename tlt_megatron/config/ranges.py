@@ -30,7 +30,6 @@ NonNegative = Annotated[float, Range(lambda value: value >= 0, ">= 0")]
 Positive = Annotated[float, Range(lambda value: value > 0, "> 0")]
 Fraction = Annotated[float, Range(lambda value: 0 < value <= 1, "in (0, 1]")]
 Unit = Annotated[float, Range(lambda value: 0 <= value <= 1, "in [0, 1]")]
-Share = Annotated[float, Range(lambda value: 0 <= value < 1, "in [0, 1)")]
 
 
 class Section:

@@ -62,6 +62,7 @@ def test_a_value_outside_its_range_is_refused_with_key_value_and_what_is_allowed
             "rollout.over_sampling_prompts=8 rollout.partial_rollout_tokens=64 algorithm.rollout_rs=token",
             r"rollout\.over_sampling_prompts=8: must be 0, or >= rollout\.num_prompts=16 with",
         ),
+        ("optimizer.betas=[0.9]", r"optimizer\.betas=\[0\.9\]: must be two numbers in \[0, 1\)"),
         ("optimizer.min_lr=1", r"optimizer\.min_lr=1\.0: must be in \[0, lr=1e-06\]"),
         ("mcore.offload_in_rollouts=true", r"mcore\.offload_in_rollouts=True: must be false where model\.dtype='float32'"),
         ("speculation.strategies=[ngram_2,ngram_2]", r"speculation\.strategies=\['ngram_2', 'ngram_2'\]: must be not empty, with each strategy"),
@@ -82,7 +83,7 @@ def test_what_does_not_fit_together_is_refused_by_name(overrides: str, message: 
     [
         "rollout.temperature=10 rollout.top_p=1 rollout.top_k=0 rollout.kv_cache_tokens=0",
         "algorithm.clip_low=1 algorithm.dual_clip=0 algorithm.tis_cap=1 algorithm.lam=0",
-        "optimizer.min_lr=1e-6 optimizer.beta1=0 optimizer.clip_grad=0 run.seed=4294967295",
+        "optimizer.min_lr=1e-6 optimizer.betas=[0,0] optimizer.clip_grad=0 run.seed=4294967295",
         "checkpoint.interval=0 checkpoint.keep=0 run.num_steps=0 eval.temperature=0",
         "rollout.num_prompts=2 algorithm.num_minibatches=2",
         "rollout.num_samples=1 algorithm.advantage=reinforce_plus_plus",

@@ -100,7 +100,7 @@ CORRECTION = "algorithm.rollout_correction."
         (  # what it leaves out are verl's defaults
             "data.shuffle=False",
             "algorithm.advantage=gae algorithm.dual_clip=3.0 algorithm.num_minibatches=4 data.max_prompt_tokens=512"
-            " data.shuffle=False eval.temperature=0.0 optimizer.beta2=0.999 rollout.num_prompts=1024 rollout.num_samples=1",
+            " data.shuffle=False eval.temperature=0.0 optimizer.betas=[0.9,0.999] rollout.num_prompts=1024 rollout.num_samples=1",
         ),
         (
             f"algorithm.adv_estimator=reinforce_plus_plus {ACTOR}ppo_mini_batch_size=128"
