@@ -17,7 +17,7 @@ from tlt_megatron.trainer import build, loop
 
 def gradient_bytes(policy: McorePolicyModel) -> int:
     """What the gradient buffers hold now."""
-    buffers = (buffer for chunk in policy._model for buffer in chunk.buffers)
+    buffers = (buffer for chunk in policy._model for buffer in vars(chunk)["buffers"])
     return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
 
 

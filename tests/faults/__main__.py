@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if is_good else 1
 
 
-def summarize(verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
+def summarize(verdicts: Sequence[Verdict]) -> list[dict[str, str | int]]:
     """One row for each fault, and the total."""
     groups = {v.fault: [w for w in verdicts if w.fault == v.fault] for v in verdicts}
     groups = dict(sorted(groups.items())) | {"total": list(verdicts)}

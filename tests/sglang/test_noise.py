@@ -70,7 +70,7 @@ def test_what_top_p_and_top_k_kept_is_read_back_once(monkeypatch: pytest.MonkeyP
     with device.gpu:
         on_gpu = [tensor.to(CUDA) for tensor in given]
         device.gpu.read_backs.clear()
-        drawn_B = noise.sample(found, *on_gpu, [1] * 5)
+        drawn_B = noise.sample(found, *on_gpu, top_logprobs_nums=[1] * 5)
         assert device.gpu.read_backs.total() == 1
         assert drawn_B.tolist() == tokens_B.tolist()
     has_triton.cache_clear()

@@ -68,7 +68,7 @@ def imported_names(path: str, tree: ast.Module) -> Iterator[str]:
             module = ".".join([*folder, *([node.module] if node.module else [])])
             yield from (f"{module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
-            yield from (a.value for a in node.args[:1] if isinstance(a, ast.Constant))
+            yield from (str(a.value) for a in node.args[:1] if isinstance(a, ast.Constant))
 
 
 def check_layers(path: str, tree: ast.Module) -> list[str]:

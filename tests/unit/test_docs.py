@@ -30,7 +30,7 @@ PAGES += [REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 PROGRAMS = {"make", "python", "tlt", "pip", ".", "build/try/bin/pip", "build/try/bin/tlt"}
 PROGRAMS |= {".venv/bin/python"}
-SECTIONS = {field.name: field.default_factory for field in dataclasses.fields(RunConfig)}
+SECTIONS = {f.name: type(getattr(RunConfig(), f.name)) for f in dataclasses.fields(RunConfig)}
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 
@@ -150,7 +150,7 @@ def test_blank_lines_are_passed_over_and_counted(load: Load) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
-def test_unusable_rows_are_refused(load: Load, change: Mapping[str, object], message: str) -> None:
+def test_unusable_rows_are_refused(load: Load, change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=rf"t\.jsonl row 2: {message}"):
         load([ROW, ROW | change])
 

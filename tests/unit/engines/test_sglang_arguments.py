@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,13 +25,13 @@ def drafter(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def speculate(drafter: str, *strategies: str, **settings: object) -> SpeculationSection:
+def speculate(drafter: str, *strategies: str, **settings: Any) -> SpeculationSection:
     return SpeculationSection(
         enabled=True, drafter=drafter, strategies=list(strategies), **settings
     )
 
 
-def arguments(section: SpeculationSection | None = None, **settings: object) -> dict[str, object]:
+def arguments(section: SpeculationSection | None = None, **settings: Any) -> dict[str, Any]:
     return engine_arguments(
         "models/policy",
         RolloutSection(max_batch_size=8, max_new_tokens=100, **settings.pop("rollout", {})),

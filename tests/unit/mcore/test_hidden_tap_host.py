@@ -43,9 +43,9 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.decoder.layers:
+        for layer in self.decoder.get_submodule("layers").children():
             hidden = layer(hidden)
-        return self.decoder.final_layernorm(hidden)
+        return self.decoder.get_submodule("final_layernorm")(hidden)
 
 
 def tap(device: torch.device, aux_layer_ids: tuple[int, ...]) -> list[DraftSequence]:

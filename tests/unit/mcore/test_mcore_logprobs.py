@@ -49,7 +49,7 @@ def _dense(
     temperature: float,
     weights_2P: Tensor,
     is_kept_PV: Tensor | None = None,
-) -> tuple[dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, Tensor], Tensor | None]:
     """The three outputs, and the gradient of their weighted sum, in float64."""
     logits = logits_PV.double().requires_grad_(True)
     cut = logits if is_kept_PV is None else logits.masked_fill(~is_kept_PV, -1e9)
@@ -70,7 +70,7 @@ def _ours(
     temperature: float,
     weights_2P: Tensor,
     kept: KeptTokens | None = None,
-) -> tuple[dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, Tensor], Tensor | None]:
     shard = logits_PV.chunk(tp.size, dim=-1)[tp.rank].clone().requires_grad_(True)
     result = vocab_parallel_logprobs(shard, labels_P, temperature, tp, kept)
     values = {name: getattr(result, name) for name in NAMES}
@@ -93,13 +93,13 @@ def test_values_and_gradient_equal_a_dense_softmax(num_ranks: int, has_kept: boo
         for graded in (1.0, logprobs_alone, entropy_alone)
     ]
 
-    def rank() -> list[tuple[dict[str, Tensor], Tensor]]:
+    def rank() -> list[tuple[dict[str, Tensor], Tensor | None]]:
         tp = group_of(dist.group.WORLD)
         return [_ours(tp, logits_PV, labels_P, *case, kept) for case in cases]
 
     ranks = run_ranks(num_ranks, rank)
     for case, *found in zip(cases, *ranks, strict=True):
-        expected, expected_grad = _dense(logits_PV, labels_P, *case, is_kept_PV)
+        expected, expected_grad = _dense(logits_PV, labels_P, *case, is_kept_PV=is_kept_PV)
         for values, _ in found:
             for name in NAMES:
                 assert values[name].dtype == torch.float32

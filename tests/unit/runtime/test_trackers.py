@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def track(
 
 
 @pytest.fixture(autouse=True)
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Stand-ins in place of the packages, also of installed ones."""
     folder = tmp_path / "packages"
     folder.mkdir()

@@ -105,7 +105,7 @@ def test_corpus_labels_cover_responses_alone_and_slip_at_the_asked_rate() -> Non
         ids_BT, labels_BT = next(batches)
         assert ids_BT.numel() <= 2048
         for ids, labels in zip(ids_BT, labels_BT, strict=True):
-            prompt = tokenizer.decode(ids[: int((labels != -100).nonzero()[0]) + 1])
+            prompt = str(tokenizer.decode(ids[: int((labels != -100).nonzero()[0]) + 1]))
             multiplier, start = re.fullmatch(r"(\d)n\+1;(\d+)=", prompt).groups()
             problem = Problem(multiplier=int(multiplier), start=int(start))
             response = labels[labels != -100]
