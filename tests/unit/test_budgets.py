@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # tensor and its check, steps as graphs, virtual pipeline, FP8, dry run) the wish was 18,800 for the
 # package, 4,200 for tools and 25,000 for tests.
 CODE_LINES = {
-    "tlt_megatron": 21_770,
+    "tlt_megatron": 21_288,
     "tlt_megatron/api": 302,
     "tlt_megatron/config": 1_931,
     "tlt_megatron/data": 451,
-    "tlt_megatron/drafter": 717,
+    "tlt_megatron/drafter": 715,
     "tlt_megatron/engines": 3_716,
     "tlt_megatron/mcore": 2_450,
     "tlt_megatron/models": 2_365,
@@ -35,8 +35,8 @@ CODE_LINES = {
     "tlt_megatron/speculation": 1_086,
     "tlt_megatron/spot": 936,
     "tlt_megatron/trainer": 3_226,
-    "tools": 7_010,
-    "tests": 27_686,
+    "tools": 6_660,
+    "tests": 26_280,
 }
 NUM_SETTINGS = 110
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things
