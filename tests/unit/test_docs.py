@@ -303,3 +303,10 @@ def test_every_recipe_passes_the_checks_of_settings() -> None:
     for settings, file in recipes:
         recipe = load_config(REPO / "examples" / "recipes" / file)
         assert recipe == load_config(None, settings.split()), file
+
+
+def test_the_map_names_every_file_of_the_package() -> None:
+    package = REPO / "tlt_megatron"
+    the_map = text(package / "README.md")
+    files = {file.name for file in package.rglob("*.py")} - {"__init__.py"}
+    assert [name for name in sorted(files) if f"{name}`" not in the_map] == []
