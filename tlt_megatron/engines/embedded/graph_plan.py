@@ -110,7 +110,7 @@ class GraphPlan:
         self, strategy: SpeculationStrategy | None, num_rows: int, batch_size: int, longest: int
     ) -> GraphKey | EagerReason:
         """Return the smallest capture for a step that reads `longest` positions, or why none fits.
-        DRAFT has a strategy, TARGET has none.
+        A key of DRAFT has a strategy; a key of TARGET has None.
         """
         at_size = bisect_left(self.batch_sizes, batch_size)
         if at_size == len(self.batch_sizes):

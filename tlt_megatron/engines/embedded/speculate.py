@@ -125,7 +125,7 @@ class Speculator:
         strategy: SpeculationStrategy,
         latest: Callable[[int], list[list[int]]],
     ) -> Committed:
-        """Draft and verify once for every row.
+        """Run one draft and one verify pass over all rows.
 
         `latest(n)` returns the last n tokens of each response, the root included.
         """
