@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def copy_drafter(model: DraftModel, device: torch.device) -> DraftModel:
 
 
 def make_sequence(
-    model: DraftModel, num_tokens: int, *, seed: int = 0, **fields: int
+    model: DraftModel, num_tokens: int, *, seed: int = 0, **fields: Any
 ) -> DraftSequence:
     """Random tokens and states."""
     generator = torch.Generator().manual_seed(1000 + seed)
