@@ -31,12 +31,11 @@ def make_lifecycle(engine: Shelf, run_dir: Path) -> DrafterLifecycle:
     """A collective of all ranks."""
     torch.set_num_threads(1)
     world = world_group()
-    buffer = DataBuffer(SpotSection(enabled=True), torch.float64)
     return DrafterLifecycle(
         make_drafter_trainer(batch_tokens=16),
-        buffer,
+        DataBuffer(SpotSection(enabled=True), torch.float64),
         engine,
-        Holdout(buffer, engine, SamplingParams(), STRATEGIES),
+        Holdout(engine, SamplingParams(), STRATEGIES),
         ranks=SpotRanks(
             store=open_job_store(world, 20.0).part("spot"),
             layout=ReplicaLayout(world.size),
@@ -63,9 +62,7 @@ def test_every_engine_gets_the_same_drafter_at_the_same_phase_boundary(tmp_path:
             lifecycle.start_step(step)
             for index in range(8):
                 seed = 1000 * step + 10 * index + rank
-                lifecycle.buffer.add(
-                    make_sequence(data, 6 + index, seed=seed, request=(seed, 0, 0))
-                )
+                lifecycle._add(make_sequence(data, 6 + index, seed=seed, request=(seed, 0, 0)))
             dist.barrier()
             time.sleep(0.1 * step * ((rank + step) % NUM_RANKS) / (NUM_RANKS - 1))
             lifecycle.run_until_preempted(step)

@@ -53,7 +53,7 @@ class Replay:
         # The rows whose next token is committed by a speculative pass. A prefill brings the first
         # token of each run of the policy's tokens.
         self.is_committed_P = root_P & next_P
-        self._first_roots = self.is_committed_P & ~before_P
+        self._first_roots = self.is_committed_P & (~before_P | (batch.position_ids == 0))
         rows_P = torch.arange(batch.num_rows)
         ends = torch.cat((rows_P[~self.is_committed_P], lengths.cumsum(0))).unique()
         room_P = ends[torch.searchsorted(ends, rows_P, right=True).clamp(max=len(ends) - 1)]
@@ -78,21 +78,17 @@ class Replay:
         states = model(batch.token_ids, hidden_PD, batch.position_ids, trunk)
         if not all(state.isfinite().all() for state in states):
             return [self.is_committed_P] * len(strategies)
-        # A shorter chain drafts the first tokens of the longest one.
-        chains = [strategy for strategy in strategies if strategy.is_chain]
-        longest = max(chains, key=lambda chain: chain.depth, default=None)
-        of_chains = torch.full_like(self._room_P, -1)
-        found = []
-        for strategy in strategies:
-            accepted_P = of_chains if strategy.is_chain else torch.full_like(of_chains, -1)
-            grown = longest if longest and strategy.is_chain else strategy
-            drafts = _Drafts(model, grown, TreeGrower(grown, device=self._seeds_P.device),
-                trunk.steps[0], *states)  # fmt: skip
-            found.append(self._walk(drafts, strategy.depth, accepted_P))
-        return found
+        found = {}
+        chain_P = torch.full_like(self._room_P, -1)  # longest first: shorter ones accept its start
+        for strategy in sorted(strategies, key=lambda each: -each.depth):
+            grower = TreeGrower(strategy, device=self._seeds_P.device)
+            drafts = _Drafts(model, strategy, grower, trunk.steps[0], *states)
+            accepted_P = chain_P if strategy.is_chain else torch.full_like(chain_P, -1)
+            found[strategy] = self._walk(drafts, accepted_P)
+        return [found[strategy] for strategy in strategies]
 
-    def _walk(self, drafts: _Drafts, depth: int, accepted_P: Tensor) -> Tensor:
-        """Return [P] bool: where passes start that accept at most `depth` drafted tokens.
+    def _walk(self, drafts: _Drafts, accepted_P: Tensor) -> Tensor:
+        """Return [P] bool: the rows where passes start.
 
         `accepted_P` has the tokens that drafts from a root accept, -1 where none was drafted. Roots
         at every 32nd row go on at the same time, each until it meets a row where another one was.
@@ -107,7 +103,9 @@ class Replay:
             for part in roots[accepted_P[roots] < 0].split(at_once):
                 if len(part):
                     accepted_P[part] = self._accepted(drafts, part.to(self._seeds_P.device)).cpu()
-            committed = torch.minimum(accepted_P[roots].clamp(max=depth) + 1, room_P[roots])
+            committed = torch.minimum(
+                accepted_P[roots].clamp(max=drafts.strategy.depth) + 1, room_P[roots]
+            )
             is_end = committed == room_P[roots]
             next_P[roots] = torch.where(is_end, num_rows, roots + committed)
             roots = next_P[roots][~is_end].unique()

@@ -92,22 +92,23 @@ class DataBuffer:
             num_tail += sample.num_rows
         self.step = step
 
-    def add(self, sequence: DraftSequence) -> None:
-        """Add a copy of a sequence of this step. It replaces an earlier one with the same
-        tokens.
+    def add(self, sequence: DraftSequence) -> DraftSequence | None:
+        """Add a copy of a sequence of this step, and return the copy. It replaces an earlier one
+        with the same tokens. None for a sequence without rows or above `data_bytes`.
         """
         if sequence.num_rows < 1:
-            return
+            return None
         sample = self._sample(sequence, self.step)
         if sample.num_bytes > self.max_bytes:
             size, budget = sample.num_bytes, self.max_bytes
             log.warning("a sequence is refused: its %d bytes exceed data_bytes=%d", size, budget)
-            return
+            return None
         before = self._samples.get(sample.key)
         if before is not None:
             sample.num_uses = before.num_uses
             self._remove(before)
         self._insert(sample)
+        return sample.sequence
 
     def next_batch(self, max_tokens: int) -> DraftBatch | None:
         """Return a batch of at most `max_tokens` rows, or None if there is nothing to train on.
@@ -137,16 +138,6 @@ class DataBuffer:
             self._samples[sample.key] = self._samples.pop(sample.key)
         self._given = []
 
-    def unseen(self, max_rows: int) -> list[DraftSequence]:
-        """Return sequences that were never trained on, of the newest step that has some.
-
-        They have at most `max_rows` rows, or are one sequence.
-        """
-        unseen = [sample for sample in self._samples.values() if not sample.num_uses]
-        newest = max((sample.step for sample in unseen), default=0)
-        order = sorted((s for s in unseen if s.step == newest), key=lambda s: s.key)
-        return [sample.sequence for sample in _fit(order, max_rows, at_least=1)]
-
     def state_dict(self) -> dict[str, Any]:
         """Return {"tensors": by name, "values": JSON-able}. The tensors never change."""
         samples = self._samples.values()
@@ -162,7 +153,7 @@ class DataBuffer:
                 "num_batches": self._num_batches,
                 "samples": [
                     {name: getattr(s, name) for name in names}
-                    | {"loss_start": s.sequence.loss_start, "request": s.sequence.request}
+                    | {"loss_start": s.sequence.loss_start}
                     for s in samples
                 ],
             },
@@ -175,9 +166,7 @@ class DataBuffer:
         self._samples, self.num_bytes, self._given = {}, 0, []
         for record in values["samples"]:
             parts = {name: tensors.get(f"{record['key']}.{name}") for name in _TENSORS}
-            request = record.get("request")  # older checkpoints have none
-            request = request and tuple(request)
-            sequence = DraftSequence(loss_start=record["loss_start"], request=request, **parts)
+            sequence = DraftSequence(loss_start=record["loss_start"], **parts)
             sample = self._sample(sequence, record["step"])
             sample.is_tail, sample.num_uses = record["is_tail"], record["num_uses"]
             self._insert(sample)

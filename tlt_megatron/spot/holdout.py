@@ -1,8 +1,8 @@
-"""Compares two drafters on responses that no session has trained on, as the engine would use them.
+"""Compares two drafters on the newest responses, as the engine would use them.
 
-Each rank does so in its idle time, on its own responses, with the strategies that its own engine
-has just used (`drafter/acceptance.py`). `Comparison.merge` puts the ranks' results together. The
-target changes in every RL step, so the published drafter is measured anew too.
+Each rank does so in its idle time, before it trains on these responses, with the strategies that
+its own engine has just used (`drafter/acceptance.py`). `Comparison.merge` joins the results of all
+ranks. The target changes in every RL step, so the published drafter is measured anew too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.drafter.acceptance import Replay
-from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.engines.base import PassRecord, RolloutEngine
-from tlt_megatron.types import SamplingParams
+from tlt_megatron.speculation.sampling import request_seed
+from tlt_megatron.types import DraftSequence, SamplingParams
 
-_ROWS = 1024  # per rank: enough to compare drafters, and fast enough not to delay a step
+_ROWS = 2048  # per rank: enough to compare drafters, and fast enough not to delay a step
 _BLOCK_ROWS = 64  # a dozen passes, so that one block says little about the next
-_LEAST_SHARE = 0.05  # of the tokens, below which a strategy is not measured
+_LEAST_SHARE = 0.1  # of the tokens, below which a strategy is not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,23 +68,38 @@ class Comparison:
 
 
 class Holdout:
-    """This rank's responses and passes of a step, on which drafters are compared."""
+    """This rank's newest responses and passes, on which drafters are compared.
+
+    It keeps a random sample of the responses. A text that came before counts too: the engines will
+    draft it again.
+    """
 
     def __init__(
         self,
-        buffer: DataBuffer,
         engine: RolloutEngine,
         params: SamplingParams,
         strategies: Iterable[SpeculationStrategy],
     ) -> None:
         """`strategies` are those of the run, `params` those of its rollouts."""
-        self._buffer, self._engine, self._params = buffer, engine, params
+        self._engine, self._params = engine, params
         self._learned = [strategy for strategy in strategies if strategy.is_learned]
         self._tokens: Counter[SpeculationStrategy] = Counter()  # of this step's passes
+        self._sample: dict[int, DraftSequence] = {}  # by seed, which is random
+        self._is_old = True  # the sample is of the last step
 
     def start_step(self) -> None:
-        """Forget the passes of the last step."""
+        """Forget the passes of the last step, and its responses once there are new ones."""
         self._tokens.clear()
+        self._is_old = True
+
+    def add(self, sequence: DraftSequence) -> None:
+        """Add a response. Its tensors must not change."""
+        if self._is_old:
+            self._sample, self._is_old = {}, False
+        if sequence.request is not None:
+            self._sample[request_seed(self._params.seed, *sequence.request)] = sequence
+        while len(self._sample) > 1 and sum(s.num_rows for s in self._sample.values()) > _ROWS:
+            del self._sample[max(self._sample)]
 
     def add_passes(self, passes: Iterable[PassRecord]) -> None:
         """Count the tokens of this step's passes by strategy."""
@@ -109,11 +124,11 @@ class Holdout:
         candidate: Mapping[str, Tensor],
         published: Mapping[str, Tensor],
     ) -> Comparison | None:
-        """Compare two drafters, and restore the trainer's own. None without new responses."""
-        known = [each for each in self._buffer.unseen(_ROWS) if each.request is not None]
-        if not known:
+        """Compare two drafters, and restore the trainer's own. None without responses."""
+        if not self._sample:
             return None
-        replay = Replay(known, self._params, trainer.device, self._engine.drafted_ids())
+        sequences = [sequence for _, sequence in sorted(self._sample.items())]
+        replay = Replay(sequences, self._params, trainer.device, self._engine.drafted_ids())
         shares = self.shares
         passes = []
         for weights in (candidate, published):

@@ -45,7 +45,7 @@ from tlt_megatron.spot.publisher import DrafterPublisher
 from tlt_megatron.spot.rank_state import SpotRanks
 from tlt_megatron.spot.session import StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
-from tlt_megatron.types import Rollout
+from tlt_megatron.types import DraftSequence, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,12 @@ class DrafterLifecycle:
         `features` [T - 1, F] are the engine's hidden states.
         """
         hidden_size = self.trainer.model.config.hidden_size
-        self.buffer.add(draft_sequence(rollout, features, hidden_size, first_position))
+        self._add(draft_sequence(rollout, features, hidden_size, first_position))
+
+    def _add(self, sequence: DraftSequence) -> None:
+        kept = self.buffer.add(sequence)
+        if kept is not None:
+            self.holdout.add(kept)
 
     def make_tap(self) -> HiddenStateTap:
         """Make the tap for the policy's first forward pass of a step.
@@ -110,7 +115,7 @@ class DrafterLifecycle:
         It gets passes of its own only if the engine gave no hidden states: sessions need the data.
         """
         return HiddenStateTap(
-            on_sequence=self.buffer.add,
+            on_sequence=self._add,
             max_bytes=self.buffer.max_bytes,
             hidden_size=self.trainer.model.config.hidden_size,
             aux_layer_ids=self.trainer.model.config.aux_layer_ids,

@@ -58,12 +58,11 @@ def build_drafter(
         phase_timeout_s=config.run.group_timeout_s,
         check_ranks=site.heartbeat.check,  # if it raises, idle ranks stop their work
     )
-    buffer = DataBuffer(config.spot, getattr(torch, config.rollout.dtype))
     lifecycle = DrafterLifecycle(
         trainer,
-        buffer,
+        DataBuffer(config.spot, getattr(torch, config.rollout.dtype)),
         engine,
-        Holdout(buffer, engine, sampling, config.speculation.parsed_strategies),
+        Holdout(engine, sampling, config.speculation.parsed_strategies),
         ranks=ranks,
         world=world,
         timeline=timeline,
