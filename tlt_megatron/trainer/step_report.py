@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from tlt_megatron.policy.batching import key_of
 from tlt_megatron.rollout.phases import Phases
 from tlt_megatron.rollout.rollout_log import RolloutLog
 from tlt_megatron.rollout.slow_rank import describe
@@ -58,7 +59,9 @@ class RunReport:
             self.passes.write(collected.passes)
         if self.rollouts is not None:
             plan = inference.plan
-            samples = self.rollouts.write(step, plan.scored, plan.own_keys, differences)
+            samples = self.rollouts.write(
+                step, plan.scored, set(map(key_of, plan.own)), differences
+            )
             if self.metrics is not None:
                 self.metrics.log_responses(step, samples)
         metrics = collected.metrics | inference.metrics | update
