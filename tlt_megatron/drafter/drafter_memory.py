@@ -1,4 +1,4 @@
-"""Memory of drafter training on one rank, from sizes alone, for trainer/memory_ledger.py."""
+"""Memory of drafter training on one rank, from sizes alone, for trainer/before/memory_ledger.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Memory that policy and critic take on a rank, computed from sizes. Called by
-trainer/memory_ledger.py.
+trainer/before/memory_ledger.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The memory ledger: the memory each component will take, summed by phase and checked before
 anything is allocated.
 
-trainer/memory_ledger.py collects the claims. `Device.peak_bytes` gives the measured value. A rank
-with a GPU also claims host memory, which is added up and checked apart.
+trainer/before/memory_ledger.py collects the claims. `Device.peak_bytes` gives the measured value. A
+rank with a GPU also claims host memory, which is added up and checked apart.
 """
 
 from __future__ import annotations

@@ -27,9 +27,15 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
-from tlt_megatron.rewards.batch_rules import BatchRules
-from tlt_megatron.rewards.open_responses import load_carried
 from tlt_megatron.rewards.workers import RewardPool
+from tlt_megatron.rollout.batch_rules import BatchRules
+from tlt_megatron.rollout.conversations import Conversations
+from tlt_megatron.rollout.evaluation import Evaluator
+from tlt_megatron.rollout.open_responses import load_carried
+from tlt_megatron.rollout.phases import Phases
+from tlt_megatron.rollout.rollout_log import RolloutLog
+from tlt_megatron.rollout.rollout_worker import RolloutWorker
+from tlt_megatron.rollout.speculation_log import SpeculationLog
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.durable import replace_text
@@ -41,19 +47,13 @@ from tlt_megatron.runtime.status import StatusWriter
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.runtime.trackers import Tracker
 from tlt_megatron.trainer.build_drafter import build_drafter
-from tlt_megatron.trainer.conversations import Conversations
-from tlt_megatron.trainer.evaluation import Evaluator
 from tlt_megatron.trainer.flops import make_utilization
-from tlt_megatron.trainer.identity import compare_run, describe_run, saved_run_of
 from tlt_megatron.trainer.loop import RLTrainer
-from tlt_megatron.trainer.phases import Phases
-from tlt_megatron.trainer.rollout_log import RolloutLog
-from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.trainer.run import Run
-from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun
-from tlt_megatron.trainer.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.run_site import Site
-from tlt_megatron.trainer.speculation_log import SpeculationLog
+from tlt_megatron.trainer.saving.identity import compare_run, describe_run, saved_run_of
+from tlt_megatron.trainer.saving.run_checkpoint import CheckpointManager, SavedRun
+from tlt_megatron.trainer.saving.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.step_report import RunReport
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import Prompt, SamplingParams

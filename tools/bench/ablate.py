@@ -28,11 +28,12 @@ from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
 from tlt_megatron.types import SamplingParams
-from tools import make_tiny_policy, warmup_drafter
 from tools.bench.measure import cpu_seconds, print_table, spread
 from tools.bench.replay import PassTrace, RecordingSelector, TraceTable, replay
 from tools.bench.speed import GOOD, RANDOM, long_prompts, make_drafts
-from tools.load_engine import LoadedPolicy
+from tools.commands import warmup_drafter
+from tools.commands.load_engine import LoadedPolicy
+from tools.tiny_models import make_tiny_policy
 
 _TEXTS = ("2_1_2", "4_1_4", "8_1_8", "4_2_8", "6_4_16", "ngram_8")
 _STRATEGIES = [SpeculationStrategy.parse(text) for text in _TEXTS]

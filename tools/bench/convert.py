@@ -35,8 +35,8 @@ from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import init_world
 from tools.bench.measure import print_table
+from tools.commands.verify_conversion import tensor_differences
 from tools.gpu.shapes import MODEL_CONFIGS
-from tools.verify_conversion import tensor_differences
 
 _LAYOUTS = {
     "dense": ("tp2", "pp2", "tp2 pp2", "cp2"),

@@ -16,7 +16,7 @@ from typing import Any
 
 from tools.bench.measure import print_table
 from tools.bench.step import launching, turned
-from tools.compare_runs import STEP_SECONDS
+from tools.commands.compare_runs import STEP_SECONDS
 from tools.run_report.data import read_metrics
 
 _ACCURACY = "eval/accuracy"

@@ -37,7 +37,7 @@ from tools.bench.speed import (
     load_policy,
     make_variants,
 )
-from tools.load_engine import LoadedPolicy, accept_length
+from tools.commands.load_engine import LoadedPolicy, accept_length
 
 _KINDS = {"tree": "6_4_16", "chain": "16_1_16", "n-gram": "ngram_16"}  # of 16 drafted tokens
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_task import make_tiny_task
-from tools import warmup_drafter
 from tools.bench.__main__ import _BENCHES, main
+from tools.commands import warmup_drafter
 
 
 @pytest.mark.parametrize("name", _BENCHES)

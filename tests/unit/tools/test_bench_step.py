@@ -17,7 +17,7 @@ from tools.bench.step import (
     timed_steps,
     with_a_tail,
 )
-from tools.compare_runs import STEP_SECONDS, Run, StepRecord
+from tools.commands.compare_runs import STEP_SECONDS, Run, StepRecord
 
 
 def make_run(

@@ -20,8 +20,8 @@ from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.memory_claim import MemoryClaim, MemoryLedger, Phase
 from tlt_megatron.runtime.process_groups import group_of
+from tlt_megatron.trainer.before.memory_ledger import check_memory, describe_checkpoint, make_ledger
 from tlt_megatron.trainer.flops import forward_flops
-from tlt_megatron.trainer.memory_ledger import check_memory, describe_checkpoint, make_ledger
 
 TOTAL = 7_615_616_512  # parameters, as the model card counts them
 TABLE = 152064 * 3584

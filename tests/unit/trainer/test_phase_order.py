@@ -15,11 +15,11 @@ import torch
 
 from tests.unit.config.test_example_settings import EXAMPLES, QWEN_7B, write_example
 from tlt_megatron.mcore.policy_model import McorePolicyModel
-from tlt_megatron.rewards.batch_rules import BatchRules
+from tlt_megatron.rollout.batch_rules import BatchRules
 from tlt_megatron.runtime.memory_claim import Phase
 from tlt_megatron.trainer import loop
+from tlt_megatron.trainer.before.memory_ledger import make_ledger
 from tlt_megatron.trainer.loop import RLTrainer
-from tlt_megatron.trainer.memory_ledger import make_ledger
 from tlt_megatron.types import SamplingParams
 
 
