@@ -42,7 +42,9 @@ def write_config(
         "selector": selector,
         "max_batch_size": max_batch_size,
     }
-    path.write_text(json.dumps({"1": {"candidate_steps": adaptive_steps(strategies)}, CONFIG_KEY: ours}))
+    path.write_text(
+        json.dumps({"1": {"candidate_steps": adaptive_steps(strategies)}, CONFIG_KEY: ours})
+    )
 
 
 class AdaptiveHooks:
