@@ -82,7 +82,7 @@ def load_optimizer_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) ->
     step = next((group["step"] for group in saved if "step" in group), None)
     first, *others = optimizer.chained_optimizers
     for part in others:
-        _load_part(part, loaded["experts"].get("param_state"), step)
+        _load_part(part, loaded.get("experts", {}).get("param_state"), step)
     _load_part(first, loaded.get("param_state"), step)
 
 
@@ -91,7 +91,7 @@ def _load_part(
 ) -> None:
     state = part.state_dict()
     for group in state["optimizer"]["param_groups"]:
-        group.pop("step", None)  # Megatron's own Adam counts none before its first step
+        group.pop("step", None)  # Transformer Engine's Adam has none before its first update
         if step is not None:
             group["step"] = step
     part.load_state_dict(state)
