@@ -19,6 +19,7 @@ from tlt_megatron.runtime.timeline import Timeline
 # The phase of the memory ledger for each phase here. EVAL is not listed: it consists of other
 # phases.
 _LEDGER_PHASES = {
+    "SETUP": Phase.START,
     "ROLLOUT": Phase.ROLLOUT,
     "WAIT": Phase.SPOT,
     "PUBLISH": Phase.SPOT,

@@ -104,19 +104,20 @@ def build_run(site: Site) -> Run:
     stack.callback(destroy_model_parallel)
     step = saved.step if saved else 0
     worker = _build_worker(site, rewards, tokenizer, first_step=step)
-    model, critic = _build_models(config, groups, site.device)
-    models = {"policy": model} | ({"critic": critic} if critic else {})
-    checkpoints = CheckpointManager(
-        root=run_dir / CHECKPOINTS,
-        models=models,
-        keep=config.checkpoint.keep,
-        world=world,
-        about=about,
-    )
-    folder = checkpoints.restore(saved) if saved else None
-    for each in models.values():
-        each.leave_device()  # the engine is awake: its memory is taken
-    engine_dtype, phases = getattr(torch, config.rollout.dtype), worker.phases
+    phases = worker.phases
+    worker.engine.sleep()  # until the first publication: models start and restore in its memory
+    with phases("SETUP", "setup"):
+        model, critic = _build_models(config, groups, site.device)
+        checkpoints = CheckpointManager(
+            root=run_dir / CHECKPOINTS,
+            models={"policy": model} | ({"critic": critic} if critic else {}),
+            keep=config.checkpoint.keep,
+            world=world,
+            about=about,
+        )
+        folder = checkpoints.restore(saved) if saved else None
+    worker.engine.wake()
+    engine_dtype = getattr(torch, config.rollout.dtype)
     with phases("SYNC", "update_weights", version=step):
         push_policy(model, worker.engine, step, dtype=engine_dtype, world=world)
     phases.take_timings()  # of no step
@@ -288,6 +289,7 @@ def _eval_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
 def _build_models(
     config: RunConfig, groups: ProcessGroups, device: Device
 ) -> tuple[McorePolicyModel, McoreCriticModel | None]:
+    """Build the models. Each leaves the device before the next one comes."""
     layout: dict[str, Any] = {"parallel": config.parallel, "mcore": config.mcore}
     layout |= {"groups": groups, "device": device}
     policy = McorePolicyModel(
@@ -297,11 +299,14 @@ def _build_models(
         keep_reference=config.algorithm.kl_coef > 0,
         **layout,
     )
+    policy.leave_device()
     if not config.has_critic:
         return policy, None
     model = replace(config.model, path=config.critic_path)
     optimizer = config.critic.optimizer(config.optimizer)
-    return policy, McoreCriticModel(model=model, optimizer=optimizer, **layout)
+    critic = McoreCriticModel(model=model, optimizer=optimizer, **layout)
+    critic.leave_device()
+    return policy, critic
 
 
 def _build_policy_trainer(

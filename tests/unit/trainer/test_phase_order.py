@@ -77,5 +77,4 @@ def test_an_engine_that_wakes_beside_the_cache_of_an_update_does_not_fit(tmp_pat
     ledger = make_ledger(config, 8, gpu)
     engine = ("engine weights", "engine KV", "engine graphs")
     awake = sum(c.num_bytes for c in ledger.claims if c.name.startswith(engine))
-    phases = [ledger.bytes_in(phase) for phase in Phase]
-    assert max(phases) < 80e9 < ledger.bytes_in(Phase.UPDATE) + awake
+    assert max(map(ledger.bytes_in, Phase)) < 80e9 < ledger.bytes_in(Phase.UPDATE) + awake

@@ -13,13 +13,20 @@ import torch
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.drafter.drafter_memory import drafter_parameters, spot_claims
 from tlt_megatron.engines.embedded.memory_plan import plan_memory
+from tlt_megatron.engines.sglang.adaptive_policy import adaptive_steps
 from tlt_megatron.mcore.megatron_memory import Sharding, policy_claims
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.runtime.memory_claim import ALL_PHASES, MemoryClaim, MemoryLedger, Phase
+from tlt_megatron.runtime.memory_claim import (
+    ALL_PHASES,
+    STEP_PHASES,
+    MemoryClaim,
+    MemoryLedger,
+    Phase,
+)
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.trainer.build_drafter import drafter_tap_layers
 
@@ -63,7 +70,7 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
         sharers = world_size // config.parallel.pipeline
         if config.rollout.engine != "embedded":  # in another process: the tables are here as well
             tables = 2 * sizes.table * _item_bytes(config)
-            claims.append(MemoryClaim("drafter, borrowed tables", tables))
+            claims.append(MemoryClaim("drafter, borrowed tables", tables, STEP_PHASES))
         claims += spot_claims(
             sizes,
             drafter=config.drafter,
@@ -144,11 +151,11 @@ def _engine_claims(
         max_prompt_tokens=config.longest_context,
         num_taps=len(drafter_tap_layers(config, model)),
     )
-    weights_in = _AWAKE if device.is_cuda else ALL_PHASES
+    weights_in = _AWAKE if device.is_cuda else STEP_PHASES
     # A rank that trains the drafter frees its KV first.
     kv_in = {Phase.ROLLOUT} if config.spot.enabled else {Phase.ROLLOUT, Phase.SPOT}
     if rollout.graphs == "keep" and has_graphs:
-        weights_in = kv_in = ALL_PHASES
+        weights_in = kv_in = STEP_PHASES
     graphs = plan.graphs.bytes_pool() if has_graphs else 0
     drafter = 0
     if config.speculation.enabled and config.speculation.is_learned:
@@ -186,25 +193,41 @@ def _sglang_claims(config: RunConfig, sizes: ModelSizes, device: Device) -> list
     if config.speculation.enabled and config.speculation.is_learned:
         kv_layers += 1
         weights += drafter_parameters(sizes)
-    num_states = 1  # an adaptive engine captures its graphs for each strategy
-    if config.speculation.enabled:
-        num_states = max(1, sum(not s.is_off for s in config.speculation.parsed_strategies))
+    # Its memory saver, which frees a sleeping engine's memory, does nothing on a CPU.
+    held_in = _AWAKE if device.is_cuda else ALL_PHASES
     graphs_mib = 512 + 1.5 * max(rollout.prefill_chunk_tokens, 2048) + 1024 * ranks / 8
-    graphs_mib += 2 * rollout.max_batch_size * num_states
+    graphs_mib += 2 * rollout.max_batch_size * _num_graph_sets(config)
     graphs = int(graphs_mib * 2**20) if device.is_cuda else 0
+    # It keeps the routes of all KV slots in each of its processes.
+    routes = kv_tokens * sizes.num_layers * sizes.num_routed * torch.int32.itemsize
+    routes *= rollout.routing_replay
     batch, kv = _engine_settings(config)
     tp = f"sglang.engine_args.tp_size={ranks}"
     chunk = f"{batch} or rollout.prefill_chunk_tokens={rollout.prefill_chunk_tokens}"
     return [
-        MemoryClaim("engine weights", weights * item // ranks, _AWAKE, lower=tp),
+        MemoryClaim("engine weights", weights * item // ranks, held_in, lower=tp),
         MemoryClaim(
             f"engine KV ({kv_tokens} tokens)",
             kv_tokens * sizes.kv * kv_layers * item // ranks,
-            _AWAKE - {Phase.WEIGHT_SYNC},
+            held_in,
             lower=f"{kv} or {tp}",
         ),
-        MemoryClaim("engine graphs and workspaces", graphs, _AWAKE, lower=chunk, is_estimate=True),
+        MemoryClaim("engine graphs, workspaces", graphs, held_in, lower=chunk, is_estimate=True),
+        MemoryClaim("engine routes", routes, in_host=device.is_cuda, lower=kv),
     ]
+
+
+def _num_graph_sets(config: RunConfig) -> int:
+    """Return how often SGLang captures its graphs: once, or for each chain that it may choose and
+    for none.
+    """
+    section = config.speculation
+    if not section.enabled:
+        return 1
+    chosen = section.parsed_strategies[: 1 if section.selector == "fixed" else None]
+    drafting = [each for each in chosen if not each.is_off]
+    is_adaptive = all(each.is_learned and each.is_chain for each in drafting)
+    return len(adaptive_steps(drafting)) if is_adaptive else 1
 
 
 def _engine_settings(config: RunConfig) -> tuple[str, str]:
