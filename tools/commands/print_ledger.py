@@ -24,9 +24,9 @@ from tlt_megatron.config.hub import CONFIG, load_fetched_config
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.before.memory_ledger import describe_checkpoint, make_ledger
-from tools.bench.roofline import GPUS
 from tools.planner.computed_machine import ComputedMachine, read_slowness
 from tools.planner.plan import Candidate, print_plan
+from tools.planner.roofline import GPUS
 from tools.planner.simulation import Machine
 
 
