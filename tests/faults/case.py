@@ -24,7 +24,7 @@ from tests.faults.lab import LAYOUTS, NUM_STEPS, RUN_LIMIT_S, Lab
 from tests.faults.probe import Moment
 from tests.faults.processes import Job, adopt_orphans, descendants, kill_all, start
 from tests.tiny_task import answers, weights
-from tlt_megatron.trainer.manifest import read_pointer
+from tlt_megatron.trainer.saving.manifest import read_pointer
 
 SLACK_S = 30.0  # on top of what is promised, for a loaded machine
 LONG = "run.num_steps=40"  # has not ended when the fault comes, however late that is
@@ -242,7 +242,7 @@ class Case:
         last = max(NUM_STEPS, saved)  # a fault that was to hit a longer run
         others = [name for name in LAYOUTS if name != self.variant.layout]
         layout = self.rng.choice([self.variant.layout] * len(others) + others)
-        overrides, num_ranks = LAYOUTS[layout]
+        overrides, num_ranks = self.variant.at(layout)
         self.moment, self.mark, self.struck_at = None, None, 0.0
         self.verdict.where += f", resumed at {layout}"
         arguments = [*self.variant.arguments(self.run_dir), "--resume", "auto", *overrides]

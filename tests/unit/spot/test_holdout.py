@@ -57,13 +57,10 @@ def test_drafters_are_compared_on_a_sample_of_the_newest_responses() -> None:
     assert 2048 - 28 < comparison.num_tokens <= 2048  # 28 of each response
     assert comparison.accept_lengths[0] == comparison.accept_lengths[1] > 1.0
     assert comparison.standard_error == 0.0
-    worse = {name: -tensor for name, tensor in own.items()}
     broken = own | {"fc.weight": torch.full_like(own["fc.weight"], math.nan)}
-    for candidate in (worse, broken):
-        comparison = holdout.compare(trainer, candidate=candidate, published=other)
-        assert comparison is not None
-        assert comparison.accept_lengths[1] > comparison.accept_lengths[0] >= 1.0
-        assert comparison.standard_error > 0.0
-    assert comparison.accept_lengths[0] == 1.0
+    comparison = holdout.compare(trainer, candidate=broken, published=other)
+    assert comparison is not None
+    assert comparison.accept_lengths[1] > comparison.accept_lengths[0] == 1.0
+    assert comparison.standard_error > 0.0
     for name, tensor in trainer.model.state_dict().items():
         assert torch.equal(tensor, own[name])
