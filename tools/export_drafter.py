@@ -40,6 +40,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_megatron.config.hub import check_push, push_folder
+from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.drafter.eagle_folder import (
     WEIGHTS_FILE,
     load_draft_config,
@@ -142,8 +143,12 @@ def find_target(drafter: Path) -> Path | None:
     return run / "hf" if run is not None and (run / "hf").is_dir() else None
 
 
-def load_target(path: Path) -> Target:
-    """Return embedding and head of the policy in the Hugging Face folder `path`, in float32."""
+def load_target(path: Path, key: str = "--target") -> Target:
+    """Return embedding and head of the policy in the Hugging Face folder `path`, in float32.
+
+    `key` is the option that holds the path. ValueError for a folder that `check_model` refuses.
+    """
+    check_model(key, path, needs_tokenizer=False)
     reader = HfReader(path)
     embedding = reader["model.embed_tokens.weight"].float()
     name = "lm_head.weight"

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.hub import fetch_model
+from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.drafter.eagle_folder import load_draft_config, load_drafter
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.hf_io import checksum_tensors, policy_tensors
 from tlt_megatron.runtime.device import select_device
@@ -72,6 +72,7 @@ class Engine:
         `max_batch_size` of them.
         """
         folder = fetch_model("model", str(model))
+        config = check_model("model", folder)
         self._drafter = None if drafter is None else fetch_model("drafter", fspath(drafter))
         self._strategies = [
             SpeculationStrategy.parse(text)
@@ -80,7 +81,6 @@ class Engine:
         place = select_device(device)
         if dtype == "auto":
             dtype = "bfloat16" if place.is_cuda else "float32"
-        config = load_model_config(folder, "model")
         self.max_tokens = min(max_tokens, config.max_position_embeddings)
         self.tokenizer = load_tokenizer(folder)
         half = self.max_tokens // 2

@@ -112,7 +112,7 @@ CASES = [
     Case("no model folder", r"model\.path='': must be a folder with config\.json", overrides=("model.path=",)),
     Case("absent model folder", r"model\.path='/absent': must be a folder", overrides=("model.path=/absent",)),
     Case("config is not JSON", r"config\.json: cannot be read as JSON", text("model/config.json", "{")),
-    Case("config is nested too deeply", r"model/config\.json: cannot be read as JSON: .*recursion", text("model/config.json", "[" * 200_000)),
+    Case("config is nested too deeply", MODEL + r"config\.json: cannot be read as JSON: .*recursion", text("model/config.json", "[" * 200_000)),
     Case("config is a list", r"config\.json: must hold a JSON object, not a list", text("model/config.json", "[]")),
     Case("GGUF file", r"model\.path='[^']*/q4\.gguf': must be a folder with config\.json and safetensors \(GGUF cannot be trained", overrides=("model.path={0}/q4.gguf",)),
     Case("model type", MODEL + r"config\.json model_type='mixtral': must be one of llama, mistral, qwen2, qwen3", model(model_type="mixtral")),
