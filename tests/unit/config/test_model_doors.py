@@ -18,9 +18,9 @@ from tests.model_files import write_drafter, write_model
 from tlt_megatron import Engine
 from tlt_megatron.cli import run_tool
 from tlt_megatron.config.weight_files import INDEX_NAME
-from tlt_megatron.trainer.command_line import read_command
-from tools.evaluate import evaluation_command
-from tools.load_engine import LoadedPolicy
+from tlt_megatron.trainer.before.command_line import read_command
+from tools.commands.evaluate import evaluation_command
+from tools.commands.load_engine import LoadedPolicy
 
 SINGLE = "model.safetensors"
 
