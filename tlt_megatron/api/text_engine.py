@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.draft_folder import check_drafter
 from tlt_megatron.config.hub import fetch_model
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.schema import RolloutSection
@@ -74,6 +75,9 @@ class Engine:
         folder = fetch_model("model", str(model))
         config = check_model("model", folder)
         self._drafter = None if drafter is None else fetch_model("drafter", fspath(drafter))
+        self._num_layers = config.num_layers
+        if self._drafter is not None:
+            check_drafter("drafter", self._drafter, config, folder)
         self._strategies = [
             SpeculationStrategy.parse(text)
             for text in (strategies if strategies is not None else WITH_DRAFTER if drafter else ())
@@ -89,7 +93,7 @@ class Engine:
             RolloutSection(dtype=dtype, max_batch_size=max_batch_size, max_new_tokens=half),
             place,
             max_prompt_tokens=self.max_tokens - half,
-            tap_layers=load_draft_config(self._drafter).aux_layer_ids if self._drafter else (),
+            tap_layers=self._tap_layers(),
             make_speculation=self._speculation if self._strategies else None,
         )
 
@@ -100,10 +104,20 @@ class Engine:
             tensors(), version=_VERSION, checksum=lambda: checksum_tensors(tensors())
         )
 
+    def _tap_layers(self) -> tuple[int, ...]:
+        if self._drafter is None:
+            return ()
+        return load_draft_config(self._drafter, self._num_layers).aux_layer_ids
+
     def _speculation(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Speculation:
         draft = None
         if self._drafter is not None:
-            model = load_drafter(self._drafter, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD)
+            model = load_drafter(
+                self._drafter,
+                embedding_VD=embedding_VD,
+                lm_head_VD=lm_head_VD,
+                num_layers=self._num_layers,
+            )
             draft = DraftInference(model)
         selector = make_selector("cost_model", self._strategies, max_batch_size=1)
         return Speculation(draft, selector, self._strategies)

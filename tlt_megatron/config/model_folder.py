@@ -4,7 +4,7 @@ and setting that loads a model calls it first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from tlt_megatron.config.model_shape import (
@@ -55,9 +55,13 @@ def check_model(
         check_not_quantized(settings, {})
         read_eos_token_ids(folder, config.vocab_size)
         if needs_weights or any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
-            tensors = find_tensors(folder)
+            tensors, shapes = find_tensors(folder), tensor_shapes(config)
             check_not_quantized(settings, tensors)
-            _check_shapes(config, tensors)
+            # GLM's last layer predicts the token after the next one; neither loaded nor exported.
+            if config.model_type == "glm4_moe":
+                last = f"model.layers.{config.num_layers}."
+                tensors = {n: t for n, t in tensors.items() if not n.startswith(last)}
+            check_shapes(config.model_type, shapes, tensors, {HEAD} - {*shapes})
             _check_tied_head(config, tensors)
         if needs_tokenizer:
             _check_tokenizer_files(folder)
@@ -81,30 +85,29 @@ def _check_no_adapter(folder: Path) -> None:
         )
 
 
-def _check_shapes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
-    """Check that the files hold exactly this architecture. An extra bias would be ignored."""
-    shapes = tensor_shapes(config)
-    known = {*shapes, HEAD}
-    # GLM's last layer predicts the token after the next one; neither loaded nor exported.
-    ignored = f"model.layers.{config.num_layers}." if config.model_type == "glm4_moe" else "-"
+def check_shapes(
+    kind: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, StoredTensor],
+    optional: Collection[str] = (),
+) -> None:
+    """Check that the files hold exactly the tensors `shapes` of a model of this `kind`, in which
+    those of `optional` may be missing. An extra bias would be ignored.
+    """
     extra = [
         f"{name} ({tensor.file.name})"
         for name, tensor in tensors.items()
-        if name not in known
-        and not name.endswith(_DERIVED_TENSORS)
-        and not name.startswith(ignored)
+        if name not in shapes and name not in optional and not name.endswith(_DERIVED_TENSORS)
     ]
-    missing = [name for name in shapes if name not in tensors]
-    other = (
-        f"tensors that a {config.model_type} of this config.json does not have: {name_some(extra)}"
-    )
+    missing = [name for name in shapes if name not in tensors and name not in optional]
+    other = f"tensors that a {kind} of this config.json does not have: {name_some(extra)}"
     if missing:
         also = f", and hold {other}" if extra else ""
         raise ValueError(f"its files lack {name_some(missing)}{also}")
     if extra:
         raise ValueError(f"its files hold {other}")
     for name, shape in shapes.items():
-        if tensors[name].shape != shape:
+        if name in tensors and tensors[name].shape != shape:
             found = list(tensors[name].shape)
             raise ValueError(f"{name} has shape {found}, config.json makes it {list(shape)}")
 

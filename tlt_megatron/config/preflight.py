@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from tlt_megatron.config.draft_folder import default_aux_layer_ids, read_draft_settings
+from tlt_megatron.config.draft_folder import check_drafter, default_aux_layer_ids
 from tlt_megatron.config.extensions import REGISTRY, check_extension_file
-from tlt_megatron.config.model_folder import check_model, name_setting
+from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.model_shape import ModelConfig
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.config.weight_files import check_not_quantized, find_tensors
 
 
 def check_files(config: RunConfig) -> None:
@@ -71,16 +70,15 @@ def _check_critic(path: str, policy: ModelConfig) -> None:
 
 
 def _check_drafter(config: RunConfig, policy: ModelConfig) -> None:
-    folder = Path(config.speculation.drafter)
-    needs_whole_head = config.rollout.engine == "embedded" or config.spot.enabled
-    settings = read_draft_settings(folder, needs_whole_head=needs_whole_head)
-    try:
-        check_not_quantized(settings, find_tensors(folder))
-        for name, size in (("hidden_size", policy.hidden_size), ("vocab_size", policy.vocab_size)):
-            if settings[name] != size:
-                raise ValueError(f"{name}={settings[name]} must be the policy's, {size}")
-    except ValueError as error:
-        raise name_setting(f"speculation.drafter={str(folder)!r}", folder, error) from error
+    is_for_sglang = config.rollout.engine == "sglang"
+    check_drafter(
+        "speculation.drafter",
+        config.speculation.drafter,
+        policy,
+        config.model.path,
+        needs_whole_head=not is_for_sglang or config.spot.enabled,
+        is_for_sglang=is_for_sglang,
+    )
 
 
 def _check_prompts(key: str, path: str) -> None:

@@ -130,6 +130,13 @@ def has_same_values(one: StoredTensor, other: StoredTensor) -> bool:
     return all(np.array_equal(mine, theirs) for mine, theirs in pairs)
 
 
+def read_bytes(tensor: StoredTensor) -> bytes:
+    """Return the bytes of a small tensor."""
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start)
+        return file.read(tensor.end - tensor.start)
+
+
 def _read_values(tensor: StoredTensor) -> Iterator[NDArray[np.floating]]:
     """Yield the values of a stored tensor in pieces of the same number for every dtype."""
     size = _DTYPE_BYTES[tensor.dtype]

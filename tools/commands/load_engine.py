@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tlt_megatron.config.draft_folder import check_drafter
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.schema import DataSection, RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
@@ -52,6 +53,7 @@ class LoadedPolicy:
 
         Identity layers follow the policy's own; they change no token and cost time.
         """
+        self._folder = folder
         self._config, self._data = check_model("model", folder), data
         num_layers = self._config.num_layers
         named = list(policy_tensors(folder, self._config, getattr(torch, dtype)))
@@ -93,8 +95,14 @@ class LoadedPolicy:
 
     def load_drafter(self, folder: str | Path) -> DraftModel:
         """Return the drafter in `folder`. ValueError if it belongs to another policy."""
+        check_drafter("drafter", folder, self._config, self._folder)
         embedding_VD, lm_head_VD = self.engine.target_tensors()
-        return load_drafter(folder, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD)
+        return load_drafter(
+            folder,
+            embedding_VD=embedding_VD,
+            lm_head_VD=lm_head_VD,
+            num_layers=self._config.num_layers,
+        )
 
     def new_drafter(
         self,
