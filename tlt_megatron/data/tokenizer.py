@@ -194,9 +194,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     except Exception as error:  # tokenizers raises Exception itself for a file of a newer version
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"model.path={str(path)!r}: its tokenizer cannot be loaded: {reason}"
-        ) from error
+        is_config = reason.startswith("Validation error for field")  # of config.json, read first
+        part = "config.json" if is_config else "its tokenizer"
+        raise ValueError(f"model.path={str(path)!r}: {part} cannot be loaded: {reason}") from error
     hf = as_in_file(hf, folder)
     _check_vocabulary(hf, folder)
     stop_token_ids = read_eos_token_ids(folder)

@@ -251,6 +251,12 @@ def test_texts_are_split_as_tokenizer_json_says_whatever_class_is_named(
     assert loaded.stop_token_ids == (2,)
 
 
+def test_a_null_in_config_json_is_not_the_tokenizers_fault(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "mistral", "use_cache": null}')
+    with pytest.raises(ValueError, match=r"config\.json cannot be loaded: .*'use_cache'"):
+        load_tokenizer(folder)
+
+
 def test_a_tokenizer_of_special_tokens_alone_is_refused(folder: Path) -> None:
     state = json.loads((folder / "tokenizer.json").read_text())
     state["model"]["vocab"] = {token["content"]: token["id"] for token in state["added_tokens"]}
