@@ -129,7 +129,7 @@ CASES = [
     Case("a flag as text", MODEL + r"config\.json tie_word_embeddings='false': must be true or false", model(tie_word_embeddings="false")),
     *(
         Case(f"{key} is null", MODEL + rf"config\.json (lacks )?{key}", nulled(key))
-        for key in ("vocab_size", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "rope_theta", "model_type")
+        for key in ("vocab_size", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "model_type")
     ),
     Case("size of another type", r"hidden_size='16': must be an integer >= 1", model(hidden_size="16")),
     Case("heads", r"num_attention_heads=4: must be a multiple of num_key_value_heads=3", model(num_key_value_heads=3)),
