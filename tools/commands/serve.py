@@ -108,7 +108,7 @@ def _other_server(options: argparse.Namespace, model: str, drafter: str | None) 
     if drafter is not None:
         exported = Path(f"{drafter}_{options.engine}")
         if not exported.is_dir():
-            target = load_target(fetch_model("model", model))
+            target = load_target(fetch_model("model", model), "model")
             export_drafter(find_drafter(Path(drafter)), exported, options.engine, target)
     command = server_command(options.engine, model, exported)
     return [*command, "--host", options.host, "--port", str(options.port)]
