@@ -18,6 +18,7 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, PassAbandoned, interruptible
 from tlt_megatron.drafter.eagle_folder import config_of, write_drafter
 from tlt_megatron.drafter.packing import draft_sequence
-from tlt_megatron.engines.base import RolloutEngine
+from tlt_megatron.engines.base import PassRecord, RolloutEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.collectives import gather_objects
@@ -103,6 +104,10 @@ class DrafterLifecycle:
         """
         hidden_size = self.trainer.model.config.hidden_size
         self._add(draft_sequence(rollout, features, hidden_size, first_position))
+
+    def add_passes(self, passes: Sequence[PassRecord]) -> None:
+        """Add the passes of this rank's engine, which say how it drafts."""
+        self.holdout.add_passes(passes)
 
     def _add(self, sequence: DraftSequence) -> None:
         kept = self.buffer.add(sequence)
