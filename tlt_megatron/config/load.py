@@ -167,9 +167,22 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         # a copy: with a YAML anchor, another section is the same object
         node[section] = dict(node[section])
         node = node[section]
-    value = _parse(text, f"override {override!r}") if text else ""
+    try:
+        value = _parse(text, f"override {override!r}") if text else ""
+    except ValueError:
+        if not _takes_text(key):
+            raise
+        value = text  # such as the file [a].jsonl
     is_cut = isinstance(value, str) and " #" in text and text[:1] not in ("'", '"')
     node[last] = text if is_cut else value  # YAML ends a plain text at " #"
+
+
+def _takes_text(key: str) -> bool:
+    """Return whether a setting may be text."""
+    section, _, name = key.partition(".")
+    kind = typing.get_type_hints(RunConfig).get(section, object)
+    hint = typing.get_type_hints(kind).get(name)
+    return str in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,))
 
 
 def _build(section_type: type, raw: object, prefix: str) -> Any:
