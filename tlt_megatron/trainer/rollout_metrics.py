@@ -82,27 +82,33 @@ def rollout_metrics(
         metrics["rollout/num_turns/max"] = float(max(each["most_turns"] for each in sums))
     if total["drafted_passes"]:
         metrics["rollout/spec_token_share"] = total["accepted"] / float(lengths.sum())
-    for (source, name), rows in details_by_source(groups).items():
-        metrics[f"reward/{source}/{name}/mean"] = fmean(value for row in rows for value in row)
+    for name, rows in details_by_source(groups).items():
+        metrics[f"reward/{name}/mean"] = fmean(value for row in rows for value in row)
     metrics["rollout/solve_none"] = _share(groups, lambda g: max(scores(g)) <= 0)
     metrics["rollout/solve_all"] = _share(groups, lambda g: all(right_responses(g, right_score)))
     return metrics
 
 
-def details_by_source(
-    groups: Sequence[ScoredGroup],
-) -> dict[tuple[str, str], list[tuple[float, ...]]]:
-    """Return the further numbers of reward functions by (data source, name), one row per prompt.
+def details_by_source(groups: Sequence[ScoredGroup]) -> dict[str, list[tuple[float, ...]]]:
+    """Return the further numbers of reward functions by `source/name`, one row per prompt of the
+    data source.
 
-    Responses without such a number are left out.
+    A response without a number that others of its source have counts as 0. Where two pairs would
+    have one name, as `a/b` + `c` and `a` + `b/c`, it is `source//name`.
     """
-    found: dict[tuple[str, str], list[tuple[float, ...]]] = defaultdict(list)
+    found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
+    by_source: dict[str, list[Sequence[Mapping[str, float]]]] = defaultdict(list)
     for group in groups:
-        source = group.prompt.data_source or "unknown"
-        for name in sorted({name for details in group.details for name in details}):
-            row = tuple(details[name] for details in group.details if name in details)
-            found[source, name].append(row)
-    return found
+        nothing = ({},) * len(group.rewards)
+        by_source[group.prompt.data_source or "unknown"].append(group.details or nothing)
+    for source, rows in by_source.items():
+        for name in sorted({name for row in rows for details in row for name in details}):
+            found[source, name] = [tuple(each.get(name, 0.0) for each in row) for row in rows]
+    counts = Counter("/".join(pair) for pair in found)
+    return {
+        ("/" if counts["/".join(pair)] == 1 else "//").join(pair): rows
+        for pair, rows in found.items()
+    }
 
 
 def _share(groups: Sequence[ScoredGroup], holds: Callable[[ScoredGroup], bool]) -> float:
