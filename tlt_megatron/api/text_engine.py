@@ -121,7 +121,7 @@ class Engine:
     ) -> list[Completion]:
         """Return `num_samples` responses to each prompt, those of the first prompt first.
 
-        A prompt is a text, which is used unchanged, chat messages, or token ids. `temperature` 0 is
+        A prompt is a text, encoded behind BOS, chat messages, or token ids. `temperature` 0 is
         greedy. The tokens depend on the prompt's place in the list and on `seed`, and not on what
         else is generated. ValueError for a prompt that is empty or does not fit into `max_tokens`.
         """

@@ -42,7 +42,7 @@ class DataSection(Section):
 
     train: str = ""  # .jsonl or .parquet
     eval: str | list[str] = ""  # a file, or a list of files; empty: no evaluation
-    # a string is used unchanged, a list of chat messages goes through the chat template
+    # a string is encoded behind BOS, a list of chat messages goes through the chat template
     input_key: str = "prompt"
     label_key: str = ""  # empty: label, else reward_model.ground_truth
     # for the chat template, such as enable_thinking: false; a row's chat_template_kwargs go before
