@@ -27,6 +27,13 @@ log = logging.getLogger(__name__)
 NOTHING: Mapping[str, object] = MappingProxyType({})
 _MAX_NAMED = 6  # tokens in a message
 _TAG = re.compile(r"[<\[]/?\w+[>\]]")  # <think>, [THINK]; not <|im_start|>
+# goes before a template, whose arguments can be no functions
+_PIN_DATE = (
+    "{% macro strftime_now(format) %}{% set text = namespace(now=format) %}"
+    "{% for part, value in date_parts.items() %}{% set text.now = text.now | replace(part, value) %}{% endfor %}"
+    "{{ text.now }}{% endmacro +%}"
+)
+_DATE_PARTS = [f"%{sign}{part}" for part in "aAbBcdeHIjmMpSuUVwWxXyYzZfDFT" for sign in ("", "-")]
 _TURN = "(turn)"  # stands for a turn of the policy, whose tokens are never encoded again
 _CUT = "\ufdd0"  # no character: stands within the name of a control token that is meant as text
 
@@ -99,8 +106,9 @@ class Tokenizer:
         named = {str(getattr(self.hf, f"{role}_token", "")) for role in roles}
         tags = [
             token.content
-            for token in self.hf.added_tokens_decoder.values()
-            if token.special and _TAG.fullmatch(token.content) and token.content not in named
+            for number, token in self.hf.added_tokens_decoder.items()
+            if token.special and _TAG.fullmatch(token.content)
+            if number not in self.stop_token_ids and token.content not in named
         ]
         if tags:
             shown = ", ".join(tags[:_MAX_NAMED]) + (", ..." if len(tags) > _MAX_NAMED else "")
@@ -135,8 +143,10 @@ class Tokenizer:
         self._check_template_kwargs(template_kwargs)
         messages: list[Any] = [dict(message) for message in prompt]
         given: dict[str, Any] = dict(template_kwargs)
-        if self._date is not None:
-            given["strftime_now"] = self._date.strftime
+        if self._date is not None and "strftime_now" in str(self.hf.chat_template):
+            template = self.hf.get_chat_template(tools=given.get("tools"))
+            given["chat_template"] = _PIN_DATE + template
+            given["date_parts"] = {part: self._date.strftime(part) for part in _DATE_PARTS}
         try:
             text = self.hf.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **given
@@ -149,7 +159,7 @@ class Tokenizer:
     def _check_template_kwargs(self, names: Iterable[str]) -> None:
         own = inspect.signature(self.hf.apply_chat_template).parameters.keys()
         for name in names:
-            if name in ("messages", "strftime_now", *(own - {"tools", "documents"})):
+            if name in ("messages", "strftime_now", "date_parts", *(own - {"tools", "documents"})):
                 raise ValueError(f"chat_template_kwargs.{name}: is set by the trainer")
             if not re.search(rf"\b{re.escape(name)}\b", str(self.hf.chat_template)):
                 raise ValueError(

@@ -7,6 +7,8 @@ it. So importing the script, which would run it, is not needed.
 
 from __future__ import annotations
 
+import functools
+import io
 import pickle
 import subprocess
 import sys
@@ -27,6 +29,19 @@ reward = load_function(Path(__file__))
 '''
 
 
+class _Pickler(cloudpickle.CloudPickler):
+    """CloudPickler that takes cached functions too, which pickle knows by name alone."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, functools._lru_cache_wrapper):
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        return super().reducer_override(obj)
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    return functools.lru_cache(**parameters)(function)
+
+
 def save_function(function: Callable[..., Any], file: Path, environment: Mapping[str, str]) -> str:
     """Write `file`, and the function beside it as .pkl. Return `file.py:reward`, as settings name
     it.
@@ -37,7 +52,8 @@ def save_function(function: Callable[..., Any], file: Path, environment: Mapping
     if not callable(function):
         raise ValueError(f"{name}: must be a function or another object that can be called")
     try:
-        content = cloudpickle.dumps(function)
+        content = io.BytesIO()
+        _Pickler(content).dump(function)
     except Exception as error:  # of any object that the function uses
         raise ValueError(
             f"{name}: uses what cannot be copied to another process: {error}. Put the function and what it uses into a"
@@ -46,7 +62,7 @@ def save_function(function: Callable[..., Any], file: Path, environment: Mapping
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(_SOURCE, encoding="utf-8")
     carried = file.with_suffix(".pkl")
-    carried.write_bytes(content)
+    carried.write_bytes(content.getvalue())
     loaded = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(carried)],
         env=environment,

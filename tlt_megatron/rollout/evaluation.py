@@ -131,8 +131,8 @@ def by_data_source(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     for group in groups:
         source = group.prompt.data_source or "unknown"
         found[f"val-core/{source}/reward"].append(group.rewards)
-    for name, rows in details_by_source(groups).items():
-        found[f"val-aux/{name}"] = rows
+    for (source, name), rows in details_by_source(groups).items():
+        found[f"val-aux/{source}/{name}"] = rows
     num_samples = len(groups[0].rewards)
     metrics = {}
     for name, rows in found.items():

@@ -82,19 +82,21 @@ def rollout_metrics(
         metrics["rollout/num_turns/max"] = float(max(each["most_turns"] for each in sums))
     if total["drafted_passes"]:
         metrics["rollout/spec_token_share"] = total["accepted"] / float(lengths.sum())
-    for name, rows in details_by_source(groups).items():
-        metrics[f"reward/{name}/mean"] = fmean(value for row in rows for value in row)
+    for (source, name), rows in details_by_source(groups).items():
+        metrics[f"reward/{source}/{name}/mean"] = fmean(value for row in rows for value in row)
     metrics["rollout/solve_none"] = _share(groups, lambda g: max(scores(g)) <= 0)
     metrics["rollout/solve_all"] = _share(groups, lambda g: all(right_responses(g, right_score)))
     return metrics
 
 
-def details_by_source(groups: Sequence[ScoredGroup]) -> dict[str, list[tuple[float, ...]]]:
-    """Return the further numbers of reward functions by `source/name`, one row per prompt of the
-    data source.
+def details_by_source(
+    groups: Sequence[ScoredGroup],
+) -> dict[tuple[str, str], list[tuple[float, ...]]]:
+    """Return the further numbers of reward functions by (data source, name), one row per prompt of
+    the data source.
 
     A response without a number that others of its source have counts as 0. Where two pairs would
-    have one name, as `a/b` + `c` and `a` + `b/c`, it is `source//name`.
+    have one name in metrics, as `a/b` + `c` and `a` + `b/c`, the source ends with a slash.
     """
     found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     by_source: dict[str, list[Sequence[Mapping[str, float]]]] = defaultdict(list)
@@ -106,8 +108,8 @@ def details_by_source(groups: Sequence[ScoredGroup]) -> dict[str, list[tuple[flo
             found[source, name] = [tuple(each.get(name, 0.0) for each in row) for row in rows]
     counts = Counter("/".join(pair) for pair in found)
     return {
-        ("/" if counts["/".join(pair)] == 1 else "//").join(pair): rows
-        for pair, rows in found.items()
+        (source if counts[f"{source}/{name}"] == 1 else f"{source}/", name): rows
+        for (source, name), rows in found.items()
     }
 
 

@@ -252,8 +252,9 @@ def test_rewards_see_the_special_tokens_of_a_response_but_not_its_end(
 def test_a_template_that_writes_the_date_writes_the_given_one(folder: Path) -> None:
     """Llama 3.2 and Mistral Small do so."""
     (folder / "chat_template.jinja").write_text(
-        "{{ strftime_now('%d %b %Y, %H:%M') }}{% if strftime_now is defined %}!{% endif %}"
+        "\n{%- if strftime_now is defined %}{% set date = strftime_now('%d %b %Y, %H:%M') %}{% endif %}"
+        "{% for m in messages %}{{ strftime_now('%Y-%m-%d') }} {% endfor %}{{ date }}!"
     )
     text = load_tokenizer(folder, "2024-07-26").render(MESSAGES)
-    assert text == "26 Jul 2024, 00:00!"
+    assert text == "2024-07-26 2024-07-26 26 Jul 2024, 00:00!"
     assert load_tokenizer(folder).render(MESSAGES) != text
