@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.row_files import parse_json, read_raw_rows, without_nulls
@@ -131,7 +131,7 @@ def _template_kwargs(raw: dict[str, object], section: DataSection) -> dict[str, 
     """Return what the chat template gets besides the messages: its arguments, and tools."""
     found = dict(section.chat_template_kwargs)
     for key, kind in _OF_TEMPLATE.items():
-        value = raw.get(key)
+        value: Any = raw.get(key)
         if isinstance(value, str) and value.strip():  # as tables store it
             try:
                 value = without_nulls(parse_json(value))

@@ -237,7 +237,7 @@ def test_rewards_see_the_special_tokens_of_a_response_but_not_its_end(
     fast.add_tokens([tokenizers.AddedToken(name, special=is_special) for name in names])
     fast.save(str(folder / "tokenizer.json"))
     end = fast.token_to_id("<|im_end|>")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, 2]}))
     tokenizer = load_tokenizer(folder)
     for text in ("<think>1</think>#### 42", "<|im_end|>7"):
         ids = tokenizer.encode(text)
