@@ -51,7 +51,7 @@ class Letters:
         last_token: int,
         *,
         is_chat: bool,
-        template_kwargs: Mapping[str, object] = NOTHING,
+        template_kwargs: Mapping[str, object] | None = None,
     ) -> tuple[int, ...]:
         return tuple(ord(char) - 200 for message in messages for char in str(message["content"]))
 
