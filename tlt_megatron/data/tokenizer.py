@@ -91,7 +91,8 @@ class Tokenizer:
     def with_first(self, token_ids: list[int]) -> list[int]:
         """Return the tokens of a string prompt, which begin with `first_tokens`, once."""
         first = self.first_tokens
-        return token_ids if token_ids[: len(first)] == first else first + token_ids
+        has_them = not token_ids or token_ids[: len(first)] == first
+        return token_ids if has_them else first + token_ids
 
     def notes(self, *, has_strings: bool) -> list[str]:
         """Return lines on what this tokenizer does to string prompts and to texts of rewards."""
