@@ -180,6 +180,7 @@ def _build_worker(
     stack.callback(engine.close)
     path = site.run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl"
     status = site.heartbeat.status
+    status.device = site.device.gpu_name or "cpu"
     stack.callback(StatusWriter(site.run_dir, status).close)
     timeline = Timeline(path, world.rank, status)
     stack.callback(timeline.close)
