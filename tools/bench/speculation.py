@@ -6,8 +6,7 @@
   untrained drafter
 - (b) speed on a set of long-tailed requests, end to end
 - (c) accept length by kind of tree and temperature
-- (d) the selectors against the strategy that is best over all batch sizes; `tools.bench ablate`
-  compares them without noise
+- (d) the selectors against the strategy that is best over all batch sizes
 
 It also measures what `rollout.batch_invariant` costs.
 

@@ -30,10 +30,10 @@ from tlt_megatron.config.hub import CONFIG, load_fetched_config
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.before.memory_ledger import describe_checkpoint, make_ledger
-from tools.bench.roofline import GPUS
 from tools.planner.computed_machine import ComputedMachine, read_slowness
 from tools.planner.fit import Candidate, verdict
 from tools.planner.plan import print_plan
+from tools.planner.roofline import GPUS
 from tools.planner.simulation import Machine
 
 _RANKS = range(1, 1_000_001)
