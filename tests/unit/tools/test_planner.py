@@ -351,12 +351,3 @@ def test_a_verdict_says_whether_it_fits_and_what_would(
     assert cli.main([*words, "40", *settings]) == 0
     assert cli.main([*words, "0.5"]) == 1
     assert "nothing was found with which it fits" in capsys.readouterr().out
-
-
-def test_prompts_are_as_long_as_they_are(plan, tmp_path: Path) -> None:
-    words = ("--machine", "h100", "--lengths", "4,8", "--accept-rate", "0.5")
-    _, text, longest = plan(*words, "data.max_prompt_tokens=400")
-    assert "all prompts of 400 tokens" in " ".join(text.split())
-    _, text, short = plan(*words, "data.max_prompt_tokens=400", "--prompt-tokens", "200")
-    assert "all prompts" not in text
-    assert short["step"][0] < longest["step"][0]
