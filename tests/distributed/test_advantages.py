@@ -20,7 +20,7 @@ from tlt_megatron.policy.batching import key_of
 from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.exchange import part_of, row_of
 from tlt_megatron.policy.policy_trainer import Inference
-from tlt_megatron.rewards.open_responses import ScoredResponse
+from tlt_megatron.rollout.open_responses import ScoredResponse
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 from tlt_megatron.types import MicroBatch, Rollout, ScoredGroup, TokenValues
 

@@ -23,9 +23,15 @@ from tlt_megatron.policy.exchange import (
     row_of,
     to_bytes,
 )
-from tlt_megatron.rewards.open_responses import ScoredResponse
 from tlt_megatron.runtime.process_groups import SINGLE, Group, ProcessGroups, group_of
-from tlt_megatron.types import FinishReason, KeptTokens, Rollout, ScoredGroup, Transcript
+from tlt_megatron.types import (
+    FinishReason,
+    KeptTokens,
+    Rollout,
+    ScoredGroup,
+    ScoredResponse,
+    Transcript,
+)
 
 NUM_RANKS = 4
 

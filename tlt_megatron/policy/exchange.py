@@ -17,10 +17,16 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from tlt_megatron.policy.batching import RolloutKey, key_of
-from tlt_megatron.rewards.open_responses import ScoredResponse
 from tlt_megatron.runtime.collectives import exchange_bytes, gather_bytes, gather_json
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
-from tlt_megatron.types import FinishReason, KeptTokens, Rollout, ScoredGroup, Transcript
+from tlt_megatron.types import (
+    FinishReason,
+    KeptTokens,
+    Rollout,
+    ScoredGroup,
+    ScoredResponse,
+    Transcript,
+)
 
 _Fields = dict[str, Any]  # fields of `Rollout` by name
 _TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask", "routes")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tools.compare_runs import Response, StepRecord, read_run
+from tools.commands.compare_runs import Response, StepRecord, read_run
 from tools.planner.simulation import PHASES
 from tools.planner.steps import Batch, Group, cached_by_batch, shares, tokens_of, whole
 from tools.run_report.files import errors_named, read_lines

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from tlt_megatron.trainer.run_folder import LOCK_FILE
+from tlt_megatron.trainer.saving.run_folder import LOCK_FILE
 from tools.run_report.alarms import find_alarms
 from tools.run_report.files import errors_named, is_number, parse_object, read_lines, read_text
 from tools.run_report.trace import Trace

@@ -4,7 +4,7 @@ named.
 
 from __future__ import annotations
 
-from tools.compare_runs import Run, StepRecord, compare
+from tools.commands.compare_runs import Run, StepRecord, compare
 
 
 def make_run(*tokens: int, reward: float = 1.0, grad_norm: float = 0.5) -> Run:
