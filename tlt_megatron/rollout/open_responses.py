@@ -54,6 +54,10 @@ class OpenResponses:
             rows = map(ScoredResponse, rollouts, scored.rewards, scored.details)
             self._responses[prompt.draw_index] = {row.rollout.sample_index: row for row in rows}
 
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Note prompts that some rank answers in the next round."""
+        self.prompts |= {prompt.draw_index: prompt for prompt in prompts}
+
     def open(self) -> list[Rollout]:
         """Return the responses that have not ended, oldest first."""
         return [

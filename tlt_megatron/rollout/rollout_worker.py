@@ -258,7 +258,7 @@ class RolloutWorker:
         """Return what this rank's engine answers in a round: open responses, then its share of
         `prompts`. A rank with fewer open responses comes first.
         """
-        responses.prompts |= {prompt.draw_index: prompt for prompt in prompts}
+        responses.expect(prompts)
         rank, engines = self.replicas.rank, range(0, self.replicas.size, self.ranks_per_engine)
         rollouts, targets = move_tokens(responses.open(), engines, self.replicas)
         responses.replace(rollouts)
