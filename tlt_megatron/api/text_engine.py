@@ -18,8 +18,10 @@ from torch import Tensor
 from tlt_megatron.api.live_batch import Job, LiveBatch, Response
 from tlt_megatron.api.prompt_input import PromptReader, TextPrompt, as_prompts, check_text
 from tlt_megatron.api.response_text import ResponseText
+from tlt_megatron.config.draft_folder import check_drafter
 from tlt_megatron.config.hub import fetch_model
 from tlt_megatron.config.layout import PAGE_TOKENS
+from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.data.tokenizer import load_tokenizer
@@ -27,7 +29,6 @@ from tlt_megatron.drafter.eagle_folder import load_draft_config, load_drafter
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.memory_plan import draft_slots_of
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.hf_io import checksum_tensors, policy_tensors
 from tlt_megatron.runtime.device import select_device
@@ -79,7 +80,11 @@ class Engine:
         `max_batch_size` of them.
         """
         folder = fetch_model("model", str(model))
+        config = check_model("model", folder)
         self._drafter = None if drafter is None else fetch_model("drafter", fspath(drafter))
+        self._num_layers = config.num_layers
+        if self._drafter is not None:
+            check_drafter("drafter", self._drafter, config, folder)
         self._strategies = [
             SpeculationStrategy.parse(text)
             for text in (strategies if strategies is not None else WITH_DRAFTER if drafter else ())
@@ -87,7 +92,6 @@ class Engine:
         place = select_device(device)
         if dtype == "auto":
             dtype = "bfloat16" if place.is_cuda else "float32"
-        config = load_model_config(folder, "model")
         self.max_tokens = min(max_tokens, config.max_position_embeddings)
         self.tokenizer = load_tokenizer(folder)
         half = self.max_tokens // 2
@@ -103,7 +107,7 @@ class Engine:
             ),
             place,
             max_prompt_tokens=self.max_tokens - half,
-            tap_layers=load_draft_config(self._drafter).aux_layer_ids if self._drafter else (),
+            tap_layers=self._tap_layers(),
             make_speculation=self._speculation if self._strategies else None,
         )
 
@@ -122,10 +126,20 @@ class Engine:
         self._request_numbers = itertools.count()
         self._reader = PromptReader(self.tokenizer, config.vocab_size, self.max_tokens)
 
+    def _tap_layers(self) -> tuple[int, ...]:
+        if self._drafter is None:
+            return ()
+        return load_draft_config(self._drafter, self._num_layers).aux_layer_ids
+
     def _speculation(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Speculation:
         draft = None
         if self._drafter is not None:
-            model = load_drafter(self._drafter, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD)
+            model = load_drafter(
+                self._drafter,
+                embedding_VD=embedding_VD,
+                lm_head_VD=lm_head_VD,
+                num_layers=self._num_layers,
+            )
             draft = DraftInference(model)
         selector = make_selector("cost_model", self._strategies, max_batch_size=1)
         return Speculation(draft, selector, self._strategies)
@@ -144,8 +158,8 @@ class Engine:
     ) -> list[Completion]:
         """Return `num_samples` responses to each prompt, those of the first prompt first.
 
-        A prompt is a text, which is used unchanged, a list of chat messages, or a list, array or
-        tensor of token ids. `prompts` is one of them or a list of them. `temperature` 0 is greedy.
+        A prompt is a text, encoded behind BOS, a list of chat messages, or a list, array or tensor
+        of token ids. `prompts` is one of them or a list of them. `temperature` 0 is greedy.
         The tokens depend on the prompt's place in the list and on `seed`, and not on what else is
         generated. Without a seed it is random. A response ends before the first of the `stop`
         strings. Several threads may call it: their responses share the running batch. ValueError
