@@ -22,6 +22,8 @@ import torch
 
 from tlt_megatron.config.hub import CONFIG, load_fetched_config
 from tlt_megatron.config.layout import check_layout
+from tlt_megatron.config.load import load_config
+from tlt_megatron.config.preflight import check_trusted
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.memory_ledger import describe_checkpoint, make_ledger
 from tools.bench.roofline import GPUS
@@ -41,6 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--accept-rate", type=float, metavar="SHARE", help="of drafted tokens, with --machine")
     add("--gpu-check", default="", metavar="results.jsonl", help="measured, with --machine")
     add("--against", action="append", default=[], metavar="RUN", help="finished; may be repeated")
+    add("--trust-run", action="store_true", help="run the selector that a run of --against names")
     add(
         "--compare",
         action="append",
@@ -81,6 +84,9 @@ def main(arguments: list[str] | None = None) -> None:
     config = candidates[0].config
     print("\n".join(candidates[0].ledger.lines()))
     print(describe_checkpoint(config, given.ranks))
+    for run in () if given.trust_run else given.against:
+        if (file := Path(run) / "config.yaml").is_file():
+            check_trusted(load_config(file), run, (), key="speculation.selector")
     if given.simulate or given.machine:
         gpu_bytes = GPUS[given.machine.upper()].num_bytes if given.machine else 0.0
         print_plan(
