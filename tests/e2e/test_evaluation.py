@@ -139,6 +139,8 @@ def test_code_that_a_run_folder_names_runs_only_if_the_user_trusts_it(
     assert not started
     run_tool("evaluate", [*words[1:], "--trust-run"])
     run_tool("evaluate", [*words[1:], again.format()])
-    run_tool("evaluate", [*words[1:], "--config", str(tmp_path / "config.yaml")])  # named by the user
+    run_tool(
+        "evaluate", [*words[1:], "--config", str(tmp_path / "config.yaml")]
+    )  # named by the user
     assert len(started) == 3
     assert not file.with_suffix(".ran").exists()

@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tlt_megatron.config.model_shape import read_json, rope_config
-from tlt_megatron.config.ranges import require
+from tlt_megatron.config.model_shape import rope_config
+from tlt_megatron.config.ranges import read_number, read_size, require
+from tlt_megatron.saved_files import errors_named, read_json
 
 ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
 SIZES = {  # ours -> Hugging Face's
@@ -32,15 +33,18 @@ def read_draft_settings(path: str | Path, *, needs_whole_head: bool = True) -> d
     file = Path(path) / "config.json"
     require(file.is_file(), "speculation.drafter", str(path), "a folder with config.json")
     hf = read_json(file)
-    found = (hf.get("architectures") or ["none"])[0]
+    found = hf.get("architectures") or ["none"]
     rule = f"one of {', '.join(ARCHITECTURES.values())}"
-    require(found in ARCHITECTURES.values(), f"{file}: architectures", found, rule)
+    is_known = isinstance(found, list) and found[0] in ARCHITECTURES.values()
+    require(
+        is_known, f"{file}: architectures", found[0] if isinstance(found, list) else found, rule
+    )
     needed = [theirs for theirs in SIZES.values() if theirs != "head_dim"]
     missing = [name for name in needed if hf.get(name) is None]
     if missing:
         raise ValueError(f"{file}: lacks {', '.join(missing)}")
-    if hf.get("head_dim") is None:
-        hf["head_dim"] = hf["hidden_size"] // hf["num_attention_heads"]
+    with errors_named(file):
+        _check_values(hf)
     num_drafted = hf.get("draft_vocab_size") if needs_whole_head else None
     for name, value, allowed in (
         ("draft_vocab_size", num_drafted, (None, hf["vocab_size"])),
@@ -55,6 +59,20 @@ def read_draft_settings(path: str | Path, *, needs_whole_head: bool = True) -> d
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     return hf
+
+
+def _check_values(hf: dict[str, Any]) -> None:
+    """Check sizes and what EAGLE and this project write besides, and add head_dim."""
+    for name in SIZES.values():
+        if name not in ("rms_norm_eps", "head_dim"):
+            read_size(hf, name)
+    hf["head_dim"] = read_size(hf, "head_dim", null=hf["hidden_size"] // hf["num_attention_heads"])
+    read_number(hf, "rms_norm_eps", 0.0)
+    ids = (hf.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids", [])
+    is_ids = isinstance(ids, list) and all(type(each) is int and each >= 0 for each in ids)
+    require(is_ids, "eagle_aux_hidden_state_layer_ids", ids, "a list of layers")
+    if target := (hf.get("tlt_megatron") or {}).get("target"):
+        int(target["embedding_hash"], base=16)  # raises for what is no fingerprint
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:

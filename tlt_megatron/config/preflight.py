@@ -15,7 +15,6 @@ from tlt_megatron.config.model_shape import (
     ModelConfig,
     load_model_config,
     read_eos_token_ids,
-    read_json,
     tensor_shapes,
 )
 from tlt_megatron.config.schema import RunConfig
@@ -25,6 +24,7 @@ from tlt_megatron.config.weight_files import (
     find_tensors,
     name_some,
 )
+from tlt_megatron.saved_files import read_json
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _DERIVED_TENSORS = (".rotary_emb.inv_freq",)  # in old Llama checkpoints; never read, but computed

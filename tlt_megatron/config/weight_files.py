@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from tlt_megatron.config.model_shape import read_json
+from tlt_megatron.saved_files import open_regular, read_json
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -92,7 +92,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one file. ValueError if it is not a whole safetensors file."""
     tensors: dict[str, StoredTensor] = {}
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             first = stream.read(8)
         if first.startswith(b"version "):
             raise ValueError(f"{file}: is a git-lfs pointer; fetch the file with git lfs pull")

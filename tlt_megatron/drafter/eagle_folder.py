@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_megatron.config.draft_folder import ARCHITECTURES, SIZES, read_draft_settings
 from tlt_megatron.config.model_shape import rope_config
 from tlt_megatron.models.draft_model import DraftConfig, DraftModel, fingerprint_target
-from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.models.hf_io import HfReader, read_tensors
 from tlt_megatron.runtime.durable import save_tensors
 
 WEIGHTS_FILE = "model.safetensors"
@@ -153,4 +152,4 @@ def load_trainer_state(path: str | Path) -> dict[str, Tensor] | None:
     only.
     """
     file = Path(path) / TRAINER_FILE
-    return load_file(file) if file.is_file() else None
+    return read_tensors(file) if file.is_file() else None

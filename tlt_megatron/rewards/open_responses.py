@@ -10,13 +10,16 @@ the same. The rollout worker uses this file in all runs; without a limit nothing
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tlt_megatron.saved_files import amount, errors_named, is_number, read_bytes
 from tlt_megatron.types import (
     FinishReason,
     KeptTokens,
@@ -27,6 +30,7 @@ from tlt_megatron.types import (
 )
 
 _FILE = "carried_responses.pt"  # in a checkpoint
+_MAX_BYTES = 1 << 40  # the responses of a large batch with their routes
 
 
 class ScoredResponse(NamedTuple):
@@ -217,7 +221,12 @@ def load_carried(folder: Path, prompt_at: Callable[[int], Prompt]) -> tuple[Scor
     path = folder / _FILE
     if not path.exists():
         return ()
-    saved = torch.load(path, weights_only=True)
+    with errors_named(path):
+        data = io.BytesIO(read_bytes(path, _MAX_BYTES))
+        return _carried(torch.load(data, weights_only=True), prompt_at)
+
+
+def _carried(saved: Any, prompt_at: Callable[[int], Prompt]) -> tuple[ScoredGroup, ...]:
     groups = []
     for rows, (rewards, details) in zip(saved["rollouts"], saved["scores"], strict=True):
         for row in rows:
@@ -227,8 +236,42 @@ def load_carried(folder: Path, prompt_at: Callable[[int], Prompt]) -> tuple[Scor
             row["finish_reason"] = FinishReason(row["finish_reason"])
             row["kept"] = row["kept"] and KeptTokens(**row["kept"])
         rollouts = tuple(Rollout(**row) for row in rows)
-        prompt, details = prompt_at(rollouts[0].draw_index), tuple(details)
+        prompt, details = prompt_at(int(amount(rollouts[0].draw_index))), tuple(details)
+        _check_group(prompt, rollouts, rewards, details)
         groups.append(
             ScoredGroup(prompt=prompt, rollouts=rollouts, rewards=rewards, details=details)
         )
     return tuple(groups)
+
+
+def _check_group(
+    prompt: Prompt,
+    rollouts: Sequence[Rollout],
+    rewards: Sequence[float],
+    details: Sequence[Mapping[str, float]],
+) -> None:
+    """Raise ValueError for a group of other prompts, lengths or types than a run carries."""
+    numbers = [*rewards, *chain.from_iterable(each.values() for each in details)]
+    is_whole = len(rewards) == len(rollouts) and len(details) in (0, len(rollouts))
+    if not (is_whole and all(map(is_number, numbers))):
+        raise ValueError("rewards must be numbers, one for each response")
+    for index, each in enumerate(rollouts):
+        tensors = (each.token_ids, each.logprobs, each.policy_logprobs)
+        shapes = {tuple(tensor.shape) for tensor in tensors}
+        num_tokens = each.token_ids.numel()
+        drawn = [int(amount(number)) for pair in each.versions for number in pair]
+        masks = [] if each.loss_mask is None else [each.loss_mask]
+        is_good = (
+            shapes == {(num_tokens,)}
+            and all(mask.shape == (num_tokens,) for mask in masks)
+            and (each.draw_index, each.sample_index) == (prompt.draw_index, index)
+            and each.token_ids.dtype == torch.int64
+            and all(
+                tensor.is_floating_point() and tensor.isfinite().all() for tensor in tensors[1:]
+            )
+            and tuple(each.prompt_ids) == tuple(prompt.token_ids)
+            and sum(drawn[1::2]) == num_tokens
+            and bool((each.token_ids >= 0).all())
+        )
+        if not is_good:
+            raise ValueError(f"response {index} of draw {prompt.draw_index} is not one of this run")

@@ -40,6 +40,7 @@ from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.status import StatusWriter
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.runtime.trackers import Tracker
+from tlt_megatron.saved_files import errors_named
 from tlt_megatron.trainer.build_drafter import build_drafter
 from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.trainer.evaluation import Evaluator
@@ -50,7 +51,7 @@ from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.trainer.run import Run
-from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun
+from tlt_megatron.trainer.run_checkpoint import STATE_FILE, CheckpointManager, SavedRun
 from tlt_megatron.trainer.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.run_site import Site
 from tlt_megatron.trainer.speculation_log import SpeculationLog
@@ -93,7 +94,8 @@ def build_run(site: Site) -> Run:
     prompts = load_prompts(config.data.train, tokenizer, config.data, world)
     sampler = PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.run.seed)
     if saved is not None:
-        sampler.load_state_dict(saved.state["sampler"])
+        with errors_named(saved.folder / STATE_FILE):
+            sampler.load_state_dict(saved.state["sampler"])
     held_out = load_held_out(config.data, tokenizer, world, limit=config.eval.num_prompts)
     if config.rollout.environment:
         _check_conversations(tokenizer, [*prompts.rows, *chain(*held_out.values())])

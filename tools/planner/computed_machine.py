@@ -14,9 +14,10 @@ from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.sizes import ModelSizes
+from tlt_megatron.saved_files import errors_named
 from tools.bench.roofline import ITEM_BYTES, Decoding, Gpu
 from tools.gpu.shapes import QWEN_2_5_7B
-from tools.run_report.files import errors_named, read_lines
+from tools.run_report.files import read_lines
 
 _CHECKED = (1, 8, 64)  # batches of the GPU check
 _CONTEXT_STEP = 256  # tokens to which contexts are rounded, so that passes are computed once

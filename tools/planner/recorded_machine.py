@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.saved_files import errors_named
 from tools.compare_runs import Response, StepRecord, read_run
 from tools.planner.simulation import PHASES
 from tools.planner.steps import Batch, Group, cached_by_batch, shares, tokens_of, whole
-from tools.run_report.files import errors_named, read_lines
+from tools.run_report.files import read_lines
 
 _MIN_REQUESTS = 300  # of which acceptance is the mean; more only if a row has more
 
