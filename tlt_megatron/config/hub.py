@@ -10,6 +10,7 @@ meaning.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.saved_files import one_line
 
 _NAME = r"[\w-][\w.-]*"
 _MODEL = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[\w./-]+))?")
@@ -29,6 +31,7 @@ _DATA = re.compile(
 CONFIG = ("config.json",)
 TOKENIZER = ("*.json", "*.model", "*.txt", "*.jinja")
 WHOLE = (*TOKENIZER, "*.safetensors")
+_SHA256 = re.compile("[0-9a-f]{64}")
 _LEFT_OUT = ("*/*", "consolidated*")  # other formats of the same weights
 
 
@@ -43,7 +46,6 @@ def fetch_model(key: str, name: str, patterns: tuple[str, ...] = WHOLE) -> Path:
     if match is None or Path(name).exists():
         return Path(name)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         folder = snapshot_download(
@@ -52,9 +54,49 @@ def fetch_model(key: str, name: str, patterns: tuple[str, ...] = WHOLE) -> Path:
             allow_patterns=list(patterns),
             ignore_patterns=list(_LEFT_OUT),
         )
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except _hub_errors() as error:
         raise _unreachable(key, name, "folder", f"hf download {match['repo']}", error) from error
+    _check_weights(f"{key}={name!r}", Path(folder))
     return Path(folder)
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """Return what the Hub's library raises: HTTPError of a connection that breaks off, RuntimeError
+    of its storage.
+    """
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+    return (OSError, ValueError, RuntimeError, HTTPError)
+
+
+def _check_weights(setting: str, folder: Path) -> None:
+    """Raise ValueError for a file of weights whose SHA-256 is not the one that the Hub states, and
+    delete it from the cache.
+
+    The cache names each such file by that SHA-256. A file is read once: a mark says that it was.
+    """
+    from huggingface_hub.constants import HF_HOME
+
+    marks = Path(HF_HOME) / "tlt_megatron" / "checked"
+    for link in sorted(folder.glob("*.safetensors")):
+        file = link.resolve()
+        stated, about = file.name, file.stat()
+        if not _SHA256.fullmatch(stated):  # a file system without links: the cache has no names
+            continue
+        mark, written = marks / stated, f"{about.st_size} {about.st_mtime_ns}"
+        if mark.is_file() and mark.read_text() == written:
+            continue
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if found != stated:
+            link.unlink()
+            file.unlink()
+            raise ValueError(
+                f"{setting}: {link.name} has the SHA-256 {found}, the Hugging Face Hub states {stated}:"
+                " it was deleted from the cache; start again to fetch it anew"
+            )
+        marks.mkdir(parents=True, exist_ok=True)
+        mark.write_text(written)
 
 
 def check_push(name: str) -> None:
@@ -71,13 +113,12 @@ def push_folder(folder: Path, name: str) -> str:
     ValueError if the Hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         HfApi().create_repo(name, private=True, exist_ok=True)
         return HfApi().upload_folder(repo_id=name, folder_path=folder).commit_url
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except _hub_errors() as error:
+        reason = one_line(error, 300)
         raise ValueError(
             f"--push-to-hub {name}: {folder} is written, but not uploaded: {reason}. Log in by `hf auth login`,"
             f" then: hf upload {name} {folder}"
@@ -114,7 +155,7 @@ def fetch_data(key: str, name: str) -> Path:
     repo, split = match["repo"], match["split"]
     try:
         rows = datasets.load_dataset(repo, match["config"], split=split, revision=match["revision"])
-    except (OSError, ValueError, RuntimeError) as error:
+    except (*_hub_errors(), datasets.exceptions.DatasetsError) as error:
         command = f"hf download --repo-type dataset {repo}"
         raise _unreachable(key, name, ".jsonl or .parquet file", command, error) from error
     assert isinstance(rows, datasets.Dataset)
@@ -167,7 +208,7 @@ def _found(config: RunConfig, patterns: tuple[str, ...]) -> dict[str, str | list
 
 
 def _unreachable(key: str, name: str, kind: str, command: str, error: Exception) -> ValueError:
-    reason = " ".join(str(error).split())[:300]
+    reason = one_line(error, 300) or type(error).__name__
     return ValueError(
         f"{key}={name!r}: is no {kind} of this machine, and the Hugging Face Hub does not give it: {reason}"
         f" (on a machine with a network: {command} --local-dir FOLDER, then copy FOLDER here and set {key} to it)"
