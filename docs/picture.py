@@ -16,7 +16,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.report import main as report
+from tools.commands.report import main as report
 from tools.run_report.data import read_metrics
 
 REPO = Path(__file__).resolve().parent.parent

@@ -37,6 +37,7 @@ INCLUDED = {
 GENERATED = {
     "configuration.md": "tlt_megatron/config/schema.py",
     "commands.md": "tlt_megatron/cli.py",
+    "files.md": "tlt_megatron/__init__.py",
 }
 PAGE_OF = {file: page for page, file in (INCLUDED | GENERATED).items()}
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
@@ -74,7 +75,7 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
 def pages() -> dict[str, str]:
     """Return the text of every page that does not stand in docs/, by its name there."""
     included = {page: (REPO / file).read_text(encoding="utf-8") for page, file in INCLUDED.items()}
-    made = {"configuration.md": configuration(), "commands.md": commands()}
+    made = {"configuration.md": configuration(), "commands.md": commands(), "files.md": files()}
     return included | made
 
 
@@ -104,6 +105,23 @@ def commands() -> str:
     rows = [f"| `tlt {name}` | {c.summary} | `{c.example}` |" for name, c in helps.items()]
     head = "# Commands\n\n`tlt COMMAND --help` prints all options.\n\n| command | what it does | example |\n|---|---|---|"
     return "\n".join([head, *rows, ""])
+
+
+def files() -> str:
+    """Return the page of all source files: the first sentence of each docstring, by folder."""
+    parts = ["# Every file", "The first sentence of each file, generated from the source."]
+    for top in ("tlt_megatron", "launch", "tools"):
+        folders = sorted({path.parent for path in (REPO / top).rglob("*.py")})
+        for folder in folders:
+            rows = ["| file | what it holds |", "|---|---|"]
+            for path in sorted(folder.glob("*.py")):
+                about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+                first = re.split(r"(?<=[.!?])\s", about.partition("\n\n")[0], maxsplit=1)[0]
+                if path.name != "__init__.py":
+                    rows.append(f"| `{path.name}` | {_cell(' '.join(first.split()))} |")
+            if len(rows) > 2:
+                parts += [f"## {folder.relative_to(REPO).as_posix()}", "\n".join(rows)]
+    return "\n\n".join(parts) + "\n"
 
 
 def configuration() -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.compare_runs import read_run
+from tools.commands.compare_runs import read_run
 from tools.run_report.palette import BLUE, GREEN, GREY, INK, ON_DARK, ORANGE
 from tools.run_report.trace import Span, Trace
 

@@ -16,8 +16,8 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from docs.picture import BROWSER_OPTIONS
+from tools.commands.watch import WatchServer
 from tools.run_report.live import LiveRun
-from tools.watch import WatchServer
 
 REPO = Path(__file__).resolve().parent.parent
 TARGET = REPO / "docs" / "figures" / "watch.gif"

@@ -26,8 +26,8 @@ from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.runtime.log import FILE_ONLY, configure_logging, log_file
 from tlt_megatron.runtime.parent import end_with_parent
 from tlt_megatron.runtime.stop import StopRequest, describe_failure
-from tlt_megatron.trainer.command_line import read_command
-from tlt_megatron.trainer.run_folder import RunFolder
+from tlt_megatron.trainer.before.command_line import read_command
+from tlt_megatron.trainer.saving.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from tlt_megatron.trainer.run import Run
@@ -107,13 +107,13 @@ class _Launch:
         from tlt_megatron.runtime.collectives import broadcast_object
         from tlt_megatron.runtime.device import select_device
         from tlt_megatron.runtime.process_groups import init_world
-        from tlt_megatron.trainer.build import build_run
-        from tlt_megatron.trainer.finish import finish_run
-        from tlt_megatron.trainer.memory_ledger import (
+        from tlt_megatron.trainer.before.memory_ledger import (
             check_memory,
             describe_checkpoint,
             make_ledger,
         )
+        from tlt_megatron.trainer.build import build_run
+        from tlt_megatron.trainer.finish import finish_run
         from tlt_megatron.trainer.run_site import Site
 
         config = self._config

@@ -24,7 +24,7 @@ if "SLURM_NODEID" in os.environ:
 
 from tlt_megatron.runtime.parent import AGENT_PID, TRAINER_PID
 from tlt_megatron.runtime.stop import SIGNALS
-from tlt_megatron.trainer.command_line import read_command
+from tlt_megatron.trainer.before.command_line import read_command
 
 _TAKEN = (*SIGNALS, signal.SIGHUP)
 _LOOK_S = 1.0  # seconds between two checks of the ranks
@@ -85,7 +85,7 @@ def _dry_run(arguments: list[str], files: ExitStack) -> int:
     from torch.distributed.run import determine_local_world_size, parse_args
 
     from tlt_megatron.runtime.rendezvous import meeting_place
-    from tlt_megatron.trainer.dry_run import dry_run
+    from tlt_megatron.trainer.before.dry_run import dry_run
 
     options = parse_args(arguments)
     place = meeting_place(options)

@@ -22,8 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.faults.file_faults import damage_file
 from tlt_megatron.runtime.process_groups import SINGLE
-from tlt_megatron.trainer.manifest import MANIFEST, POINTER, read_pointer
-from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun, find_saved_run
+from tlt_megatron.trainer.saving.manifest import MANIFEST, POINTER, read_pointer
+from tlt_megatron.trainer.saving.run_checkpoint import CheckpointManager, SavedRun, find_saved_run
 
 KEEP = 2
 _CUT_OFF, _NOT_SAVED = 9, 10  # exit codes of a process that was cut off, or whose disk was full

@@ -10,12 +10,12 @@ import torch
 from tests import policy_batches
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.rewards.worker_process import Outcome
+from tlt_megatron.rollout.phases import Phases
+from tlt_megatron.rollout.rollout_worker import RolloutWorker
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.trainer.phases import Phases
-from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup
 
 

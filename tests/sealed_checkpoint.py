@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tlt_megatron.trainer.manifest import Manifest, hash_file, list_files, write_manifest
+from tlt_megatron.trainer.saving.manifest import Manifest, hash_file, list_files, write_manifest
 
 
 def seal(folder: Path, *, step: int) -> None:

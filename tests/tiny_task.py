@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.models.hf_io import HfReader
-from tools.compare_runs import compare, read_run
+from tools.commands.compare_runs import compare, read_run
 
 REPO = Path(__file__).resolve().parent.parent
 ALPHABET = "0123456789+-*/=<>.,;:#abcdefghijklmnopqrst"  # 42 characters; with <pad> and <eos> 44, + 4 unused = 48

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,6 +185,14 @@ class Rollout:
     def policy_version(self) -> int:
         """Return the version of the policy that drew the last token."""
         return self.versions[-1][0]
+
+
+class ScoredResponse(NamedTuple):
+    """A response, or the part of it that one round generated, with its reward."""
+
+    rollout: Rollout
+    reward: float  # 0 while the response goes on
+    details: Mapping[str, float]  # further numbers of the reward function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

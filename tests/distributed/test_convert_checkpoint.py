@@ -23,8 +23,13 @@ from tests.tiny_models import make_tiny_hf
 from tlt_megatron.cli import main
 from tlt_megatron.mcore.checkpoint_reader import load_state
 from tlt_megatron.models.hf_io import HfReader
-from tools.convert_checkpoint import find_model, find_policy, hf_to_megatron, megatron_to_hf
-from tools.verify_conversion import MOST_DIFFERENCE, logits_difference
+from tools.commands.convert_checkpoint import (
+    find_model,
+    find_policy,
+    hf_to_megatron,
+    megatron_to_hf,
+)
+from tools.commands.verify_conversion import MOST_DIFFERENCE, logits_difference
 
 TP2, PP2, CP2 = Layout(world=2, tensor=2), Layout(world=2, pipeline=2), Layout(world=2, context=2)
 TP2_PP2 = Layout(world=4, tensor=2, pipeline=2)
@@ -150,7 +155,9 @@ def test_a_verified_conversion_has_the_same_tensors_and_logits(
     source = make_tiny_hf(tmp_path / "hf", kind, tied=tied, num_layers=2)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.txt"):
         (source / name).write_text(f'{{"name": "{name}"}}')
-    (source / "made_with.json").write_text("{}")  # of tools/make_tiny_policy.py: says what it made
+    (source / "made_with.json").write_text(
+        "{}"
+    )  # of tools/tiny_models/make_tiny_policy.py: says what it made
     there = ("--from", source, "--to", tmp_path / "megatron", "--dtype", dtype, "--verify")
     back = ("--from", tmp_path / "megatron", "--to", tmp_path / "back", "--model", source)
     num_tensors = len(HfReader(source).names())

@@ -19,14 +19,19 @@ from tests.ranks import run_ranks
 from tlt_megatron.policy.batching import find_owners, key_of
 from tlt_megatron.policy.exchange import (
     fetch_tokens,
-    gather_values,
     part_of,
     row_of,
     to_bytes,
 )
-from tlt_megatron.rewards.open_responses import ScoredResponse
 from tlt_megatron.runtime.process_groups import SINGLE, Group, ProcessGroups, group_of
-from tlt_megatron.types import FinishReason, KeptTokens, Rollout, ScoredGroup, Transcript
+from tlt_megatron.types import (
+    FinishReason,
+    KeptTokens,
+    Rollout,
+    ScoredGroup,
+    ScoredResponse,
+    Transcript,
+)
 
 NUM_RANKS = 4
 
@@ -114,27 +119,6 @@ def test_an_owner_gets_what_was_generated_and_others_nothing(num_groups: int) ->
     for right in run_ranks(NUM_RANKS, on_rank):
         assert right
         assert all(right)
-
-
-def test_values_of_other_ranks_leave_out_observations() -> None:
-    """A critic's values and KL penalties, of which advantages need all."""
-
-    def on_rank() -> bool:
-        everyone = group_of(dist.group.WORLD)
-        groups = ProcessGroups(world=everyone, dp=everyone)
-        batch = batch_of(everyone.rank, 7)
-        rollouts = [rollout for each in batch for rollout in each.rollouts]
-        owners = find_owners(rollouts, (), everyone)
-        scored = fetch_tokens(batch, owners, groups)
-        values = {key_of(r): torch.arange(r.token_ids.numel()).float() for r in rollouts}
-        mine = {key: values[key] for key, owner in owners.items() if owner == everyone.rank}
-        found = gather_values(scored, mine, everyone)
-        return all(
-            same(found[key], own if key in mine else full_response(*key).generated(own))
-            for key, own in values.items()
-        )
-
-    assert run_ranks(NUM_RANKS, on_rank) == [True] * NUM_RANKS
 
 
 def test_a_rank_of_1024_receives_its_share_and_little_more() -> None:

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.unit.config.test_example_settings import EXAMPLES, QWEN_7B, QWEN_32B, write_example
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.runtime.memory_claim import MemoryLedger
-from tlt_megatron.trainer.memory_ledger import make_ledger
+from tlt_megatron.trainer.before.memory_ledger import make_ledger
 
 CASES = {
     "7b": ("qwen2_5_7b_8gpu", QWEN_7B, 8),

@@ -4,6 +4,9 @@ waits when, rank by rank.
 The engine and its follower are the real ones; tests/unit/trainer/test_phase_order.py has the order
 of the trainer's loop. `sglang` is a stand-in that notes what it is asked and changes the
 environment as the real one does. All events go to one file, in the order in which they happen.
+
+A whole run with a policy and a critic, from its start over a resume to its end: no engine is awake
+while an optimizer is on the device.
 """
 
 from __future__ import annotations
@@ -12,15 +15,21 @@ import asyncio
 import os
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from launch.pretrain_rl import main
 from tests.ranks import run_ranks
+from tests.tiny_task import make_tiny_task
 from tests.unit.engines.test_sglang_connection import install, pretend_module
 from tlt_megatron.config.load import load_config
+from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
+from tlt_megatron.mcore.optimizer import PolicyOptimizer
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import Group, group_of
 from tlt_megatron.trainer.build_sglang import build_sglang_engine
@@ -152,3 +161,53 @@ def test_memory_changes_hands_only_when_both_ranks_have_let_go(
         both("update"),
         both("weight_sync"),
     ]
+
+
+def _run_noting(config: Path, run_dir: Path, *arguments: str) -> list[str]:
+    """Run the program on this rank. Return the order in which its engine sleeps and wakes, and in
+    which its optimizers arrive on the device and leave it.
+    """
+    events: list[str] = []
+    number: dict[int, int] = {}  # of each optimizer
+
+    def note(owner: type, method: str, event: str, *, before: bool = False) -> None:
+        original: Callable[..., Any] = getattr(owner, method)
+
+        def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+            of = "engine"
+            if owner is PolicyOptimizer:
+                of = f"optimizer {number.setdefault(id(self), len(number))}"
+            if before:
+                events.append(f"{of} {event}")
+            result = original(self, *args, **kwargs)
+            if not before:
+                events.append(f"{of} {event}")
+            return result
+
+        setattr(owner, method, noting)
+
+    note(EmbeddedEngine, "__init__", "arrives", before=True)
+    note(EmbeddedEngine, "wake", "arrives", before=True)
+    note(EmbeddedEngine, "sleep", "leaves")
+    note(PolicyOptimizer, "__init__", "arrives", before=True)
+    note(PolicyOptimizer, "reload", "arrives", before=True)
+    note(PolicyOptimizer, "offload", "leaves")
+    settings = ("model.dtype=bfloat16", "data.eval=", "mcore.offload_in_rollouts=true", *arguments)
+    assert main(["--config", str(config), f"run.dir={run_dir}", *settings]) == 0
+    return events
+
+
+def test_no_engine_is_awake_and_no_second_optimizer_is_there_beside_an_optimizer(
+    tmp_path: Path,
+) -> None:
+    config, run_dir = make_tiny_task(tmp_path), tmp_path / "run"
+    for arguments in (["run.num_steps=1"], ["run.num_steps=2", "--resume=auto"]):
+        words = ("algorithm.advantage=gae", *arguments)
+        (events,) = run_ranks(1, _run_noting, config, run_dir, *words, has_world=False)
+        there: set[str] = set()
+        for event in events:
+            owner, _, verb = event.rpartition(" ")
+            (there.add if verb == "arrives" else there.discard)(owner)
+            assert len(there) <= 1, f"{sorted(there)} are on the device together: {events}"
+        assert there == {"engine"}
+        assert sum(event.endswith("arrives") for event in events) >= 6

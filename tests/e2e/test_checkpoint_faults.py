@@ -19,7 +19,7 @@ from tests.tiny_task import checkpoints, metric_rows, python, run, run_ending
 from tests.unit.mcore.test_checkpoint_reader import Call
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors
-from tlt_megatron.trainer.manifest import read_manifest
+from tlt_megatron.trainer.saving.manifest import read_manifest
 
 pytestmark = pytest.mark.e2e
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from tests.sealed_checkpoint import seal
 from tests.tiny_task import TLT, run, run_forked
 from tlt_megatron import cli
-from tlt_megatron.trainer.manifest import MANIFEST, POINTER
+from tlt_megatron.trainer.saving.manifest import MANIFEST, POINTER
 
 pytestmark = pytest.mark.e2e
 

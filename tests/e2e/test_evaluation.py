@@ -14,7 +14,7 @@ import pytest
 from tests.tiny_task import metric_rows, run, run_forked
 from tlt_megatron.cli import run_tool
 from tlt_megatron.config.load import dump_config, load_config
-from tools.evaluate import evaluation_command
+from tools.commands.evaluate import evaluation_command
 
 pytestmark = pytest.mark.e2e
 

@@ -15,7 +15,7 @@ from launch import pretrain_rl
 from tests.qwen_shapes import QWEN_7B, QWEN_30B_A3B, QWEN_32B
 from tests.tiny_task import metric_rows, run
 from tlt_megatron.config.load import load_config
-from tools.init_run import REWARD, main
+from tools.commands.init_run import REWARD, main
 
 pytestmark = pytest.mark.e2e
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_task import checkpoints, metric_rows, run, run_ending
-from tools.report import main as report
+from tools.commands.report import main as report
 from tools.run_report.live import LiveRun
 
 pytestmark = pytest.mark.e2e

@@ -24,7 +24,7 @@ from tests.faults.lab import LAYOUTS, NUM_STEPS, RUN_LIMIT_S, Lab
 from tests.faults.probe import Moment
 from tests.faults.processes import Job, adopt_orphans, descendants, kill_all, start
 from tests.tiny_task import answers, weights
-from tlt_megatron.trainer.manifest import read_pointer
+from tlt_megatron.trainer.saving.manifest import read_pointer
 
 SLACK_S = 30.0  # on top of what is promised, for a loaded machine
 LONG = "run.num_steps=40"  # has not ended when the fault comes, however late that is

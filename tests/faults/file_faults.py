@@ -13,7 +13,7 @@ from tests.faults.lab import NUM_STEPS, RUN_LIMIT_S
 from tests.faults.probe import Moment
 from tests.faults.process_faults import GRACE_S, KILLED, TRAINING, WATCHED, naming
 from tests.faults.processes import Job
-from tlt_megatron.trainer.manifest import POINTER
+from tlt_megatron.trainer.saving.manifest import POINTER
 
 _NO_SPACE = "No space left on device"
 # File operations of a rank from which one is drawn. A save has 16 to 29 on rank 0 and 2 to 4 on

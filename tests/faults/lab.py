@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.faults.processes import start
 from tests.tiny_task import TLT, make_tiny_task, write_environment
-from tlt_megatron.trainer.manifest import POINTER
+from tlt_megatron.trainer.saving.manifest import POINTER
 
 NUM_STEPS = 4
 RUN_LIMIT_S = 300.0  # of a run, which takes seconds, on a loaded machine

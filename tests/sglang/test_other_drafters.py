@@ -21,7 +21,7 @@ from tests.sglang.rollouts import (
     token_lists,
 )
 from tlt_megatron.drafter.eagle_folder import load_draft_config
-from tools.export_drafter import export_drafter, load_target
+from tools.commands.export_drafter import export_drafter, load_target
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,12 @@ LAYERS = {
     **dict.fromkeys(("models", "speculation", "data", "rewards"), 1),
     **dict.fromkeys(("engines", "mcore", "drafter"), 2),
     **dict.fromkeys(("policy", "spot", "doctor"), 3),
-    **dict.fromkeys(("trainer", "cli"), 4),
-    "api": 5,
+    "rollout": 4,
+    **dict.fromkeys(("trainer", "cli"), 5),
+    "api": 6,
 }
 SAME_LAYER_ALLOWED = {("runtime", "types")}
-TOP = ("launch", "tools", "examples", "tests")  # layer 6
+TOP = ("launch", "tools", "examples", "tests")  # layer 7
 PACKAGE = "tlt_megatron/"
 _CUDA = tuple(PACKAGE + each for each in ("runtime/device.py", "mcore/", "engines/sglang/"))
 # What may be named in these folders alone; tests may compare against foreign packages.

@@ -14,7 +14,7 @@ import pytest
 
 from tests.tiny_task import REPO, python
 from tlt_megatron.cli import COMMANDS, help_of, main, train_command
-from tools import print_ledger
+from tools.commands import print_ledger
 
 EXAMPLE = "examples/quickstart.yaml"
 ABSENT = "model.path=nobody/absent"  # would be fetched from the Hub

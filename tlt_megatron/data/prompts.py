@@ -73,7 +73,7 @@ class PromptSampler:
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Continue from `state`. ValueError if it belongs to another data set.
 
-        trainer/identity.py refuses a checkpoint of another seed or order.
+        trainer/saving/identity.py refuses a checkpoint of another seed or order.
         """
         if state["fingerprint"] != self.prompt_set.fingerprint:
             raise ValueError(

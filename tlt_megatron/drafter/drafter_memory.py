@@ -1,11 +1,11 @@
-"""Memory of drafter training on one rank, from sizes alone, for trainer/memory_ledger.py."""
+"""Memory of drafter training on one rank, from sizes alone, for trainer/before/memory_ledger.py."""
 
 from __future__ import annotations
 
 from tlt_megatron.config.schema import DrafterSection, SpotSection
 from tlt_megatron.drafter.drafter_loss import HEAD_CHUNK_TOKENS, make_objective
 from tlt_megatron.models.sizes import ModelSizes
-from tlt_megatron.runtime.memory_claim import MemoryClaim, Phase
+from tlt_megatron.runtime.memory_claim import STEP_PHASES, MemoryClaim, Phase
 
 _TRAINED_BYTES = 16  # per parameter: weight, gradient and two moments in float32
 _MOVED_BYTES = 12  # per parameter: a copy of weight and moments, for a broadcast or a publish
@@ -50,8 +50,14 @@ def spot_claims(
     tapped = min(spot.data_bytes, tapped) if taps_in_update else 0
     taps_in_host = is_cuda and not has_pipeline
     return [
-        MemoryClaim("drafter in training", own * _TRAINED_BYTES),
-        MemoryClaim("drafter data", min(spot.data_bytes, buffered), in_host=is_cuda, lower=data),
+        MemoryClaim("drafter in training", own * _TRAINED_BYTES, STEP_PHASES),
+        MemoryClaim(
+            "drafter data",
+            min(spot.data_bytes, buffered),
+            STEP_PHASES,
+            in_host=is_cuda,
+            lower=data,
+        ),
         MemoryClaim("drafter batch", batch, {Phase.SPOT}, lower=batch_tokens, is_estimate=True),
         MemoryClaim("drafter on the move", own * _MOVED_BYTES, {Phase.SPOT}),
         MemoryClaim("tapped states", tapped, {Phase.UPDATE}, in_host=taps_in_host, lower=data),

@@ -1,5 +1,5 @@
 """Memory that policy and critic take on a rank, computed from sizes. Called by
-trainer/memory_ledger.py.
+trainer/before/memory_ledger.py.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from tlt_megatron.config.mcore_fields import layers_of_stages
 from tlt_megatron.config.schema import McoreSection, ModelSection, ParallelSection
 from tlt_megatron.models.sizes import ModelSizes
-from tlt_megatron.runtime.memory_claim import ALL_PHASES, MemoryClaim, Phase
+from tlt_megatron.runtime.memory_claim import ALL_PHASES, STEP_PHASES, MemoryClaim, Phase
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _GRAD_BYTES = 4  # Megatron sums gradients in float32
 # Adam: two moments, plus a float32 copy of the weights unless they are float32.
-_OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}
+_MOMENTS_BYTES = 8
+_OPTIMIZER_BYTES = {"float32": _MOMENTS_BYTES, "bfloat16": _MOMENTS_BYTES + 4}
 # Elements that one layer saves for its backward pass, per token. On CUDA: the inputs and outputs of
 # both norms, which tensor parallelism splits only along the sequence; q, k and the fused projection
 # that v is a view of, the attention's output; gate, up and their product
@@ -191,12 +192,15 @@ def policy_claims(
     # With mcore.offload_in_rollouts, the optimizer of a model is in host memory while the other
     # model updates. On a CPU it stays where it is.
     offloads, moves = mcore.offload_in_rollouts, mcore.offload_in_rollouts and is_cuda
-    update = {Phase.UPDATE}
+    update, learns = {Phase.UPDATE}, {Phase.START, Phase.UPDATE}
     outside = ALL_PHASES - update
 
     gradients = (max(own) if offloads else sum(own)) * _GRAD_BYTES
     state_bytes = _OPTIMIZER_BYTES[sharding.model.dtype]
-    optimizer = (max(states) if moves else sum(states)) * state_bytes
+    num_states = max(states) if moves else sum(states)
+    optimizer = num_states * state_bytes
+    # Megatron copies the parameters into its buffers before the optimizer has moments.
+    copied = max(0, max(own) * item - num_states * _MOMENTS_BYTES)
     away = states[0] * state_bytes if moves else 0
     critic_away = max(states) * state_bytes if moves and critic else 0
 
@@ -206,13 +210,13 @@ def policy_claims(
     masks = max(sharding.mask_bytes(model, micro_tokens, longest) for model in models)
     # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before
     # rollouts.
-    kept_in = update if is_cuda else ALL_PHASES
+    kept_in = update if is_cuda else STEP_PHASES
     freed = 0 if is_cuda else int(_FREED_SHARE * activations)
 
     largest = max(sizes.table, 2 * sizes.hidden * sizes.ffn) // parallel.tensor
     buffers = 4 * largest * (_WRITTEN + _JOINED * (num_shares > 1))
-    if resumes:  # a load comes before anything is away
-        buffers = max(buffers, max(states) * _LOAD_BYTES - away)
+    # While the policy loads, its optimizer is not away.
+    loaded = max(0, max(states) * _LOAD_BYTES - away) if resumes else 0
     num_units = 2 + (parallel.pipeline > 1)  # one is sent while another is gathered
     exported = num_units * max(sizes.layer, sizes.table) * 4
 
@@ -227,14 +231,16 @@ def policy_claims(
         MemoryClaim(
             "gradients",
             gradients,
-            update if offloads else ALL_PHASES,
+            learns if offloads else ALL_PHASES,
             lower=f"{layout} or {offload}",
         ),
-        MemoryClaim("optimizer", optimizer, update if moves else ALL_PHASES, lower=layout),
+        MemoryClaim("optimizer", optimizer, learns if moves else ALL_PHASES, lower=layout),
         MemoryClaim("activations", activations, kept_in, lower=recompute),
         MemoryClaim("freed blocks of the heap", freed, kept_in, lower=recompute, is_estimate=True),
         MemoryClaim("attention masks", masks, update, lower=recompute),
         MemoryClaim("logits and their gradient", logits, update, lower=micro_batch),
+        MemoryClaim("copied parameters", copied, {Phase.START}, lower=layout),
+        MemoryClaim("loaded checkpoint", loaded, {Phase.START}, in_host=is_cuda, lower=layout),
         MemoryClaim("exported layer", exported, {Phase.WEIGHT_SYNC}),
         MemoryClaim(
             "checkpoint buffers", buffers, {Phase.CHECKPOINT}, in_host=is_cuda, lower=layout
@@ -245,6 +251,6 @@ def policy_claims(
             in_host=is_cuda,
             lower="algorithm.kl_coef",
         ),
-        MemoryClaim("optimizer outside of updates", away, outside, in_host=True, lower=offload),
-        MemoryClaim("critic's, outside of updates", critic_away, in_host=True, lower=offload),
+        MemoryClaim("optimizer, offloaded", away, outside, in_host=True, lower=offload),
+        MemoryClaim("critic's, offloaded", critic_away, in_host=True, lower=offload),
     ]

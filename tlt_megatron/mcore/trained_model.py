@@ -107,9 +107,17 @@ class TrainedModel:
         save_checkpoint(path, self._stage, self._optimizer, self._groups)
 
     def load(self, path: Path) -> None:
-        """See PolicyModel. A reference policy keeps the initial weights."""
+        """See PolicyModel. A reference policy keeps the initial weights.
+
+        A model that is away comes back while it loads.
+        """
+        was_away = self._is_away
+        self.enter_device()
         load_checkpoint(path, self._stage, self._optimizer)
         self._count = None
+        if was_away:
+            self.leave_device()
+        self._device.release_cached()
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         return chain.from_iterable(chunk.parameters() for chunk in self._stage)

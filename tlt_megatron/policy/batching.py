@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.rewards.open_responses import join_kept
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.types import FinishReason, MicroBatch, Rollout
+from tlt_megatron.types import FinishReason, KeptTokens, MicroBatch, Rollout
 
 RolloutKey = tuple[int, int]  # draw_index of the prompt, sample_index
 
@@ -237,3 +236,17 @@ def _on_labels(rollouts: Sequence[Rollout], values: Sequence[Tensor]) -> Tensor:
     for where, values_T in zip(response_slices(rollouts), values, strict=True):
         packed_P[where] = values_T
     return packed_P
+
+
+def join_kept(parts: Sequence[Rollout]) -> KeptTokens | None:
+    """Return the kept sets of all parts. A part without any counts as the whole vocabulary."""
+    sets = [part.kept for part in parts if part.kept is not None]
+    if not sets:
+        return None
+    counts = [
+        torch.zeros_like(part.token_ids).int() if part.kept is None else part.kept.counts
+        for part in parts
+    ]
+    return KeptTokens(
+        token_ids=torch.cat([each.token_ids for each in sets]), counts=torch.cat(counts)
+    )

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import CriticSection
-from tlt_megatron.policy.advantages import generated_tokens, token_statistics
+from tlt_megatron.policy.advantages import gather_statistics
 from tlt_megatron.policy.batching import RolloutKey
 from tlt_megatron.policy.health import UpdateHealth
 from tlt_megatron.policy.interfaces import CriticModel
 from tlt_megatron.runtime.collectives import sum_metrics
-from tlt_megatron.runtime.process_groups import ProcessGroups
-from tlt_megatron.types import LossResult, MicroBatch, OptimizerStats, ScoredGroup, TokenValues
+from tlt_megatron.runtime.process_groups import Group, ProcessGroups
+from tlt_megatron.types import LossResult, MicroBatch, OptimizerStats, Rollout, TokenValues
 
 _VARIANCE_EPS = 1e-5  # verl's: explained variance stays finite where all returns are equal
 
@@ -90,19 +90,15 @@ def value_loss(predicted: TokenValues, batch: MicroBatch, *, cliprange_value: fl
 
 
 def value_metrics(
-    scored: Sequence[ScoredGroup],
+    own: Sequence[Rollout],
     values: Mapping[RolloutKey, Tensor],
     returns: Mapping[RolloutKey, Tensor],
+    dp: Group,
 ) -> dict[str, float]:
-    """Return statistics of the values [T] over all tokens of the policy in a batch."""
-    known = generated_tokens(scored, values)
-    values_N, returns_N = (
-        torch.cat(list(each.values())).double()
-        for each in (known, generated_tokens(scored, returns))
-    )
-    error = (returns_N - values_N).var(correction=0)
-    variance = returns_N.var(correction=0)
-    return {
-        **token_statistics("critic/values", known),
-        "critic/vf_explained_var": 1 - float(error / (variance + _VARIANCE_EPS)),
-    }
+    """Return statistics of the values [T] over all tokens of the policy in a batch, of which this
+    rank has those of `own`. A collective of the data-parallel ranks.
+    """
+    errors = {key: returns[key].double() - values[key] for key in values}
+    found, error, target = gather_statistics(own, [values, errors, returns], dp)
+    explained = 1 - error.variance / (target.variance + _VARIANCE_EPS)
+    return found.metrics("critic/values") | {"critic/vf_explained_var": explained}

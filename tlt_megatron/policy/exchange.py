@@ -17,10 +17,16 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from tlt_megatron.policy.batching import RolloutKey, key_of
-from tlt_megatron.rewards.open_responses import ScoredResponse
 from tlt_megatron.runtime.collectives import exchange_bytes, gather_bytes, gather_json
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
-from tlt_megatron.types import FinishReason, KeptTokens, Rollout, ScoredGroup, Transcript
+from tlt_megatron.types import (
+    FinishReason,
+    KeptTokens,
+    Rollout,
+    ScoredGroup,
+    ScoredResponse,
+    Transcript,
+)
 
 _Fields = dict[str, Any]  # fields of `Rollout` by name
 _TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask", "routes")
@@ -146,21 +152,15 @@ def fetch_tokens(
     )
 
 
-def gather_values(
-    scored: Sequence[ScoredGroup], mine: Mapping[RolloutKey, Tensor], dp: Group
-) -> dict[RolloutKey, Tensor]:
-    """Exchange values per token, such as a critic's. Return the values of the whole batch by
-    response. A collective of the data-parallel ranks.
-
-    `mine` holds the values of this rank's share, [T]; they are returned unchanged. The values from
-    other ranks leave out the observations.
+def gather_values(own: Mapping[RolloutKey, Tensor], dp: Group) -> dict[RolloutKey, Tensor]:
+    """Return the tensors of the whole batch by response, of which `own` is this rank's share. A
+    collective of the data-parallel ranks.
     """
-    known = {key_of(r): r for each in scored for r in each.rollouts}
-    own = {_name(k): known[k].generated(values).contiguous() for k, values in mine.items()}
-    found: dict[RolloutKey, Tensor] = {}
-    for data in filter(None, gather_bytes(save(own) if own else b"", dp)):
-        found |= {_key(name): values_T for name, values_T in load(data).items()}
-    return found | dict(mine)
+    named = {_name(key): values.contiguous() for key, values in own.items()}
+    parts = gather_bytes(save(named) if named else b"", dp)
+    return {
+        _key(name): values for data in filter(None, parts) for name, values in load(data).items()
+    }
 
 
 def share_with_all(parts: Sequence[ScoredResponse], group: Group) -> dict[RolloutKey, _Fields]:

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.policy.advantages import advantage_metrics, compute_advantages
+from tlt_megatron.policy.advantages import (
+    advantage_metrics,
+    compute_advantages,
+    zero_advantages,
+)
 from tlt_megatron.policy.batching import (
     Minibatch,
     Pack,
@@ -30,7 +34,7 @@ from tlt_megatron.policy.batching import (
     split_evenly,
 )
 from tlt_megatron.policy.critic import CriticTrainer, value_metrics
-from tlt_megatron.policy.exchange import fetch_tokens, gather_values
+from tlt_megatron.policy.exchange import fetch_tokens
 from tlt_megatron.policy.health import EngineDifference, TrainingHealth
 from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.policy.policy_loss import kl_estimate, policy_loss
@@ -74,16 +78,16 @@ class Plan:
         return [rollout for minibatch in self.minibatches for rollout in minibatch.skipped]
 
     @property
-    def own_keys(self) -> set[RolloutKey]:
+    def own(self) -> list[Rollout]:
         """Return the responses of this rank's share, whose tokens it has."""
-        return {key for pack in self.packs for key in pack.keys} | set(
-            map(key_of, self.own_skipped)
-        )
+        return [rollout for pack in self.packs for rollout in pack.rollouts] + self.own_skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inference:
-    """Results of the passes before the update; those of responses are [T] by response."""
+    """Results of the passes before the update; those of responses are [T] by response of this
+    rank's share.
+    """
 
     version: int  # of the policy before the update: RL steps done
     plan: Plan
@@ -121,12 +125,11 @@ class PolicyTrainer:
         return is_critic_good and self.health.num_bad == 0
 
     def infer_values(self, plan: Plan) -> dict[RolloutKey, Tensor]:
-        """Return the critic's values [T] of every response of the batch."""
+        """Return the critic's values [T] of every response of this rank's share."""
         assert self.critic is not None
         packs = plan.packs
         predicted = self.critic.model.infer_values([pack.batch for pack in packs])
-        values = by_key(packs, [each.values for each in predicted])
-        return gather_values(plan.scored, values, self.groups.dp)
+        return by_key(packs, [each.values for each in predicted])
 
     def infer_logprobs(
         self,
@@ -145,7 +148,7 @@ class PolicyTrainer:
         `version` is the policy's: RL steps done. `values` are those of the critic, if there is one.
         Without `has_update`, `update` will not be called.
         """
-        section, scored, packs = self.section, plan.scored, plan.packs
+        section, dp, own, packs = self.section, self.groups.dp, plan.own, plan.packs
         old_logprobs = ref_logprobs = None
         metrics: dict[str, float] = {}
         if section.has_logprob_pass or not has_update:
@@ -164,8 +167,8 @@ class PolicyTrainer:
             ref_logprobs = by_key(packs, [r.logprobs for r in reference])
         penalties = {}
         if section.has_kl_reward:
-            penalties = self._kl_penalties(scored, old_logprobs, ref_logprobs)
-        advantages, returns = compute_advantages(scored, section, penalties, values)
+            penalties = self._kl_penalties(old_logprobs, ref_logprobs)
+        advantages, returns = compute_advantages(plan.scored, section, own, penalties, values, dp)
         return Inference(
             version=version,
             plan=plan,
@@ -175,7 +178,7 @@ class PolicyTrainer:
             values=values,
             returns=returns,
             tap=tap,
-            metrics=metrics | advantage_metrics(scored, advantages, returns),
+            metrics=metrics | advantage_metrics(own, advantages, returns, dp),
         )
 
     def update_critic(self, inference: Inference) -> dict[str, float]:
@@ -184,7 +187,7 @@ class PolicyTrainer:
         assert inference.values is not None
         assert inference.returns is not None
         plan = inference.plan
-        metrics = value_metrics(plan.scored, inference.values, inference.returns)
+        metrics = value_metrics(plan.own, inference.values, inference.returns, self.groups.dp)
         minibatches = [self._attach(inference, each.packs) for each in plan.minibatches]
         step = inference.version + 1
         return metrics | self.critic.update(step, minibatches * self.section.num_epochs)
@@ -218,7 +221,8 @@ class PolicyTrainer:
             "actor/grad_norm": sum(each.grad_norm for each in stats) / len(stats),
             "actor/num_updates": float(len(stats)),
             "actor/num_skipped_updates": float(sum(each.is_skipped for each in stats)),
-            "actor/skipped_response_share": len(inference.plan.skipped) / len(inference.advantages),
+            "actor/skipped_response_share": len(inference.plan.skipped)
+            / sum(len(each.rollouts) for each in inference.plan.scored),
         }
 
     def _attach(self, inference: Inference, packs: Sequence[Pack]) -> list[MicroBatch]:
@@ -259,7 +263,7 @@ class PolicyTrainer:
         section, dp = self.section, self.groups.dp
         skipped: frozenset[RolloutKey] = frozenset()
         if section.can_skip:  # then advantages need no pass
-            skipped = self._choose_skipped(batch, compute_advantages(batch, section, {}, None)[0])
+            skipped = self._choose_skipped(batch, zero_advantages(batch, section, dp))
 
         def minibatches(scored: Sequence[ScoredGroup]) -> list[list[Rollout]]:
             parts = self._indices(scored)
@@ -279,15 +283,15 @@ class PolicyTrainer:
         )
 
     def _choose_skipped(
-        self, scored: Sequence[ScoredGroup], advantages: dict[RolloutKey, Tensor]
+        self, scored: Sequence[ScoredGroup], zeros: set[RolloutKey]
     ) -> frozenset[RolloutKey]:
-        """Return the responses of zero advantage and masked ones, which take no pass in the update.
+        """Return `zeros`, the responses of zero advantage, and masked ones, which take no pass in
+        the update.
 
         If a mini-batch has no others, the first response to each prompt is computed, for metrics
         and the comparison of the engines. Rank 0 decides, because advantages of another machine may
         differ by rounding, and all ranks must run the same micro-batches.
         """
-        zeros = {key for key, advantage_T in advantages.items() if not advantage_T.any()}
         rollouts = [rollout for each in scored for rollout in each.rollouts]
         zeros |= {key_of(r) for r in rollouts if is_masked(r, self.section)}
         for indices in self._indices(scored):
@@ -309,19 +313,17 @@ class PolicyTrainer:
 
     def _kl_penalties(
         self,
-        scored: Sequence[ScoredGroup],
         old_logprobs: dict[RolloutKey, Tensor] | None,
         ref_logprobs: dict[RolloutKey, Tensor] | None,
     ) -> dict[RolloutKey, Tensor]:
-        """Return the KL penalty [T] of every rollout of the batch."""
+        """Return the KL penalty [T] of every rollout of this rank's share."""
         assert old_logprobs is not None  # see AlgorithmSection.has_logprob_pass
         assert ref_logprobs is not None
-        mine = {
+        return {
             key: self.section.kl_coef
             * kl_estimate(self.section.used_kl_estimator, old, ref_logprobs[key])
             for key, old in old_logprobs.items()
         }
-        return gather_values(scored, mine, self.groups.dp)
 
     def _means(self, totals: dict[str, float]) -> dict[str, float]:
         sums = sum_metrics(totals, self.groups.dp)

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from tlt_megatron.config.extensions import load_extension
+from tlt_megatron.runtime.log import encodable
 
 MAX_ABS_REWARD = 1e6  # the variance of 1e200 overflows, which silently makes advantages 0
 
@@ -54,7 +55,7 @@ def read_result(result: object) -> tuple[float, dict[str, float]]:
                 f"the entry {key!r} of a reward is text, so it is no metric", stacklevel=1
             )
     details = {
-        str(key): _read_number(str(key), value)
+        encodable(str(key)): _read_number(str(key), value)
         for key, value in result.items()
         if key != "score" and not isinstance(value, str | None)
     }

@@ -33,7 +33,7 @@ def describe_collective_error(error: RuntimeError, group_timeout_s: float) -> tu
     """Return a sentence that names the call, and whether the call timed out after
     `group_timeout_s`.
 
-    Example: ("gather_objects (trainer/rollout_worker.py, line 123): no answer within
+    Example: ("gather_objects (rollout/rollout_worker.py, line 123): no answer within
     run.group_timeout_s=1800 s", True).
     """
     where = _call_site(error)

@@ -95,6 +95,24 @@ def gather_bytes(value: bytes, group: Group) -> list[bytes]:
     ]
 
 
+def gather_tensor(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the tensors of all members, of one shape, stacked in group order on the CPU."""
+    if group.size == 1:
+        return tensor[None].cpu()
+    own = tensor.to(_device_of(group))
+    found = [torch.empty_like(own) for _ in range(group.size)]
+    dist.all_gather(found, own, group=group.of_torch)
+    return torch.stack(found).cpu()
+
+
+def sum_tensor(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the sum of the members' tensors on the CPU."""
+    total = tensor.to(_device_of(group), copy=True) if group.size > 1 else tensor
+    if group.size > 1:
+        dist.all_reduce(total, group=group.of_torch)
+    return total.cpu()
+
+
 def broadcast_bytes(value: bytes, group: Group) -> bytes:
     """Return the bytes of the first member on every member. All have equally many."""
     if group.size == 1:

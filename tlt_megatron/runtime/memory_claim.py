@@ -1,8 +1,8 @@
 """The memory ledger: the memory each component will take, summed by phase and checked before
 anything is allocated.
 
-trainer/memory_ledger.py collects the claims. `Device.peak_bytes` gives the measured value. A rank
-with a GPU also claims host memory, which is added up and checked apart.
+trainer/before/memory_ledger.py collects the claims. `Device.peak_bytes` gives the measured value. A
+rank with a GPU also claims host memory, which is added up and checked apart.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ _MIB = 1 << 20
 
 
 class Phase(StrEnum):
-    """A part of the RL step with its own memory peak."""
+    """The start of a run, or a part of the RL step, with its own memory peak."""
 
+    START = "start"  # models are built and restored while the engine sleeps
     ROLLOUT = "rollout"
     SPOT = "spot"  # drafter training on idle ranks, and the publication of a drafter
     UPDATE = "update"  # log-prob passes included
@@ -26,6 +27,7 @@ class Phase(StrEnum):
 
 
 ALL_PHASES = frozenset(Phase)
+STEP_PHASES = ALL_PHASES - {Phase.START}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,9 @@ class MemoryLedger:
         rows = [("MiB of a rank; ~ estimate", *map(str, Phase)), *self._rows()]
         if any(claim.in_host for claim in self.claims):
             rows += [("in host memory",), *self.of_host()._rows()]
-        widths = [max(len(phase), 7) + 2 for phase in Phase]
+        widths = [max(len(phase), 7) + 1 for phase in Phase]
         return [
-            f"{name:<28}"
+            f"{name:<25}"
             + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
             for name, *cells in rows
         ]

@@ -27,9 +27,15 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
-from tlt_megatron.rewards.batch_rules import BatchRules
-from tlt_megatron.rewards.open_responses import load_carried
 from tlt_megatron.rewards.workers import RewardPool
+from tlt_megatron.rollout.batch_rules import BatchRules
+from tlt_megatron.rollout.conversations import Conversations
+from tlt_megatron.rollout.evaluation import Evaluator
+from tlt_megatron.rollout.open_responses import load_carried
+from tlt_megatron.rollout.phases import Phases
+from tlt_megatron.rollout.rollout_log import RolloutLog
+from tlt_megatron.rollout.rollout_worker import RolloutWorker
+from tlt_megatron.rollout.speculation_log import SpeculationLog
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.durable import replace_text
@@ -42,19 +48,13 @@ from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.runtime.trackers import Tracker
 from tlt_megatron.saved_files import errors_named
 from tlt_megatron.trainer.build_drafter import build_drafter
-from tlt_megatron.trainer.conversations import Conversations
-from tlt_megatron.trainer.evaluation import Evaluator
 from tlt_megatron.trainer.flops import make_utilization
-from tlt_megatron.trainer.identity import compare_run, describe_run, saved_run_of
 from tlt_megatron.trainer.loop import RLTrainer
-from tlt_megatron.trainer.phases import Phases
-from tlt_megatron.trainer.rollout_log import RolloutLog
-from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.trainer.run import Run
-from tlt_megatron.trainer.run_checkpoint import STATE_FILE, CheckpointManager, SavedRun
-from tlt_megatron.trainer.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.run_site import Site
-from tlt_megatron.trainer.speculation_log import SpeculationLog
+from tlt_megatron.trainer.saving.identity import compare_run, describe_run, saved_run_of
+from tlt_megatron.trainer.saving.run_checkpoint import STATE_FILE, CheckpointManager, SavedRun
+from tlt_megatron.trainer.saving.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.step_report import RunReport
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import Prompt, SamplingParams
@@ -106,19 +106,20 @@ def build_run(site: Site) -> Run:
     stack.callback(destroy_model_parallel)
     step = saved.step if saved else 0
     worker = _build_worker(site, rewards, tokenizer, first_step=step)
-    model, critic = _build_models(config, groups, site.device)
-    models = {"policy": model} | ({"critic": critic} if critic else {})
-    checkpoints = CheckpointManager(
-        root=run_dir / CHECKPOINTS,
-        models=models,
-        keep=config.checkpoint.keep,
-        world=world,
-        about=about,
-    )
-    folder = checkpoints.restore(saved) if saved else None
-    for each in models.values():
-        each.leave_device()  # the engine is awake: its memory is taken
-    engine_dtype, phases = getattr(torch, config.rollout.dtype), worker.phases
+    phases = worker.phases
+    worker.engine.sleep()  # until the first publication: models start and restore in its memory
+    with phases("SETUP", "setup"):
+        model, critic = _build_models(config, groups, site.device)
+        checkpoints = CheckpointManager(
+            root=run_dir / CHECKPOINTS,
+            models={"policy": model} | ({"critic": critic} if critic else {}),
+            keep=config.checkpoint.keep,
+            world=world,
+            about=about,
+        )
+        folder = checkpoints.restore(saved) if saved else None
+    worker.engine.wake()
+    engine_dtype = getattr(torch, config.rollout.dtype)
     with phases("SYNC", "update_weights", version=step):
         push_policy(model, worker.engine, step, dtype=engine_dtype, world=world)
     phases.take_timings()  # of no step
@@ -290,6 +291,7 @@ def _eval_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
 def _build_models(
     config: RunConfig, groups: ProcessGroups, device: Device
 ) -> tuple[McorePolicyModel, McoreCriticModel | None]:
+    """Build the models. Each leaves the device before the next one comes."""
     layout: dict[str, Any] = {"parallel": config.parallel, "mcore": config.mcore}
     layout |= {"groups": groups, "device": device}
     policy = McorePolicyModel(
@@ -299,11 +301,14 @@ def _build_models(
         keep_reference=config.algorithm.kl_coef > 0,
         **layout,
     )
+    policy.leave_device()
     if not config.has_critic:
         return policy, None
     model = replace(config.model, path=config.critic_path)
     optimizer = config.critic.optimizer(config.optimizer)
-    return policy, McoreCriticModel(model=model, optimizer=optimizer, **layout)
+    critic = McoreCriticModel(model=model, optimizer=optimizer, **layout)
+    critic.leave_device()
+    return policy, critic
 
 
 def _build_policy_trainer(

@@ -16,12 +16,12 @@ import torch
 from tlt_megatron.data.prompts import PromptSampler
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.policy.policy_trainer import Inference, PolicyTrainer
-from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
+from tlt_megatron.rollout.batch_rules import BatchPlan, BatchRules
+from tlt_megatron.rollout.rollout_worker import Collected, RolloutWorker
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.saved_files import errors_named, read_json
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
-from tlt_megatron.trainer.manifest import engine_file, engine_files
-from tlt_megatron.trainer.rollout_worker import Collected, RolloutWorker
+from tlt_megatron.trainer.saving.manifest import engine_file, engine_files
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import SamplingParams, ScoredGroup
 

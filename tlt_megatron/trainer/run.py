@@ -10,12 +10,12 @@ from pathlib import Path
 
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.engines.base import GenerationStopped
-from tlt_megatron.rewards.open_responses import save_carried
+from tlt_megatron.rollout.evaluation import Evaluator
+from tlt_megatron.rollout.gain import SpeculationGain, measure_gain
+from tlt_megatron.rollout.open_responses import save_carried
 from tlt_megatron.runtime.collectives import agree_any
-from tlt_megatron.trainer.evaluation import Evaluator
-from tlt_megatron.trainer.gain import SpeculationGain, measure_gain
 from tlt_megatron.trainer.loop import RLTrainer
-from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun
+from tlt_megatron.trainer.saving.run_checkpoint import CheckpointManager, SavedRun
 from tlt_megatron.trainer.step_report import RunReport
 from tlt_megatron.types import ScoredGroup
 

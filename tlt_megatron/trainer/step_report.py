@@ -11,6 +11,11 @@ from typing import Any
 
 import psutil
 
+from tlt_megatron.policy.batching import key_of
+from tlt_megatron.rollout.phases import Phases
+from tlt_megatron.rollout.rollout_log import RolloutLog
+from tlt_megatron.rollout.slow_rank import describe
+from tlt_megatron.rollout.speculation_log import SpeculationLog
 from tlt_megatron.runtime.collectives import max_by_name
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.runtime.memory_claim import MemoryLedger
@@ -18,10 +23,6 @@ from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.trainer.flops import Utilization
 from tlt_megatron.trainer.loop import TrainedStep
-from tlt_megatron.trainer.phases import Phases
-from tlt_megatron.trainer.rollout_log import RolloutLog
-from tlt_megatron.trainer.slow_rank import describe
-from tlt_megatron.trainer.speculation_log import SpeculationLog
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,9 @@ class RunReport:
             self.passes.write(collected.passes)
         if self.rollouts is not None:
             plan = inference.plan
-            samples = self.rollouts.write(step, plan.scored, plan.own_keys, differences)
+            samples = self.rollouts.write(
+                step, plan.scored, set(map(key_of, plan.own)), differences
+            )
             if self.metrics is not None:
                 self.metrics.log_responses(step, samples)
         metrics = collected.metrics | inference.metrics | update

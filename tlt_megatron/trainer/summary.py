@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tlt_megatron.rollout.gain import SpeculationGain
 from tlt_megatron.runtime.durable import is_metrics_row, read_json_lines
-from tlt_megatron.trainer.gain import SpeculationGain
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -19,8 +19,7 @@ from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; ranks inherit it
 
-_BENCHES = ("rollout", "speculation", "step", "partial", "llm")
-_BENCHES += ("drafter", "ablate", "costs", "roofline", "paper", "convert")
+_BENCHES = ("rollout", "step", "speculation", "drafter", "llm", "costs")
 
 
 def main(arguments: Sequence[str]) -> None:

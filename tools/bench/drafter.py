@@ -45,8 +45,8 @@ from tools.bench.measure import (
     told,
     wall_seconds,
 )
+from tools.commands.load_engine import LoadedPolicy
 from tools.gpu.shapes import MODEL_CONFIGS
-from tools.load_engine import LoadedPolicy
 
 FULL, ASYNCHRONOUS = "full", "async"
 _REAL_TARGET = load_model_config(MODEL_CONFIGS / "80m")

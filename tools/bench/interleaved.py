@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
 from tools.bench.measure import Spread, cpu_seconds, first_differences, spread
-from tools.load_engine import LoadedPolicy, accept_length
+from tools.commands.load_engine import LoadedPolicy, accept_length
 
 PLAIN = "off"
 

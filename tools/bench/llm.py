@@ -14,9 +14,9 @@ Parts, each with a table and its keys in the JSON:
   slower by luck.
 - `learn`: held-out accuracy before and after a run of the example.
 
-`decode` and `step` take the policy that imitated right sums (tools/imitate_sums.py), `learn` the
-model as it is. The accept lengths that the warm-up of the drafter measured are a table too. `make
-bench-llm` also runs tools/bench/costs.py and tools/bench/rollout.py with the model.
+`decode` and `step` take the policy that imitated right sums (tools/tiny_models/imitate_sums.py),
+`learn` the model as it is. The accept lengths that the warm-up of the drafter measured are a table
+too. `make bench-llm` also runs tools/bench/costs.py and tools/bench/rollout.py with the model.
 """
 
 from __future__ import annotations

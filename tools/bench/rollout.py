@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tlt_megatron.types import RolloutGroup
 from tools.bench.measure import interleave, made, print_table, ratios, spread, wall_seconds
-from tools.load_engine import LoadedPolicy
+from tools.commands.load_engine import LoadedPolicy
 
 
 def add_options(add: Callable[..., object]) -> None:

@@ -6,8 +6,7 @@
   untrained drafter
 - (b) speed on a set of long-tailed requests, end to end
 - (c) accept length by kind of tree and temperature
-- (d) the selectors against the strategy that is best over all batch sizes; `tools.bench ablate`
-  compares them without noise
+- (d) the selectors against the strategy that is best over all batch sizes
 
 It also measures what `rollout.batch_invariant` costs.
 
@@ -37,7 +36,7 @@ from tools.bench.speed import (
     load_policy,
     make_variants,
 )
-from tools.load_engine import LoadedPolicy, accept_length
+from tools.commands.load_engine import LoadedPolicy, accept_length
 
 _KINDS = {"tree": "6_4_16", "chain": "16_1_16", "n-gram": "ngram_16"}  # of 16 drafted tokens
 

@@ -30,7 +30,7 @@ from tools.bench.measure import (
     ratios,
     told,
 )
-from tools.load_engine import LoadedPolicy
+from tools.commands.load_engine import LoadedPolicy
 
 GOOD, RANDOM = "good", "random"
 COST_MODEL, BEG_MAB = "cost_model", "beg_mab"

@@ -30,8 +30,8 @@ from typing import Any
 import yaml
 
 from tools.bench.measure import made, print_table, spread, told
-from tools.compare_runs import STEP_SECONDS, Run, read_run
-from tools.expand_layers import expand_policy
+from tools.commands.compare_runs import STEP_SECONDS, Run, read_run
+from tools.tiny_models.expand_layers import expand_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 OFF, FROZEN, TLT, COLD = "off", "frozen", "tlt", "cold_start"

@@ -41,7 +41,7 @@ def rl_step(machine: Machine, policy: str) -> Iterator[Figures]:
     folder.mkdir()
     (folder / "reward.py").write_text(_REWARD)
     small = machine.scratch / "tiny_policy"
-    _python("-m", "tools.make_tiny_policy", "--out", str(small), "--steps", "2")
+    _python("-m", "tools.tiny_models.make_tiny_policy", "--out", str(small), "--steps", "2")
     model = small
     if policy == "half_b":
         model = folder / "model"
@@ -49,7 +49,13 @@ def rl_step(machine: Machine, policy: str) -> Iterator[Figures]:
         _write_random(model, config | machine.pick({}, _TINY), small)
     elif not machine.is_tiny:
         model = folder / "model"
-        _python("-m", "tools.expand_layers", f"--model={small}", "--extra=8", f"--out={model}")
+        _python(
+            "-m",
+            "tools.tiny_models.expand_layers",
+            f"--model={small}",
+            "--extra=8",
+            f"--out={model}",
+        )
     settings = {
         "model.path": model,
         "model.dtype": "bfloat16",

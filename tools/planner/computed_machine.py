@@ -1,5 +1,5 @@
 """A roofline in place of recorded runs: seconds from the data sheet of a GPU and the sizes of a
-model. Real steps take longer: see tools/bench/roofline.py for what it leaves out.
+model. Real steps take longer: see roofline.py for what it leaves out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.saved_files import errors_named
-from tools.bench.roofline import ITEM_BYTES, Decoding, Gpu
 from tools.gpu.shapes import QWEN_2_5_7B
+from tools.planner.roofline import ITEM_BYTES, Decoding, Gpu
 from tools.run_report.files import read_lines
 
 _CHECKED = (1, 8, 64)  # batches of the GPU check

@@ -15,7 +15,7 @@ import numpy as np
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.saved_files import errors_named
-from tools.compare_runs import Response, StepRecord, read_run
+from tools.commands.compare_runs import Response, StepRecord, read_run
 from tools.planner.simulation import PHASES
 from tools.planner.steps import Batch, Group, cached_by_batch, shares, tokens_of, whole
 from tools.run_report.files import read_lines

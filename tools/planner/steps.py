@@ -90,7 +90,7 @@ def steps_of(rollout: RolloutSection, batches: Sequence[Batch]) -> list[Step]:
 
     In partial rollouts a response gains at most `partial_rollout_tokens` in a round. Rounds end
     when `num_prompts` groups are complete, and the others go on in the next step
-    (tlt_megatron/rewards/batch_rules.py). Groups are drawn from all `batches` in a row.
+    (tlt_megatron/rollout/batch_rules.py). Groups are drawn from all `batches` in a row.
     """
     if not rollout.partial_rollout_tokens:
         return list(map(whole, batches))

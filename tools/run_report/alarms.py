@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from tlt_megatron.config.policy_sections import EXACT_DTYPES, MAX_DIFF_EXACT, MEAN_DIFF_ROUNDED
-from tlt_megatron.trainer.slow_rank import describe
+from tlt_megatron.rollout.slow_rank import describe
 
 _NUM_STEPS = 5  # a state must last for so many steps
 _MIN_FALL = 0.1  # of the reward, as a share of the range of rewards

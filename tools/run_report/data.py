@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tlt_megatron.config.load import parse_sections
 from tlt_megatron.saved_files import errors_named, is_number, parse_object
-from tlt_megatron.trainer.run_folder import LOCK_FILE
+from tlt_megatron.trainer.saving.run_folder import LOCK_FILE
 from tools.run_report.alarms import find_alarms
 from tools.run_report.files import read_lines, read_text
 from tools.run_report.trace import Trace

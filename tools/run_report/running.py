@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tlt_megatron.runtime.status import RankStatus
 from tlt_megatron.saved_files import errors_named, parse_object
-from tlt_megatron.trainer.run_folder import LOCK_FILE, owner_has_ended
+from tlt_megatron.trainer.saving.run_folder import LOCK_FILE, owner_has_ended
 from tools.run_report.files import read_text
 
 NUM_ROWS = 8  # of more ranks, those that are furthest behind

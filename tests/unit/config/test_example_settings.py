@@ -14,7 +14,7 @@ from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.trainer.memory_ledger import make_ledger
+from tlt_megatron.trainer.before.memory_ledger import make_ledger
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from tlt_megatron.config.draft_folder import SIZES
 from tlt_megatron.config.schema import SpeculationSection
-from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphKey, GraphPlan
 from tlt_megatron.engines.embedded.lane_steps import LaneSteps, Rows
 from tlt_megatron.models.arithmetic import Arithmetic
@@ -27,7 +27,6 @@ from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.layers import RmsNorm
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.types import SamplingParams
-from tools.bench.roofline import bytes_naive, bytes_single
 from tools.gpu.shapes import QWEN_2_5_7B as QWEN_7B
 
 TINY = dataclasses.replace(
@@ -129,6 +128,33 @@ def test_a_policy_without_a_drafter_captures_no_draft_pass() -> None:
     plain = make_plan(())
     assert {key.num_rows for key in plain.keys} == {1}
     assert plain.bytes_pool() == bytes_naive(plain) == bytes_single(plain)
+
+
+def bytes_naive(plan: GraphPlan) -> int:
+    """Bytes if each strategy of the plan, and plain decoding, were captured alone."""
+    return sum(_bytes_alone(plan, strategy) for strategy in (OFF, *plan.strategies))
+
+
+def bytes_single(plan: GraphPlan) -> int:
+    """Bytes of plain decoding and the widest strategy of the plan, captured alone."""
+    widest = max(plan.strategies, key=lambda s: s.num_rows, default=OFF)
+    return sum(_bytes_alone(plan, each) for each in {OFF, widest})
+
+
+def _bytes_alone(plan: GraphPlan, strategy: SpeculationStrategy) -> int:
+    """Bytes if drafting and verifying are captured together at every batch size, in memory of
+    their own.
+    """
+    keys = [
+        GraphKey(num_rows=strategy.num_rows, depth=strategy.depth, batch_size=size, length=length)
+        for size in plan.batch_sizes
+        for length in plan.lengths
+    ]
+    if strategy.is_learned:
+        pairs = strategy.depth + 1
+        drafts = {"num_rows": pairs, "depth": 0, "strategy": strategy}
+        keys += [dataclasses.replace(key, **drafts) for key in keys]
+    return plan.graph_bytes(keys) + max(plan.cost(k).activation_bytes for k in keys)
 
 
 @pytest.mark.parametrize("model", [QWEN_7B, TINY], ids=["7b", "tiny"])

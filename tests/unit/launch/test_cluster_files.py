@@ -20,7 +20,7 @@ from torch.distributed.run import parse_args
 
 from tests.tiny_task import REPO
 from tlt_megatron.runtime.rendezvous import Place, meeting_place
-from tlt_megatron.trainer.command_line import read_command
+from tlt_megatron.trainer.before.command_line import read_command
 
 # Each field that is used, with its type or with a value that its owner knows. REPLICA stands for
 # Master and Worker, POD for the specification of their pods.

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from tests.policy_batches import make_rollout, make_trainer, score
+from tests.policy_batches import make_rollout, make_trainer
 from tests.unit.policy.test_policy_trainer import FakeModel
 from tlt_megatron.config.schema import AlgorithmSection, CriticSection
 from tlt_megatron.policy.advantages import advantage_metrics
@@ -66,9 +66,9 @@ def test_value_loss_takes_the_larger_error_and_no_prompt(
 def test_statistics_of_values_and_returns() -> None:
     values = {(0, 0): torch.tensor([0.0, 1.0]), (0, 1): torch.tensor([2.0])}
     returns = {(0, 1): torch.tensor([3.0]), (0, 0): torch.tensor([0.0, 3.0])}
-    scored = [score(make_rollouts(), (1.0, 0.0))]
-    metrics = value_metrics(scored, values, returns)
-    metrics |= advantage_metrics(scored, values, returns)
+    own = make_rollouts()
+    metrics = value_metrics(own, values, returns, SINGLE)
+    metrics |= advantage_metrics(own, values, returns, SINGLE)
     assert metrics["critic/values/mean"] == 1.0
     assert (metrics["critic/values/min"], metrics["critic/values/max"]) == (0.0, 2.0)
     assert (metrics["critic/returns/mean"], metrics["critic/returns/max"]) == (2.0, 3.0)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tlt_megatron.engines.base import GenerationStopped
+from tlt_megatron.rollout.phases import Phases
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.status import RankStatus, StatusWriter
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.trainer.phases import Phases
 
 
 def make_phases(run_dir: Path) -> tuple[Phases, StatusWriter]:

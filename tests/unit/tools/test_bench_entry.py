@@ -5,14 +5,13 @@ own.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_task import make_tiny_task
-from tools import warmup_drafter
 from tools.bench.__main__ import _BENCHES, main
+from tools.commands import warmup_drafter
 
 
 @pytest.mark.parametrize("name", _BENCHES)
@@ -34,15 +33,6 @@ def test_a_fresh_clone_is_told_what_to_make(
         main([name])
     assert ended.value.code == 2
     assert "no model there; `make drafter` makes build/tiny_policy" in capsys.readouterr().err
-
-
-def test_bytes_of_graphs_are_written_with_their_ratios(tmp_path: Path) -> None:
-    out = tmp_path / "graphs.json"
-    main(["roofline", "--out", str(out)])
-    result = json.loads(out.read_text())["graph_pool_bytes"]
-    figures = result["paper"]
-    assert figures["naive_over_pool"] == figures["naive"] / figures["pool"]
-    assert figures["pool"] < figures["single"] < figures["naive"]
 
 
 def test_the_benchmarks_of_a_language_model_measure_any_policy_folder(tmp_path: Path) -> None:
@@ -72,12 +62,3 @@ def test_the_benchmarks_of_a_language_model_measure_any_policy_folder(tmp_path: 
         invariant = result["batch_invariant_price"][dtype]
         assert "refused" in invariant or set(invariant["mismatch_per_token"]) == {"1", "8", "64"}
     assert [row["steps"] for row in result["accept_length_by_training_s"]] == [0, 1]
-    folder = tmp_path / "ablate" / "7"
-    shutil.copytree(model, folder / "policy")
-    for split in ("train", "eval"):
-        shutil.copy(tmp_path / f"{split}.jsonl", folder / "policy")
-    few = "--seeds 7 --deepen 0 --drafter-steps 1 --batch-sizes 1 4 --num-tokens 8 --num-requests 4"
-    words = ("--folder", str(folder.parent), "--halving", "10", *few.split())
-    shares = [measured("ablate", *words)["shares"] for _ in range(2)]
-    assert shares[0] == shares[1]  # the trace is kept
-    assert all(0 < share < 1.001 for of in shares[0].values() for share in of["7"])

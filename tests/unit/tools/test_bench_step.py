@@ -8,7 +8,6 @@ import math
 
 import pytest
 
-from tools.bench import partial
 from tools.bench.step import (
     idle_figures,
     num_same_steps,
@@ -17,7 +16,7 @@ from tools.bench.step import (
     timed_steps,
     with_a_tail,
 )
-from tools.compare_runs import STEP_SECONDS, Run, StepRecord
+from tools.commands.compare_runs import STEP_SECONDS, Run, StepRecord
 
 
 def make_run(
@@ -76,21 +75,3 @@ def test_every_step_of_the_ordered_prompts_holds_exactly_one_long_one() -> None:
     assert [sum(step) for step in long] == [1, 1, 1, 1]
     assert len({step.index(True) for step in long}) > 1  # not always on the same rank
     assert ordered == with_a_tail(range(40), num_prompts=4, seed=0)
-
-
-def test_time_to_a_target_ends_with_the_first_evaluation_that_reaches_it() -> None:
-    rows = [
-        {"step": 0, "eval/accuracy": 0.25},
-        {"step": 1, STEP_SECONDS: 2.0},
-        {"step": 2, STEP_SECONDS: 4.0, "rollout/policy_age/mean": 1.0, "eval/accuracy": 0.75},
-        {"step": 3, STEP_SECONDS: 3.0, "rollout/policy_age/mean": 0.5, "eval/accuracy": 0.5},
-    ]
-    assert partial.summarize(rows, 0.75) == {
-        "steps to target": 2,
-        "seconds to target": 6.0,
-        "step s": 3.0,
-        "accuracy": 0.5,
-        "policy age": 0.5,
-    }
-    assert partial.summarize(rows, 0.9)["seconds to target"] is None
-    assert partial.summarize(rows, 0.2)["seconds to target"] == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tlt_megatron import cli
-from tools.compare_runs import Run, StepRecord, compare
+from tools.commands.compare_runs import Run, StepRecord, compare
 
 
 def make_run(*tokens: int, reward: float = 1.0, grad_norm: float = 0.5) -> Run:

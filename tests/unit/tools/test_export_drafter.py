@@ -20,8 +20,8 @@ from tlt_megatron.drafter.eagle_folder import load_drafter, save_drafter
 from tlt_megatron.models.config import RopeConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.speculation.token_counts import TokenCounts
-from tlt_megatron.trainer.manifest import engine_file
-from tools.export_drafter import (
+from tlt_megatron.trainer.saving.manifest import engine_file
+from tools.commands.export_drafter import (
     Target,
     export_drafter,
     find_drafter,

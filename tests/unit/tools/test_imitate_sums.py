@@ -10,8 +10,8 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tests.tiny_task import make_tiny_task
-from tools import imitate_sums, sum_task
-from tools.imitate_sums import draw_batches, loss_of
+from tools.tiny_models import imitate_sums, sum_task
+from tools.tiny_models.imitate_sums import draw_batches, loss_of
 
 
 def test_it_learns_right_responses_and_writes_a_folder(

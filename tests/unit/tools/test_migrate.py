@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tlt_megatron.config.load import load_config
-from tools.migrate import main
+from tools.commands.migrate import main
 
 THEIRS = Path(__file__).with_name("migrated")
 

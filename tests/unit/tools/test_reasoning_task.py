@@ -14,9 +14,15 @@ from pathlib import Path
 import pytest
 
 from tlt_megatron.rewards.builtin import score_exact
-from tools import make_tiny_policy
-from tools.make_tiny_policy import SIZES, Settings, is_made, make_tokenizer, split_problems
-from tools.reasoning_task import (
+from tools.tiny_models import make_tiny_policy
+from tools.tiny_models.make_tiny_policy import (
+    SIZES,
+    Settings,
+    is_made,
+    make_tokenizer,
+    split_problems,
+)
+from tools.tiny_models.reasoning_task import (
     ANSWER_MARK,
     MAX_RESPONSE_TOKENS,
     Problem,

@@ -15,13 +15,13 @@ from typing import Any
 import plotly.graph_objects
 import pytest
 
-from tests.unit.trainer.test_speculation_log import make_pass
+from tests.unit.rollout.test_speculation_log import make_pass
 from tlt_megatron.config.load import dump_config, load_config
 from tlt_megatron.engines.base import PassRecord
+from tlt_megatron.rollout.speculation_log import SpeculationLog, add_pass_spans, sum_passes
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.trainer.speculation_log import SpeculationLog, add_pass_spans, sum_passes
-from tools.report import main
+from tools.commands.report import main
 from tools.run_report.figure import declared
 
 RANK_0 = "timeline/rank_00000.jsonl"

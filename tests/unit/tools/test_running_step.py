@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.unit.tools.test_report import make_run
 from tlt_megatron.runtime.status import RankStatus
-from tlt_megatron.trainer.run_folder import LOCK_FILE
+from tlt_megatron.trainer.saving.run_folder import LOCK_FILE
 from tools.run_report.live import LiveRun
 from tools.run_report.page import render_states
 from tools.run_report.running import Running, State, read_ranks

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.rewards.builtin import score_exact
-from tools import sum_task
-from tools.sum_task import draw, prompt, right_response, split_questions
+from tools.tiny_models import sum_task
+from tools.tiny_models.sum_task import draw, prompt, right_response, split_questions
 
 
 def test_a_right_response_adds_one_number_per_line_and_is_rewarded() -> None:

@@ -12,7 +12,7 @@ from tests.tiny_task import make_tiny_task
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.eagle_folder import load_draft_config, load_trainer_state
 from tlt_megatron.types import SamplingParams
-from tools import warmup_drafter
+from tools.commands import warmup_drafter
 
 
 def _warm_up(folder: Path, *arguments: str) -> None:

@@ -22,15 +22,15 @@ import pytest
 from tests.rollout_stand_ins import make_prompts, make_rollout
 from tests.unit.tools.test_report import RANK_0, figures, make_run, rows_of, traces
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.trainer.rollout_log import RolloutLog
+from tlt_megatron.rollout.rollout_log import RolloutLog
 from tlt_megatron.types import ScoredGroup
-from tools.report import main as report
+from tools.commands.report import main as report
+from tools.commands.watch import WatchServer, main
 from tools.run_report.alarms import find_alarms
 from tools.run_report.data import distinct_names, runs_below
 from tools.run_report.figure import declared
 from tools.run_report.live import LiveRun
 from tools.run_report.responses import read_responses
-from tools.watch import WatchServer, main
 
 HOSTILE = "</td></script><script>alert(1)</script>&amp;"
 

@@ -13,9 +13,9 @@ import pytest
 
 from tests.tiny_task import make_tiny_task
 from tlt_megatron.config.load import load_config
-from tlt_megatron.trainer.dry_run import take_within
-from tlt_megatron.trainer.node_checks import Check, examine_node, read_settings
-from tlt_megatron.trainer.node_table import Report, describe_nodes
+from tlt_megatron.trainer.before.dry_run import take_within
+from tlt_megatron.trainer.before.node_checks import Check, examine_node, read_settings
+from tlt_megatron.trainer.before.node_table import Report, describe_nodes
 
 TORCH = Check(name="torch", found="2.11.0")
 MEMORY = Check(name="memory", found="cuda", amounts={"GiB free": 77.0})

@@ -13,8 +13,8 @@ from tests.tiny_models import tiny_config
 from tlt_megatron.config.load import load_config
 from tlt_megatron.models.config import RopeConfig
 from tlt_megatron.runtime.durable import save_tensors
-from tlt_megatron.trainer.identity import compare_run, describe_run
-from tlt_megatron.trainer.run_checkpoint import SavedRun
+from tlt_megatron.trainer.saving.identity import compare_run, describe_run
+from tlt_megatron.trainer.saving.run_checkpoint import SavedRun
 
 MODEL = tiny_config(vocab_size=48, num_layers=2, rope=RopeConfig(theta=1e4))
 SPECULATION = ("speculation.enabled=true", "speculation.strategies=['2_1_2']", "spot.enabled=true")

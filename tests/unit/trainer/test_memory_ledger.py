@@ -20,8 +20,8 @@ from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.memory_claim import MemoryClaim, MemoryLedger, Phase
 from tlt_megatron.runtime.process_groups import group_of
+from tlt_megatron.trainer.before.memory_ledger import check_memory, describe_checkpoint, make_ledger
 from tlt_megatron.trainer.flops import forward_flops
-from tlt_megatron.trainer.memory_ledger import check_memory, describe_checkpoint, make_ledger
 
 TOTAL = 7_615_616_512  # parameters, as the model card counts them
 TABLE = 152064 * 3584
@@ -58,6 +58,7 @@ SGLANG = 'rollout.engine=sglang sglang.engine_args={"tp_size":4}'
 SMALL = "rollout.num_prompts=1 rollout.num_samples=2 data.max_prompt_tokens=512 rollout.max_new_tokens=512"
 MLP_AGAIN = 'mcore.recompute=selective mcore.transformer={"recompute_modules":["mlp"]}'
 VIRTUAL = "parallel.pipeline=2 parallel.virtual_pipeline=2"
+AWAY = "mcore.offload_in_rollouts=true"
 TLT = "speculation.enabled=true spot.enabled=true"
 TAPPED = (
     f"{TLT} spot.data_bytes=10000000000 rollout.num_prompts=2 rollout.num_samples=8"
@@ -100,8 +101,9 @@ TAPPED = (
         ("", 1, "checkpoint", 2 * 4 * TABLE),  # in the writer
         ("", 4, "checkpoint", 5 * 4 * TABLE),  # and one parameter that shards cut
         ("parallel.tensor=2", 4, "checkpoint", 5 * 2 * TABLE),
-        ("checkpoint.resume=auto", 1, "checkpoint", 20 * TOTAL),
-        ("checkpoint.resume=auto mcore.offload_in_rollouts=true", 1, "checkpoint", 8 * TOTAL),
+        ("checkpoint.resume=auto", 1, "loaded checkpoint", 20 * TOTAL),
+        (f"checkpoint.resume=auto {AWAY}", 1, "loaded checkpoint", 8 * TOTAL),  # 12 away, before or after
+        ("", 16, "copied parameters", TOTAL * (2 - 8 / 16)),  # beside gradients, before moments
     ],
 )  # fmt: skip
 def test_a_claim_by_hand(
@@ -197,6 +199,44 @@ def test_a_critic_takes_what_a_policy_without_output_layer_does(
     expected = own * (2 if is_away else 2 + 4 + 12 / 4)
     assert list(added.values()) == pytest.approx([expected] * len(Phase), rel=1e-3)
     assert list(host.values()) == pytest.approx([TOTAL * 3 * is_away] * len(Phase), rel=1e-3)
+
+
+def test_a_resume_takes_what_an_update_does_without_its_activations(tmp_path: Path) -> None:
+    """The engine sleeps, and there is no drafter yet."""
+    for more in (AWAY, f"{AWAY} algorithm.advantage=gae", f"{AWAY} {SGLANG}"):
+        ledger = ledger_of(tmp_path, f"{more} {TLT} checkpoint.resume=auto", 4)
+        held = [c.name for c in ledger.claims if Phase.START in c.phases and not c.in_host]
+        critic = ["critic"] if "gae" in more else []
+        assert sorted(held) == sorted(["libraries", "policy", *critic, "gradients", "optimizer"])
+        assert ledger.bytes_in(Phase.START) < ledger.bytes_in(Phase.UPDATE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_sets"),
+    [
+        ("speculation.enabled=false spot.enabled=false", 1),
+        ('speculation.strategies=["2_1_2","4_1_4","6_1_6"]', 4),  # with plain decoding
+        ('speculation.strategies=["2_1_2","off","6_1_6"]', 3),
+        ('speculation.strategies=["4_1_4","6_1_6"] speculation.selector=fixed', 2),
+        ('speculation.strategies=["4_2_8"] speculation.selector=fixed', 1),
+        ("speculation.strategies=[ngram_8] speculation.selector=fixed spot.enabled=false", 1),
+    ],
+)
+def test_sglang_has_graphs_for_each_chain_and_for_none(
+    tmp_path: Path, settings: str, num_sets: int
+) -> None:
+    words = f"{SGLANG} {TLT} {settings}"
+    graphs = claim(ledger_of(tmp_path, words, 4), "engine graphs")
+    assert graphs == (512 + 1.5 * 2048 + 4 * 128 + 2 * 64 * num_sets) * 2**20
+
+
+def test_sglang_keeps_routes_in_host_memory(tmp_path: Path) -> None:
+    """An int32 for each of the 8 experts of a token in all 48 layers, at every KV slot."""
+    words = f"{SGLANG} rollout.routing_replay=true parallel.expert=4"
+    ledger = ledger_of(tmp_path, words, 4, model=QWEN_30B_A3B)
+    assert claim(ledger.of_host(), "engine routes") == 102400 * 48 * 8 * 4
+    without = ledger_of(tmp_path, f"{SGLANG} parallel.expert=4", 4, model=QWEN_30B_A3B)
+    assert "engine routes" not in [each.name for each in without.claims]
 
 
 def test_an_idle_rank_trains_the_drafter_without_its_kv(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ import torch
 
 from tests.unit.config.test_example_settings import EXAMPLES, QWEN_7B, write_example
 from tlt_megatron.mcore.policy_model import McorePolicyModel
-from tlt_megatron.rewards.batch_rules import BatchRules
+from tlt_megatron.rollout.batch_rules import BatchRules
 from tlt_megatron.runtime.memory_claim import Phase
 from tlt_megatron.trainer import loop
+from tlt_megatron.trainer.before.memory_ledger import make_ledger
 from tlt_megatron.trainer.loop import RLTrainer
-from tlt_megatron.trainer.memory_ledger import make_ledger
 from tlt_megatron.types import SamplingParams
 
 
@@ -77,5 +77,4 @@ def test_an_engine_that_wakes_beside_the_cache_of_an_update_does_not_fit(tmp_pat
     ledger = make_ledger(config, 8, gpu)
     engine = ("engine weights", "engine KV", "engine graphs")
     awake = sum(c.num_bytes for c in ledger.claims if c.name.startswith(engine))
-    phases = [ledger.bytes_in(phase) for phase in Phase]
-    assert max(phases) < 80e9 < ledger.bytes_in(Phase.UPDATE) + awake
+    assert max(map(ledger.bytes_in, Phase)) < 80e9 < ledger.bytes_in(Phase.UPDATE) + awake

@@ -16,7 +16,7 @@ import pytest
 
 from tests.checkpoint_machine import NumberModel
 from tlt_megatron.runtime.process_groups import SINGLE
-from tlt_megatron.trainer.manifest import (
+from tlt_megatron.trainer.saving.manifest import (
     MANIFEST,
     POINTER,
     FileRecord,
@@ -24,7 +24,7 @@ from tlt_megatron.trainer.manifest import (
     read_pointer,
     write_manifest,
 )
-from tlt_megatron.trainer.run_checkpoint import CheckpointManager, find_saved_run
+from tlt_megatron.trainer.saving.run_checkpoint import CheckpointManager, find_saved_run
 
 
 def manager(root: Path, keep: int = 0) -> CheckpointManager:

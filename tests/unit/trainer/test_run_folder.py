@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt_megatron.trainer.run_folder import (
+from tlt_megatron.trainer.saving.run_folder import (
     LOCK_FILE,
     RunFolder,
     check_run_folder,

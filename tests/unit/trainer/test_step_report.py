@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tiny_models import make_tiny_hf, tiny_config
-from tests.unit.trainer.test_rollout_metrics import scored
+from tests.unit.rollout.test_rollout_metrics import scored
 from tlt_megatron.config.load import load_config
+from tlt_megatron.rollout.phases import Phases
+from tlt_megatron.rollout.rollout_worker import Collected
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.trainer.flops import Utilization, forward_flops, make_utilization, peak_flops
 from tlt_megatron.trainer.loop import TrainedStep
-from tlt_megatron.trainer.phases import Phases
-from tlt_megatron.trainer.rollout_worker import Collected
 from tlt_megatron.trainer.step_report import RunReport
 
 MODEL = tiny_config(

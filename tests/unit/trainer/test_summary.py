@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlt_megatron.trainer.gain import SpeculationGain
+from tlt_megatron.rollout.gain import SpeculationGain
 from tlt_megatron.trainer.summary import summarize
 
 

@@ -28,17 +28,23 @@ CONFIG_KEY = "tlt_megatron"
 _MAX_PASSES = 1 << 16
 
 
+def adaptive_steps(strategies: Sequence[SpeculationStrategy]) -> list[int]:
+    """Return the numbers of steps for which SGLang captures graphs: 0 is plain decoding."""
+    return sorted({0, *(strategy.num_steps for strategy in strategies)})
+
+
 def write_config(
     path: Path, strategies: Sequence[SpeculationStrategy], selector: str, *, max_batch_size: int
 ) -> None:
     """Write SGLang's `speculative_adaptive_config`: its part sizes buffers, ours the selector."""
-    steps = sorted({0, *(strategy.num_steps for strategy in strategies)})
     ours = {
         "strategies": [str(strategy) for strategy in strategies],
         "selector": selector,
         "max_batch_size": max_batch_size,
     }
-    path.write_text(json.dumps({"1": {"candidate_steps": steps}, CONFIG_KEY: ours}))
+    path.write_text(
+        json.dumps({"1": {"candidate_steps": adaptive_steps(strategies)}, CONFIG_KEY: ours})
+    )
 
 
 class AdaptiveHooks:

@@ -1,0 +1,1 @@
+"""Prompts become scored responses: rounds, conversations, batch rules, evaluation, logs."""

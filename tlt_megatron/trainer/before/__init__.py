@@ -1,0 +1,1 @@
+"""Checks before a run starts: command line, nodes, memory."""

@@ -1,0 +1,1 @@
+"""Checkpoints of a run with their manifest, the identity of a run, its folder."""

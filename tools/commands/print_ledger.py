@@ -1,0 +1,141 @@
+"""Prints the memory of one rank by phase, for a configuration and a number of GPUs.
+
+    tlt plan examples/qwen2_5_7b_8gpu.yaml --ranks 8 model.path=Qwen/Qwen2.5-7B-Instruct
+
+It needs no GPU, and of the model a folder with config.json alone; of an id of the Hub it fetches
+that file. `run.device=cpu` gives the memory of a CPU rank.
+
+    tlt plan my.yaml --ranks 8 --simulate runs/mine
+
+With recorded runs of the same policy and machine it also predicts the seconds of a step by phase,
+without speculation, with a frozen drafter and with TLT: see docs/planner.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tlt_megatron.config.hub import CONFIG, load_fetched_config
+from tlt_megatron.config.layout import check_layout
+from tlt_megatron.config.load import load_config
+from tlt_megatron.config.preflight import check_trusted
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.trainer.before.memory_ledger import describe_checkpoint, make_ledger
+from tools.planner.computed_machine import ComputedMachine, read_slowness
+from tools.planner.plan import Candidate, print_plan
+from tools.planner.roofline import GPUS
+from tools.planner.simulation import Machine
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table. ValueError for settings or a layout that a run would refuse."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    add = parser.add_argument
+    add("--ranks", type=int, required=True, help="GPUs (or CPU ranks) of the run")
+    add("--simulate", action="append", default=[], metavar="RUN", help="folder; may be repeated")
+    add("--lengths", default="", metavar="MEDIAN,P99", help="assumed, in tokens")
+    add("--machine", choices=["h100", "h200"], help="computed, where no run is recorded")
+    add("--accept-rate", type=float, metavar="SHARE", help="of drafted tokens, with --machine")
+    add("--gpu-check", default="", metavar="results.jsonl", help="measured, with --machine")
+    add("--against", action="append", default=[], metavar="RUN", help="finished; may be repeated")
+    add("--trust-run", action="store_true", help="run the selector that a run of --against names")
+    add(
+        "--compare",
+        action="append",
+        default=[],
+        metavar='"KEY=VALUE ..."',
+        help="with these settings too, of which ranks=N is one; may be repeated",
+    )
+    add("--memory", type=float, default=0.0, metavar="GIB", help="that a rank has")
+    add("--figure", default="", metavar="FILE.svg", help="a step over time, seconds by phase")
+    add(
+        "words",
+        nargs="+",
+        metavar="CONFIG.yaml | key=value",
+        help="model.path: config.json will do",
+    )
+    given = parser.parse_intermixed_args(arguments)
+    if given.ranks < 1:
+        parser.error(f"--ranks {given.ranks}: must be >= 1")
+    if given.machine and (given.simulate or given.accept_rate is None or not given.lengths):
+        raise ValueError("--machine needs --lengths and --accept-rate, and no --simulate")
+    if given.gpu_check and not given.machine:
+        raise ValueError("--gpu-check needs --machine, which names the GPU")
+    needy = given.lengths or given.against or given.compare or given.figure
+    if needy and not (given.simulate or given.machine):
+        raise ValueError(
+            "--lengths, --against, --compare and --figure need --simulate or --machine"
+        )
+    files = [word for word in given.words if "=" not in word]
+    if not files:
+        parser.error("CONFIG.yaml is missing")
+    overrides = [word for word in given.words if "=" in word]
+    if given.figure and not given.figure.endswith(".svg"):
+        parser.error(f"--figure {given.figure}: must end in .svg")
+    candidates = [
+        _candidate(files, [*overrides, *shlex.split(text)], given.ranks, text or "as given")
+        for text in ("", *given.compare)
+    ]
+    config = candidates[0].config
+    print("\n".join(candidates[0].ledger.lines()))
+    print(describe_checkpoint(config, given.ranks))
+    for run in () if given.trust_run else given.against:
+        if (file := Path(run) / "config.yaml").is_file():
+            check_trusted(load_config(file), run, (), key="speculation.selector")
+    if given.simulate or given.machine:
+        gpu_bytes = GPUS[given.machine.upper()].num_bytes if given.machine else 0.0
+        print_plan(
+            candidates,
+            given.simulate,
+            lengths=given.lengths,
+            computed=_computed(given) if given.machine else None,
+            against=given.against,
+            memory_bytes=given.memory * 2**30 or gpu_bytes,
+            figure=given.figure,
+        )
+
+
+def _computed(given: argparse.Namespace) -> Callable[[Candidate], Machine]:
+    """Return what makes the machine of a candidate from the options."""
+    gpu = GPUS[given.machine.upper()]
+    slowness = read_slowness(Path(given.gpu_check), gpu) if given.gpu_check else {}
+
+    def make(candidate: Candidate) -> Machine:
+        config, rate = candidate.config, given.accept_rate
+        return ComputedMachine(gpu, config, candidate.ranks, accept_rate=rate, slowness=slowness)
+
+    return make
+
+
+def _candidate(files: list[str], words: list[str], ranks: int, name: str) -> Candidate:
+    """Return a checked configuration with its ledger. `ranks=N` among the words replaces
+    `ranks`.
+    """
+    overrides = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key != "ranks":
+            overrides.append(word)
+        elif value.isdecimal() and int(value):
+            ranks = int(value)
+        else:
+            raise ValueError(f"--compare {word}: must be >= 1")
+    config, _ = load_fetched_config(files, overrides, patterns=CONFIG)
+    if not (Path(config.model.path) / "config.json").is_file():
+        raise ValueError(
+            f"model.path={config.model.path!r}: must be a folder with config.json, which is enough for a plan"
+        )
+    check_layout(config, ranks)
+    kind = "cpu" if config.run.device == "cpu" else "cuda"
+    device = Device(torch_device=torch.device(kind, 0), backend="gloo")  # nothing communicates
+    ledger = make_ledger(config, ranks, device)
+    return Candidate(name=name, config=config, ranks=ranks, ledger=ledger)
+
+
+if __name__ == "__main__":
+    raise SystemExit("run it as: tlt plan")

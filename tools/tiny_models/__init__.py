@@ -1,0 +1,1 @@
+"""Makes the small models and tasks of quickstart, benchmarks and tests."""
