@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -89,14 +90,18 @@ def _check_weights(setting: str, folder: Path) -> None:
         with file.open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
         if found != stated:
-            link.unlink()
-            file.unlink()
+            end = "it was deleted from the cache. Start again to fetch it anew"
+            try:
+                link.unlink()
+                file.unlink()
+            except OSError as error:
+                end = f"delete {file}, which this process cannot: {error.strerror}"
             raise ValueError(
-                f"{setting}: {link.name} has the SHA-256 {found}, the Hugging Face Hub states {stated}:"
-                " it was deleted from the cache; start again to fetch it anew"
+                f"{setting}: {link.name} has the SHA-256 {found}, the Hugging Face Hub states {stated}: {end}"
             )
-        marks.mkdir(parents=True, exist_ok=True)
-        mark.write_text(written)
+        with suppress(OSError):  # of a cache that cannot be written: the next start reads it again
+            marks.mkdir(parents=True, exist_ok=True)
+            mark.write_text(written)
 
 
 def check_push(name: str) -> None:

@@ -67,11 +67,10 @@ def named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield key, spec
 
 
-def check_trusted(config: RunConfig, run: str, named: Collection[str], key: str = "") -> None:
-    """Raise ValueError if a setting of `config`, read from the run folder `run`, is code of a user.
+def foreign_code(config: RunConfig) -> list[tuple[str, str]]:
+    """Return every setting that names code outside of the package, and the setting with its value.
 
-    Built-in names are none. `named` are the settings that the command line has given again. `key`
-    is the one setting that will be used; "" stands for all of them.
+    Built-in names are none.
     """
     found = [
         (setting, f"{setting}={spec!r}")
@@ -80,9 +79,18 @@ def check_trusted(config: RunConfig, run: str, named: Collection[str], key: str 
     ]
     if config.rollout.engine == "sglang" and config.sglang.engine_args:  # such as trust_remote_code
         found.append(("sglang.engine_args", f"sglang.engine_args={config.sglang.engine_args!r}"))
+    return found
+
+
+def check_trusted(config: RunConfig, run: str, named: Collection[str], key: str = "") -> None:
+    """Raise ValueError if a setting of `config`, read from the run folder `run`, is `foreign_code`.
+
+    `named` are the settings that the command line has given again. `key` is the one setting that
+    will be used; "" stands for all of them.
+    """
     foreign = [
         text
-        for setting, text in found
+        for setting, text in foreign_code(config)
         if key in ("", setting)
         and not any(f"{setting}.".startswith(f"{given}.") for given in named)
     ]

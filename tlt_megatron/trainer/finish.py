@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from tlt_megatron.config.preflight import foreign_code
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.collectives import barrier
@@ -87,7 +88,8 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     tlt, folder = Path(sys.executable).with_name("tlt"), shlex.quote(str(run_dir))
     progress.message(f"next: {tlt} report {folder}")
     if config.checkpoint.export_hf:
-        progress.message(f"      {tlt} evaluate {folder} --data FILE")
+        trust = " --trust-run" if foreign_code(config) else ""
+        progress.message(f"      {tlt} evaluate {folder} --data FILE{trust}")
     if trainer.drafter is not None:
         progress.message(f"      {tlt} export-drafter --from {folder} --to FOLDER --format sglang")
 
