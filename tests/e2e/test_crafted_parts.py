@@ -228,6 +228,10 @@ CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {  # and what a resum
     "a tensor larger than its file": (_index(_huge), r"/policy.*final_layernorm"),
     "plain values of text": (_common(identity="float32"), "was written with model.dtype=None"),
     "no optimizer": (_common(identity={"model.dtype": "float32"}), "/policy"),
+    "a format of a list": (
+        lambda run_dir: (run_dir / NEWEST / "policy" / "metadata.json").write_text("[1]"),
+        r"policy/metadata\.json: is not as a run writes it",
+    ),
     "rewards of text": (
         _carried(lambda saved: saved.update(scores=[(("x",), ())] * len(saved["scores"]))),
         r"carried_responses\.pt: is not as a run writes it",

@@ -101,7 +101,9 @@ def load_checkpoint(path: Path, stage: Sequence[GPTModel], optimizer: PolicyOpti
     """
     from megatron.core.dist_checkpointing import check_is_distributed_checkpoint
 
-    if not check_is_distributed_checkpoint(str(path)):
+    with errors_named(path / "metadata.json", MALFORMED):
+        is_complete = check_is_distributed_checkpoint(str(path))
+    if not is_complete:
         raise ValueError(f"checkpoint path={str(path)!r}: holds no complete torch_dist checkpoint")
     common = read_common(path)
     read_metadata(path)  # refused here in one line; torch's loader would log a traceback of its own
