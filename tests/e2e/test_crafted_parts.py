@@ -30,7 +30,8 @@ pytestmark = pytest.mark.e2e
 
 SETTINGS = (
     *TLT,
-    "rollout.partial_rollout_tokens=16",
+    *("rollout.partial_rollout_tokens=6", "rollout.over_sampling_prompts=6", "algorithm.tis_cap=2"),
+    *("rollout.num_prompts=3", "rollout.num_samples=2"),
     *("logging.trackers=[]", "logging.progress=none", "data.eval=", "checkpoint.export_hf=false"),
     *("checkpoint.interval=1", "checkpoint.keep=0"),
 )
