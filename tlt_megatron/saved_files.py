@@ -12,8 +12,9 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MAX_BYTES = 1 << 30  # of a file that is read as a whole; a manifest of 10,000 files has 1.5 MB
 # What values of wrong types, sizes and names raise, and a collective does not.
@@ -34,7 +35,7 @@ def one_line(text: object, limit: int = _MAX_CHARACTERS) -> str:
     return line if len(line) <= limit else f"{line[:limit]}..."
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a file to read. ValueError for a pipe, a device or a folder; OSError as of `open`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a pipe blocks here
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -156,11 +156,12 @@ def fetch_data(key: str, name: str) -> Path:
         )
     import datasets
     from datasets.config import HF_DATASETS_CACHE
+    from datasets.exceptions import DatasetsError
 
     repo, split = match["repo"], match["split"]
     try:
         rows = datasets.load_dataset(repo, match["config"], split=split, revision=match["revision"])
-    except (*_hub_errors(), datasets.exceptions.DatasetsError) as error:
+    except (*_hub_errors(), DatasetsError) as error:
         command = f"hf download --repo-type dataset {repo}"
         raise _unreachable(key, name, ".jsonl or .parquet file", command, error) from error
     assert isinstance(rows, datasets.Dataset)

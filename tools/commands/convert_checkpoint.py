@@ -117,10 +117,10 @@ def find_model(path: Path) -> Path:
     if run is None:
         raise ValueError(f"--model: needed, as {path} is in no run folder (with config.yaml)")
     section = read_sections(run / "config.yaml").get("model")
-    path = section.get("path") if isinstance(section, dict) else None
-    if not path or not isinstance(path, str):
+    model = section.get("path") if isinstance(section, dict) else None
+    if not model or not isinstance(model, str):
         raise ValueError(f"--model: needed, as {run}/config.yaml has no model.path")
-    return Path(path)
+    return Path(model)
 
 
 def hf_to_megatron(source: Path, target: Path, *, dtype: str = "float32") -> None:

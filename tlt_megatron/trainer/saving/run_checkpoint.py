@@ -268,7 +268,7 @@ class CheckpointManager:
             return
         newest = max((m.order for _, m in list_checkpoints(self.root)[0]), default=0)
         sync_tree(temporary)
-        write_manifest(temporary, Manifest(step=step, order=newest + 1, files=files))
+        write_manifest(temporary, Manifest(step=step, order=newest + 1, files={**files}))
         self._publish(temporary, final, step)
         try:
             self._drop_old()
