@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+MIN_TEMPERATURE = 1e-5  # logits over a smaller one overflow float32
 MIN_DRAFT_TOKENS = 3  # a shorter DraftSequence has no row
 Message = Mapping[str, object]  # of a chat: at least the texts role and content
 
@@ -49,12 +50,19 @@ class SamplingParams:
             raise ValueError(
                 f"num_samples={self.num_samples}, max_new_tokens={self.max_new_tokens}: both must be >= 1"
             )
-        if not 0.0 <= self.temperature <= 10.0:
-            raise ValueError(f"temperature={self.temperature} is outside [0, 10]")
+        if self.temperature and not MIN_TEMPERATURE <= self.temperature <= 10.0:
+            raise ValueError(
+                f"temperature={self.temperature}: must be 0 (greedy) or in [{MIN_TEMPERATURE}, 10]"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p={self.top_p} is outside (0, 1]")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} is negative (0 keeps all)")
+
+    @property
+    def distribution(self) -> tuple[float, float, int]:
+        """Return what shapes the distribution: requests that share it are sampled together."""
+        return self.temperature, self.top_p, self.top_k
 
     @property
     def is_cut(self) -> bool:

@@ -41,6 +41,11 @@ overrides = {"run.dir": folder + "/run", "run.num_steps": 2}
 run = Trainer(config, reward=my_reward, overrides=overrides, ranks=2).train()
 print("rewards", [row["critic/rewards/mean"] for row in run.metrics[1:]], run.summary["num_steps"])
 
+rows = [{"prompt": f"{i}+{i}=", "label": "5"} for i in range(4)]
+sizes = {"data.max_prompt_tokens": 16, "rollout.num_prompts": 2, "rollout.max_new_tokens": 8}
+small = {**sizes, "run.dir": folder + "/small", "run.num_steps": 1, "mcore.micro_batch_tokens": 64}
+print("without a file", Trainer(model=model, data=rows, reward=my_reward, overrides=small).train().summary["num_steps"])
+
 drafter = Drafter.train(run.policy, ["12+7=", "3*4=", "9-5="] * 8, minutes=0.02, out=folder + "/drafter")
 print("accept length", drafter.accept_length)
 print("exported", sorted(p.name for p in drafter.export(folder + "/served").iterdir()))
@@ -71,6 +76,7 @@ def test_a_script_trains_and_generates(config: Path, tmp_path: Path) -> None:
     found = {line.partition(" ")[0]: line for line in lines}
     assert {row["reward"] for row in rollouts(tmp_path / "run")} <= {0.0, 0.25, 0.5, 0.75, 1.0}
     assert found["rewards"].endswith("] 2")
+    assert found["without"] == "without a file 1"
     assert float(found["accept"].rpartition(" ")[2]) >= 1.0
     assert "model.safetensors" in found["exported"]
     tokens = [line for line in lines if line.startswith("tokens")]

@@ -135,7 +135,7 @@ def test_bad_input_is_answered_in_one_line_before_torch(
         ("plan no.yaml --ranks 2", "config='no.yaml': no such file"),
         (
             f"plan {EXAMPLE} --ranks 2 model.path=absent",
-            "model.path='absent': must be a folder with config.json, which is enough for a plan",
+            "model.path='absent': must be a folder with config.json",
         ),
         ("compare no_run no_other", "no_run, no_other: no such run folder"),
         (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tlt_megatron.config.ranges import read_number, read_size, require
+from tlt_megatron.config.ranges import read_flag, read_number, read_size, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def _read_qwen(hf: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
         num_experts=_num_experts(hf, "num_experts"),
         num_per_token=read_size(hf, "num_experts_per_tok", 8),
         ffn_size=read_size(hf, "moe_intermediate_size", 768),
-        normalizes=bool(hf.get("norm_topk_prob", False)),
+        normalizes=read_flag(hf, "norm_topk_prob", False),
         layers=layers,
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tlt_megatron.config.model_shape import read_eos_token_ids
+from tlt_megatron.data.tokenizer_file import as_in_file
 from tlt_megatron.saved_files import read_json
 from tlt_megatron.types import Message
 
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 
 _TURN = "(turn)"  # stands for a turn of the policy, whose tokens are never encoded again
+# Texts that may stand before another one, of which at least one does not merge with it.
+_ANCHORS = ("\n", "a", ".", "0", "\u00e9")
 _CUT = "\ufdd0"  # no character: stands within the name of a control token that is meant as text
 
 
@@ -77,7 +80,9 @@ class Tokenizer:
         return text
 
     def check_turns(self) -> None:
-        """Raise ValueError if the template's text after a turn depends on the turns before it."""
+        """Raise ValueError if the template's text after a turn depends on the turns before it, or
+        if its tokens are not those in the whole conversation.
+        """
         prompt = {"role": "user", "content": "x"}
         turn = [{"role": "assistant", "content": _TURN}, {"role": "user", "content": "y"}]
         short = self.render([prompt, *turn]).split(_TURN)
@@ -88,6 +93,17 @@ class Tokenizer:
                 f" so an observation cannot be appended to the tokens before it: {short!r} with one turn, {long!r} with two."
                 " Give string prompts, or change chat_template.jinja"
             )
+        observation = turn[1:]
+        whole = self.encode([prompt, *turn])
+        for stop in self.stop_token_ids:
+            added = self.encode_observation(observation, stop, is_chat=True)
+            end = self.decode([stop], skip_special_tokens=False)
+            written = self.decode([stop, *added], skip_special_tokens=False).removeprefix(end)
+            if whole[-len(added) :] != added and written != short[-1].removeprefix(end):
+                raise ValueError(
+                    f"the tokenizer in {self._path} splits a text that follows the token {end!r} in another way than within"
+                    f" a conversation, so an observation cannot be appended: {written!r} instead of {short[-1]!r}"
+                )
 
     @functools.cached_property
     def _control_tokens(self) -> re.Pattern[str]:
@@ -119,13 +135,34 @@ class Tokenizer:
         """
         if not is_chat:
             text = "".join(str(message["content"]) for message in messages)
-            return tuple(self.encode_texts([text])[0])
+            return tuple(self._encode_after(last_token, text))
         begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _TURN}]
         messages = [{key: self._as_text(m[key]) for key in m} for m in messages]
         text = self.render([*begin, *messages]).partition(_TURN)[2]
         # the template ends a turn with the stop token, which the policy drew itself
         text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
-        return tuple(token for ids in self.encode_texts(text.split(_CUT)) for token in ids)
+        first, *rest = text.split(_CUT)
+        parts = [self._encode_after(last_token, first)]
+        parts += [self._encode_after(None, part) for part in rest]
+        return tuple(token for ids in parts for token in ids)
+
+    @functools.cached_property
+    def _marks_begin(self) -> bool:
+        """Return whether a text alone gets a space before it, as by SentencePiece."""
+        pair = [token for ids in self.encode_texts(["\n", "a"]) for token in ids]
+        return self.decode(pair, skip_special_tokens=False) != "\na"
+
+    def _encode_after(self, last_token: int | None, text: str) -> list[int]:
+        """Return the tokens of a text that follows others; `last_token` is the last of them."""
+        if not self._marks_begin:
+            return self.encode_texts([text])[0]
+        before = "" if last_token is None else self.decode([last_token], skip_special_tokens=False)
+        for anchor in (before, *_ANCHORS):
+            head, whole = self.encode_texts([anchor, anchor + text])
+            is_kept = head == whole[: len(head)] and (anchor != before or head == [last_token])
+            if is_kept:
+                return whole[len(head) :]
+        raise ValueError(f"the tokenizer in {self._path} cannot continue a text by {text!r}")
 
     def decode_turn(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn with its special tokens, but without the one that ends it."""
@@ -158,9 +195,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     except Exception as error:  # tokenizers raises Exception itself for a file of a newer version
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"model.path={str(path)!r}: its tokenizer cannot be loaded: {reason}"
-        ) from error
+        is_config = reason.startswith("Validation error for field")  # of config.json, read first
+        part = "config.json" if is_config else "its tokenizer"
+        raise ValueError(f"model.path={str(path)!r}: {part} cannot be loaded: {reason}") from error
+    hf = as_in_file(hf, folder)
     _check_vocabulary(hf, folder)
     stop_token_ids = read_eos_token_ids(folder)
     if hf.eos_token_id is not None:
@@ -171,10 +209,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _check_vocabulary(hf: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raise ValueError if a token id exceeds the vocab_size of config.json."""
+    """Raise ValueError if a token id exceeds the vocab_size of config.json, or all are special."""
     file = folder / "config.json"
     vocab_size = read_json(file).get("vocab_size") if file.is_file() else None
-    highest = max(hf.get_vocab().values(), default=-1)
+    vocabulary = hf.get_vocab()
+    if len(vocabulary) <= len(hf.added_tokens_decoder):
+        raise ValueError(
+            f"model.path={str(folder)!r}: its tokenizer has no token but the special ones: a file of it is missing or empty"
+        )
+    highest = max(vocabulary.values())
     if isinstance(vocab_size, int) and highest >= vocab_size:
         raise ValueError(
             f"model.path={str(folder)!r}: its tokenizer has token ids up to {highest}, more than vocab_size={vocab_size} "

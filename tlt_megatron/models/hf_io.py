@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tlt_megatron.config.model_folder import ADAPTER_CONFIG
 from tlt_megatron.config.model_shape import ROUTER_BIAS, ModelConfig, tensor_shapes
 from tlt_megatron.config.weight_files import INDEX_NAME, SINGLE_NAME, find_tensors, read_header
 from tlt_megatron.models.attention.sums import wide_dtype
@@ -149,7 +150,9 @@ def companions(folder: Path) -> list[Path]:
     generation config.
     """
     files = [f for f in folder.iterdir() if f.suffix in (".json", ".txt", ".model", ".jinja")]
-    return [file for file in files if file.name not in (INDEX_NAME, "made_with.json")]
+    return [
+        file for file in files if file.name not in (INDEX_NAME, "made_with.json", ADAPTER_CONFIG)
+    ]
 
 
 def _copy_companions(source: Path, path: Path, dtype: torch.dtype) -> None:

@@ -24,7 +24,7 @@ def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...
     if not config.speculation.enabled or not config.speculation.is_learned:
         return ()
     if config.speculation.drafter:
-        return load_draft_config(config.speculation.drafter).aux_layer_ids
+        return load_draft_config(config.speculation.drafter, target.num_layers).aux_layer_ids
     if config.drafter.algorithm != "eagle3":
         return ()
     return default_aux_layer_ids(target.num_layers)
@@ -74,7 +74,10 @@ def make_drafter(
     """Load the drafter at `speculation.drafter`, or make the same random one on every rank."""
     if config.speculation.drafter:
         return load_drafter(
-            config.speculation.drafter, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD
+            config.speculation.drafter,
+            embedding_VD=embedding_VD,
+            lm_head_VD=lm_head_VD,
+            num_layers=target.num_layers,
         )
     architecture = "eagle3" if config.drafter.algorithm == "eagle3" else "eagle"
     draft_config = make_draft_config(target, architecture, embedding_VD)

@@ -23,6 +23,7 @@ import torch
 from tlt_megatron.config.hub import CONFIG, load_fetched_config
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import load_config
+from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.preflight import check_trusted
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.before.memory_ledger import describe_checkpoint, make_ledger
@@ -126,10 +127,9 @@ def _candidate(files: list[str], words: list[str], ranks: int, name: str) -> Can
         else:
             raise ValueError(f"--compare {word}: must be >= 1")
     config, _ = load_fetched_config(files, overrides, patterns=CONFIG)
-    if not (Path(config.model.path) / "config.json").is_file():
-        raise ValueError(
-            f"model.path={config.model.path!r}: must be a folder with config.json, which is enough for a plan"
-        )
+    for key, path in (("model.path", config.model.path), ("critic.path", config.critic_path)):
+        if key == "model.path" or config.has_critic:
+            check_model(key, path, needs_weights=False, needs_tokenizer=False)
     check_layout(config, ranks)
     kind = "cpu" if config.run.device == "cpu" else "cuda"
     device = Device(torch_device=torch.device(kind, 0), backend="gloo")  # nothing communicates

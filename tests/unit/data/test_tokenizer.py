@@ -192,3 +192,115 @@ def test_a_template_whose_text_after_a_turn_depends_on_earlier_ones_is_refused(
         ValueError, match="leaves out a turn, or what it writes after a turn depends"
     ):
         load_tokenizer(folder).check_turns()
+
+
+def write_own(folder: Path, kind: str, tokenizer_class: str, **config: object) -> None:
+    """Write a BPE tokenizer of bytes, or one as SentencePiece's, under the name of a class."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    if kind == "ByteLevel":
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = tokenizers.decoders.ByteLevel()
+    else:
+        first = "first" if kind == "Metaspace" else "never"
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=first, split=False)
+        bpe.decoder = tokenizers.decoders.Sequence(
+            [
+                tokenizers.decoders.Replace("▁", " "),
+                tokenizers.decoders.ByteFallback(),
+                tokenizers.decoders.Fuse(),
+                *([tokenizers.decoders.Strip(" ", 1, 0)] if first == "first" else []),
+            ]
+        )
+        letters = [f"<0x{byte:02X}>" for byte in range(256)]
+    named = ["<unk>", "<s>", "</s>"]
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=[*named, *letters], vocab_size=400)
+    bpe.train_from_iterator(["What is 12 + 7? It is  19.\n"] * 9, trainer)
+    state = json.loads(bpe.to_str())
+    state["added_tokens"] = state["added_tokens"][:3]  # the letters and bytes are no special tokens
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    about = {"tokenizer_class": tokenizer_class, "bos_token": "<s>", "eos_token": "</s>"} | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokenizer_class"),
+    [
+        ("ByteLevel", "LlamaTokenizerFast"),  # DeepSeek-R1-Distill-Llama
+        ("ByteLevel", "Qwen2Tokenizer"),
+        ("ByteLevel", "PreTrainedTokenizerFast"),
+        ("Metaspace", "LlamaTokenizer"),
+        ("Metaspace", "Qwen2Tokenizer"),
+        ("Metaspace", "GPT2Tokenizer"),
+        ("Metaspace, none first", "LlamaTokenizerFast"),
+    ],
+)
+def test_texts_are_split_as_tokenizer_json_says_whatever_class_is_named(
+    kind: str, tokenizer_class: str, tmp_path: Path
+) -> None:
+    write_own(tmp_path, kind, tokenizer_class)
+    truth = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    for text in ("What is 12 + 7?", "  a\n b  é", "It is  19."):
+        ids = truth.encode(text, add_special_tokens=False).ids
+        assert loaded.encode(text) == tuple(ids)
+        assert loaded.decode(ids) == truth.decode(ids)
+        assert loaded.decode(ids).lstrip() == text.lstrip()
+    assert loaded.stop_token_ids == (2,)
+
+
+def test_a_null_in_config_json_is_not_the_tokenizers_fault(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "mistral", "use_cache": null}')
+    with pytest.raises(ValueError, match=r"config\.json cannot be loaded: .*'use_cache'"):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_of_special_tokens_alone_is_refused(folder: Path) -> None:
+    state = json.loads((folder / "tokenizer.json").read_text())
+    state["model"]["vocab"] = {token["content"]: token["id"] for token in state["added_tokens"]}
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="no token but the special ones"):
+        load_tokenizer(folder)
+
+
+ZEPHYR = (
+    LOOP + "<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n" + PROMPT + "<|assistant|>\n{% endif %}"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["Metaspace", "Metaspace, none first", "ByteLevel"])
+def test_an_observation_gets_no_space_that_the_conversation_has_not(
+    kind: str, tmp_path: Path
+) -> None:
+    """SentencePiece puts a space before a text alone: "12+7=" and "19" was "12+7= 19"."""
+    write_own(tmp_path, kind, "LlamaTokenizer", legacy=False)
+    (tmp_path / "chat_template.jinja").write_text(ZEPHYR)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.check_turns()
+    asked = tokenizer.encode("12+7=")
+    for text in ("19", " 19", "\n\n19 is it."):
+        added = tokenizer.encode_observation([{"content": text}], asked[-1], is_chat=False)
+        assert tokenizer.decode([*asked, *added]) == f"12+7={text}"
+    (stop,) = tokenizer.stop_token_ids
+    for text in ("19", "a </s> <unk> b"):  # names of control tokens stay text
+        messages = [{"role": "user", "content": text}]
+        added = tokenizer.encode_observation(messages, stop, is_chat=True)
+        assert stop in added
+        written = tokenizer.decode([stop, *added], skip_special_tokens=False)
+        assert written == f"</s>\n<|user|>\n{text}</s>\n<|assistant|>\n"
+    turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "12"}]
+    whole = tokenizer.encode([*turn, {"role": "user", "content": "19"}])
+    added = tokenizer.encode_observation([{"role": "user", "content": "19"}], stop, is_chat=True)
+    assert whole[-len(added) :] == added
+
+
+def test_a_tokenizer_that_cannot_continue_a_conversation_is_refused(tmp_path: Path) -> None:
+    """It puts a space before each text between control tokens, also in the whole conversation."""
+    write_own(tmp_path, "Metaspace", "PreTrainedTokenizerFast")
+    (tmp_path / "chat_template.jinja").write_text(ZEPHYR)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.encode_observation = lambda *_, **__: (7, *tokenizer.encode("\nx"))
+    with pytest.raises(ValueError, match="in another way than within a conversation"):
+        tokenizer.check_turns()
