@@ -62,7 +62,7 @@ def copy_drafter(model: DraftModel, device: torch.device) -> DraftModel:
 
 
 def make_sequence(
-    model: DraftModel, num_tokens: int, *, seed: int = 0, **fields: int
+    model: DraftModel, num_tokens: int, *, seed: int = 0, **fields: Any
 ) -> DraftSequence:
     """Random tokens and states."""
     generator = torch.Generator().manual_seed(1000 + seed)

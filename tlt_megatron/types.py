@@ -218,6 +218,9 @@ class DraftSequence:
     loss_start: int = 0  # first token whose prediction is trained, usually the response's first
     # [T] bool, False on observations, which are context alone; None: there are none
     loss_mask: Tensor | None = None
+    # (draw_index, sample_index, noise position of token `loss_start`), which key its noise; None:
+    # not known
+    request: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         num_tokens = self.token_ids.numel()
@@ -293,6 +296,7 @@ class MicroBatch:
     old_values: Tensor | None = None  # [P] float32, of the critic before its update
     returns: Tensor | None = None  # [P] float32, what the critic learns to predict
     loss_count: int = 0  # this micro-batch's share of the loss divisor (tokens or sequences)
+    requests: tuple[tuple[int, int], ...] = ()  # (draw_index, sample_index) of each sequence
 
     @property
     def num_tokens(self) -> int:

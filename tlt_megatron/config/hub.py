@@ -33,6 +33,15 @@ CONFIG = ("config.json",)
 TOKENIZER = ("*.json", "*.model", "*.txt", "*.jinja")
 WHOLE = (*TOKENIZER, "*.safetensors")
 _SHA256 = re.compile("[0-9a-f]{64}")
+# Where this project's commands and examples put models: a name that begins so is a path, and is not
+# sent to the Hub.
+_LOCAL = ("build/", "models/", "runs/")
+_MADE_BY = {
+    "build/tiny_policy": "make quickstart-policy",
+    "build/quickstart_policy": "make quickstart-policy",
+    "build/tiny_drafter": "make drafter",
+    "build/smollm2": "make small-llm",
+}
 _LEFT_OUT = ("*/*", "consolidated*")  # other formats of the same weights
 
 
@@ -41,11 +50,15 @@ def fetch_model(key: str, name: str, patterns: tuple[str, ...] = WHOLE) -> Path:
     under it.
 
     `patterns` limits the files that are fetched. ValueError names the setting `key` if the Hub
-    cannot be reached or has no such model.
+    cannot be reached or has no such model, or if the name is a path of this project that is absent.
     """
     match = _MODEL.fullmatch(name)
     if match is None or Path(name).exists():
         return Path(name)
+    if name.startswith(_LOCAL):
+        made = _MADE_BY.get(name)
+        advice = f": {made} makes it" if made else " (an id of the Hub is owner/name)"
+        raise ValueError(f"{key}={name!r}: is no folder of this machine{advice}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -215,7 +228,9 @@ def _found(config: RunConfig, patterns: tuple[str, ...]) -> dict[str, str | list
 
 def _unreachable(key: str, name: str, kind: str, command: str, error: Exception) -> ValueError:
     reason = one_line(error, 300) or type(error).__name__
+    advice = f"on a machine with a network: {command} --local-dir FOLDER, then copy FOLDER here and set {key} to it"
+    if Path(name).parent.is_dir():  # so it is a path, most likely
+        advice = f"the folder {Path(name).parent} is here, and has no {Path(name).name}"
     return ValueError(
-        f"{key}={name!r}: is no {kind} of this machine, and the Hugging Face Hub does not give it: {reason}"
-        f" (on a machine with a network: {command} --local-dir FOLDER, then copy FOLDER here and set {key} to it)"
+        f"{key}={name!r}: is no {kind} of this machine, and the Hugging Face Hub does not give it: {reason} ({advice})"
     )

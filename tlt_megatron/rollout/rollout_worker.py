@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from tlt_megatron.engines.base import GenerationStopped, PassRecord, RolloutEngine
 from tlt_megatron.policy.exchange import filled, part_of, row_of, share_with_all
 from tlt_megatron.rewards.worker_process import Outcome
@@ -222,6 +224,11 @@ class RolloutWorker:
                 prompt = dataclasses.replace(prompt, extra_info=info)
             self.rewards.submit(key, prompt, text)
 
+        def keep(part: Rollout, features: Tensor) -> None:
+            assert drafter is not None
+            num_prompt_tokens = len(responses.prompts[part.draw_index].token_ids)
+            drafter.add_features(part, features, len(part.prompt_ids) - num_prompt_tokens)
+
         mine = self._share_of(prompts)
         status.expect_responses(sum(len(p.sample_indices(responses.params)) for p in mine))
         generate = (self.conversations or self.engine).generate
@@ -231,10 +238,12 @@ class RolloutWorker:
                 responses.params,
                 policy_version=policy_version,
                 on_finish=score,
-                on_features=drafter.add_features if drafter else None,
+                on_features=keep if drafter else None,
                 should_stop=self.should_stop,
             )
             passes = self.engine.take_passes()
+            if drafter:
+                drafter.holdout.add_passes(passes)
             add_pass_spans(self.phases.timeline, passes)
             for start_s, end_s in self.engine.stats().drafter_refreshes:
                 self.phases.timeline.add_span("REFRESH-DRAFTER", start_s, end_s)

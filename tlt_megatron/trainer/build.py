@@ -123,12 +123,13 @@ def build_run(site: Site) -> Run:
     with phases("SYNC", "update_weights", version=step):
         push_policy(model, worker.engine, step, dtype=engine_dtype, world=world)
     phases.take_timings()  # of no step
-    drafter = build_drafter(site, worker.engine, phases.timeline)
+    sampling = _sampling(config, tokenizer)
+    drafter = build_drafter(site, worker.engine, phases.timeline, sampling)
     if drafter and folder and resumes_drafter:
         drafter.load_from(folder)
     trainer = RLTrainer(
         rules=_batch_rules(config),
-        sampling=_sampling(config, tokenizer),
+        sampling=sampling,
         engine_dtype=engine_dtype,
         sampler=sampler,
         worker=worker,
@@ -182,6 +183,7 @@ def _build_worker(
     stack.callback(engine.close)
     path = site.run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl"
     status = site.heartbeat.status
+    status.device = site.device.gpu_name or "cpu"
     stack.callback(StatusWriter(site.run_dir, status).close)
     timeline = Timeline(path, world.rank, status)
     stack.callback(timeline.close)

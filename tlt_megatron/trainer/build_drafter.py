@@ -14,9 +14,11 @@ from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.spot.holdout import Holdout
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 from tlt_megatron.trainer.run_site import Site
+from tlt_megatron.types import SamplingParams
 
 
 def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...]:
@@ -30,11 +32,13 @@ def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...
     return default_aux_layer_ids(target.num_layers)
 
 
-def build_drafter(site: Site, engine: RolloutEngine, timeline: Timeline) -> DrafterLifecycle | None:
+def build_drafter(
+    site: Site, engine: RolloutEngine, timeline: Timeline, sampling: SamplingParams
+) -> DrafterLifecycle | None:
     """Return the drafter's training, or None without spot training. A collective of all ranks.
 
-    The engine must hold the policy, because drafter and policy are compared. ValueError for a
-    drafter of another policy.
+    `sampling` is that of the rollouts. The engine must hold the policy, because drafter and policy
+    are compared. ValueError for a drafter of another policy.
     """
     config, world = site.config, site.world
     if not config.spot.enabled:
@@ -58,7 +62,7 @@ def build_drafter(site: Site, engine: RolloutEngine, timeline: Timeline) -> Draf
         trainer,
         DataBuffer(config.spot, getattr(torch, config.rollout.dtype)),
         engine,
-        config.spot,
+        Holdout(engine, sampling, config.speculation.parsed_strategies),
         ranks=ranks,
         world=world,
         timeline=timeline,

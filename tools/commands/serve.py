@@ -14,6 +14,7 @@ import argparse
 import os
 import shlex
 import socket
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +60,13 @@ def _serve(
     )
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     config = server_config(make_app(engine, name), options.host, options.port)
+    try:
+        place.listen(config.backlog)
+    except OSError as error:  # another server has begun meanwhile
+        raise ValueError(f"--host {options.host} --port {options.port}: {error}") from None
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    address = f"http://{host}:{place.getsockname()[1]}"
+    print(f"tlt serve: running on {address} (Ctrl-C ends it)", file=sys.stderr, flush=True)
     uvicorn.Server(config).run(sockets=[place])
 
 

@@ -117,6 +117,10 @@ class EmbeddedEngine:
         model = self._weights.model
         return model.embedding, model.lm_head
 
+    def drafted_ids(self) -> Tensor | None:
+        draft = None if self._speculation is None else self._speculation.draft
+        return None if draft is None else draft.ids_C
+
     def set_speculation(self, speculation: Speculation | None) -> None:
         """Start speculation with the next `generate`, or stop it (None). Tokens stay the same; the
         KV is reallocated.
