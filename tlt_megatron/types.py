@@ -91,6 +91,8 @@ class Prompt:
     ground_truth: str = ""
     extra_info: Mapping[str, object] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()  # of a chat prompt; (): the prompt is plain text
+    # for the chat template besides the messages: tools, enable_thinking, ...
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
     # For a prompt that continues a response: `token_ids` end with what the response has so far.
     first_sample: int = 0  # sample_index of the first of its responses
     first_position: int = 0  # noise position of their first token: the tokens that they continue
@@ -265,6 +267,8 @@ class ScoredGroup(RolloutGroup):
     rewards: tuple[float, ...]  # one per rollout
     # further numbers of the reward function by name, one per rollout; () without any
     details: tuple[Mapping[str, float], ...] = ()
+    # soft overlong punishments, which `rewards` contain, one per rollout; () without any
+    punishments: tuple[float, ...] = ()
 
     @property
     def is_complete(self) -> bool:

@@ -55,7 +55,8 @@ class PromptReader:
                 f"{name} has {len(text)} characters: max_tokens={self._max_tokens} tokens hold at most"
                 f" {self._max_tokens * self._longest_token}"
             )
-        return tuple(self._tokenizer.encode_texts([text])[0])
+        ids = self._tokenizer.encode_texts([text])[0]
+        return tuple(self._tokenizer.with_first(ids) if isinstance(prompt, str) else ids)
 
 
 def check_text(text: str, name: str) -> None:

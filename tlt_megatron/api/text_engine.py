@@ -158,8 +158,8 @@ class Engine:
     ) -> list[Completion]:
         """Return `num_samples` responses to each prompt, those of the first prompt first.
 
-        A prompt is a text, which is used unchanged, a list of chat messages, or a list, array or
-        tensor of token ids. `prompts` is one of them or a list of them. `temperature` 0 is greedy.
+        A prompt is a text, encoded behind BOS, a list of chat messages, or a list, array or tensor
+        of token ids. `prompts` is one of them or a list of them. `temperature` 0 is greedy.
         The tokens depend on the prompt's place in the list and on `seed`, and not on what else is
         generated. Without a seed it is random. A response ends before the first of the `stop`
         strings. Several threads may call it: their responses share the running batch. ValueError

@@ -16,8 +16,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from tlt_megatron.api.function_source import place_of
 from tlt_megatron.cli import train_command
+from tlt_megatron.rewards.carried_function import save_function
 from tlt_megatron.runtime.parent import run_environment
 from tlt_megatron.trainer.summary import read_metrics
 
@@ -85,10 +85,10 @@ class Trainer:
         such as `openai/gsm8k/main:train`, or rows, which are written to the run folder. ValueError
         for rows that are no JSON objects.
 
-        `reward` replaces `reward.function`. A function of a script or a notebook is copied to a
-        file beside the run folder, with the imports and values that it uses. ValueError if that is
-        impossible. `overrides` are settings such as `{"rollout.num_samples": 8}`. `ranks` is the
-        number of processes, one per GPU.
+        `reward` replaces `reward.function`: any callable, such as a function of a script or a
+        notebook, a lambda, a partial or an object. It is copied to files beside the run folder,
+        with the values that it uses now. ValueError if that is impossible. `overrides` are settings
+        such as `{"rollout.num_samples": 8}`. `ranks` is the number of processes, one per GPU.
         """
         files = [config] if isinstance(config, str | Path) else list(config)
         if not files and (model is None or data is None):
@@ -103,8 +103,8 @@ class Trainer:
             is_name = isinstance(data, str | PathLike)
             settings["data.train"] = fspath(data) if is_name else _write_rows(data, self.folder)
         if reward is not None:
-            copy = self.folder.with_name(f"{self.folder.name}_reward.py")
-            settings["reward.function"] = place_of(reward, copy)
+            file = self.folder.with_name(f"{self.folder.name}_reward.py")
+            settings["reward.function"] = save_function(reward, file, run_environment())
         words = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]
         self._command = train_command([*map(str, files), *words, "--nproc-per-node", str(ranks)])
 

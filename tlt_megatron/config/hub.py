@@ -3,18 +3,20 @@ this machine.
 
 `Qwen/Qwen3-0.6B` is a model, `Qwen/Qwen3-0.6B@REVISION` one at a branch, tag or commit.
 `openai/gsm8k:train` is a split of a data set, `openai/gsm8k/main@REVISION:train` one of a named
-configuration. What exists on this machine is never asked for. The launcher fetches once per node
-before it starts ranks; `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` have their usual
-meaning.
+configuration, and `FOLDER:train` one of a folder. What exists on this machine is never asked for.
+The launcher fetches once per node before it starts ranks; `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and
+`HF_HUB_OFFLINE` have their usual meaning.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from operator import attrgetter
@@ -80,7 +82,12 @@ def _hub_errors() -> tuple[type[Exception], ...]:
     """
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
-    return (OSError, ValueError, RuntimeError, HTTPError)
+    found = (OSError, ValueError, RuntimeError, HTTPError)
+    if "datasets" not in sys.modules:
+        return found
+    from datasets.exceptions import DatasetsError
+
+    return (*found, DatasetsError)
 
 
 def _check_weights(setting: str, folder: Path) -> None:
@@ -154,38 +161,86 @@ def name_version(name: str, folder: Path) -> str:
 
 
 def fetch_data(key: str, name: str) -> Path:
-    """Return the file of a data set: `name` itself if it is no id of the Hub, else the split as a
-    .parquet file.
+    """Return the file of a data set: `name` itself if it is no id of the Hub and no split of a
+    folder, else the split as a .jsonl file if its files are JSON, as a .parquet file if not.
 
     The file is written once for each version of the data, into the cache of `datasets`. ValueError
     as in `fetch_model`.
     """
+    folder, _, split = name.partition(":")
     match = _DATA.fullmatch(name)
-    if match is None or Path(name).exists():
+    if Path(name).exists() or not (match or Path(folder).is_dir()):
         return Path(name)
     if find_spec("datasets") is None:
         raise ValueError(
             f"{key}={name!r}: the package datasets is not installed: pip install datasets"
         )
-    import datasets
-    from datasets.config import HF_DATASETS_CACHE
-    from datasets.exceptions import DatasetsError
-
-    repo, split = match["repo"], match["split"]
-    try:
-        rows = datasets.load_dataset(repo, match["config"], split=split, revision=match["revision"])
-    except (*_hub_errors(), DatasetsError) as error:
-        command = f"hf download --repo-type dataset {repo}"
-        raise _unreachable(key, name, ".jsonl or .parquet file", command, error) from error
-    assert isinstance(rows, datasets.Dataset)
-    kept = Path(HF_DATASETS_CACHE) / "tlt_megatron" / rows._fingerprint
+    source = (folder, None, None)
+    if match is not None and not Path(folder).is_dir():
+        source, split = (match["repo"], match["config"], match["revision"]), match["split"]
     # The stem names the data in metrics, as that of a user's own file does.
-    stem = re.sub(r"[^\w.-]+", "_", f"{repo.rpartition('/')[2]}-{split}")
-    file = kept / f"{stem}.parquet"
+    stem = re.sub(r"[^\w.-]+", "_", f"{Path(source[0]).name}-{split}")
+    try:
+        return _write_split(source, split, stem)
+    except _hub_errors() as error:
+        command = f"hf download --repo-type dataset {source[0]}"
+        raise _unreachable(key, name, ".jsonl or .parquet file", command, error) from error
+
+
+def _write_split(source: tuple[str, str | None, str | None], split: str, stem: str) -> Path:
+    """Write a split of a data set, named by repository or folder, configuration and revision.
+
+    JSON is copied as text: `datasets` would turn dates into times, cut numbers to ten digits, and
+    read text of columns of several types as JSON.
+    """
+    import datasets
+    from datasets.config import HF_DATASETS_CACHE, HF_HUB_OFFLINE
+    from huggingface_hub import snapshot_download
+
+    repo, config, revision = source
+    if HF_HUB_OFFLINE and not Path(repo).is_dir():  # files that a run with a network has fetched
+        repo = snapshot_download(repo, repo_type="dataset", revision=revision)
+    builder = datasets.load_dataset_builder(repo, config, revision=revision)
+    kept = Path(HF_DATASETS_CACHE) / "tlt_megatron"
+    files = {str(name): each for name, each in (builder.config.data_files or {}).items()}
+    spec = "+".join(files) if split == "all" else split
+    names = [part.partition("[")[0] for part in spec.split("+")]
+    is_json = builder.name == "json" and not getattr(builder.config, "field", None)
+    if is_json and files.keys() >= set(names):
+        manager = datasets.DownloadManager(base_path=builder.base_path)
+        lines = {
+            name: [
+                line
+                for file in manager.iter_files(manager.download_and_extract(files[name]))
+                for line in _json_lines(Path(file).read_bytes())
+            ]
+            for name in names
+        }
+        counts = {name: len(each) for name, each in lines.items()}
+        parts = datasets.ReadInstruction.from_spec(spec).to_absolute(counts)
+        content = b"\n".join(
+            line for part in parts for line in lines[part.splitname][part.from_ : part.to]
+        )
+        file = kept / hashlib.sha256(content).hexdigest()[:16] / f"{stem}.jsonl"
+        return _write_once(file, lambda part: part.write_bytes(content))
+    rows = datasets.load_dataset(repo, config, split=split, revision=revision)
+    assert isinstance(rows, datasets.Dataset)
+    return _write_once(kept / rows._fingerprint / f"{stem}.parquet", rows.to_parquet)
+
+
+def _json_lines(content: bytes) -> list[bytes]:
+    """Return a line per row of a file of JSON: of lines, or of one list."""
+    content = content.removeprefix(codecs.BOM_UTF8)
+    if content.lstrip().startswith(b"["):
+        return [json.dumps(row).encode() for row in json.loads(content)]
+    return [line for line in content.splitlines() if line.strip()]
+
+
+def _write_once(file: Path, write: Callable[[Path], object]) -> Path:
     if not file.is_file():
-        kept.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}.part")
-        rows.to_parquet(part)
+        write(part)
         part.replace(file)
     return file
 

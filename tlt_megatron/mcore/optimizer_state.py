@@ -89,6 +89,7 @@ def load_optimizer_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) ->
 def _load_part(
     part: MegatronOptimizer, param_state: dict[int, Any] | None, step: int | None
 ) -> None:
+    assert _is_distributed(part)
     state = part.state_dict()
     for group in state["optimizer"]["param_groups"]:
         group.pop("step", None)  # Transformer Engine's Adam has none before its first update
@@ -100,7 +101,6 @@ def _load_part(
         for parameter in _parameters(part)
     }
     if param_state is not None:
-        assert _is_distributed(part)
         part.load_parameter_state_from_fully_reshardable(param_state)
     if _has_step_per_parameter(part):
         for parameter, own in steps.items():

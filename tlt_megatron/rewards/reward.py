@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -43,7 +44,7 @@ def read_result(result: object) -> tuple[float, dict[str, float]]:
 
     A result is a number, or a dict with the number under "score". A further entry may be a number,
     text (skipped with a warning, once) or None (skipped). ValueError names the entry if it is
-    anything else, NaN, or more than `MAX_ABS_REWARD` in absolute value.
+    anything else or not finite, or for a score of more than `MAX_ABS_REWARD` in absolute value.
     """
     if not isinstance(result, Mapping):
         return _read_number("score", result), {}
@@ -63,15 +64,16 @@ def read_result(result: object) -> tuple[float, dict[str, float]]:
 
 
 def _read_number(key: str, value: object) -> float:
+    limit = MAX_ABS_REWARD if key == "score" else sys.float_info.max
     try:
         number = float(value)  # type: ignore[arg-type]  # numpy and torch scalars pass as well
     except OverflowError:  # an integer beyond float64
         number = math.inf
     except (TypeError, ValueError):
         number = math.nan
-    if isinstance(value, str) or math.isnan(number) or abs(number) > MAX_ABS_REWARD:
+    if isinstance(value, str) or math.isnan(number) or abs(number) > limit:
         raise ValueError(
-            f"{key}={repr(value)[:80]}: must be a finite number from {-MAX_ABS_REWARD:g} to {MAX_ABS_REWARD:g}"
+            f"{key}={repr(value)[:80]}: must be a finite number from {-limit:g} to {limit:g}"
         )
     return number
 

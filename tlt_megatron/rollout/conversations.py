@@ -216,7 +216,10 @@ class Conversations:
             return None
         try:
             observation = self.tokenizer.encode_observation(
-                answer.observation, int(last.token_ids[-1]), is_chat=bool(prompt.messages)
+                answer.observation,
+                int(last.token_ids[-1]),
+                is_chat=bool(prompt.messages),
+                template_kwargs=prompt.template_kwargs,
             )
         except ValueError as error:
             why = f"its observation cannot be encoded: {error}"

@@ -9,6 +9,9 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.unit.data.conftest import write_rows
+from tlt_megatron.config.schema import DataSection
+from tlt_megatron.data.prompts import load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -194,6 +197,69 @@ def test_a_template_whose_text_after_a_turn_depends_on_earlier_ones_is_refused(
         load_tokenizer(folder).check_turns()
 
 
+@pytest.mark.parametrize("kind", ["a BOS", "a BOS and an EOS", "nothing"])
+def test_a_string_begins_with_the_tokens_that_the_tokenizer_puts_before_a_text(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
+    """As in transformers, vLLM and SGLang, but once, and nothing behind it. Templates write
+    their own."""
+    fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if kind != "nothing":
+        ending = " <eos>" if "EOS" in kind else ""
+        fast.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"<pad> $A{ending}", special_tokens=[("<pad>", 0), ("<eos>", 1)]
+        )
+    fast.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    plain = tuple(tokenizer.encode_texts(["a b"])[0])
+    first = () if kind == "nothing" else (0,)
+    assert tokenizer.encode("a b") == (*first, *plain)
+    assert tokenizer.encode("<pad>a b") == (0, *plain)
+    text = "<|system|>be brief<eot><|user|>1+1?<eot><|assistant|>"
+    assert tokenizer.encode(MESSAGES) == tuple(tokenizer.encode_texts([text])[0])
+    path = write_rows(tmp_path / "t.jsonl", [{"prompt": "a b", "label": 1}])
+    (row,) = load_prompts(path, tokenizer, DataSection()).rows
+    assert row.token_ids == (*first, *plain)
+    notes = tokenizer.notes(has_strings=True)
+    assert [note.partition(",")[0] for note in notes] == (
+        [] if kind == "nothing" else ["string prompts begin with <pad>"]
+    )
+    assert tokenizer.notes(has_strings=False) == []
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_rewards_see_the_special_tokens_of_a_response_but_not_its_end(
+    is_special: bool, folder: Path
+) -> None:
+    """A stop token ends the text whether or not the tokenizer marks it as special."""
+    fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names = ["<think>", "</think>", "<|im_end|>"]
+    fast.add_tokens([tokenizers.AddedToken(name, special=is_special) for name in names])
+    fast.save(str(folder / "tokenizer.json"))
+    end = fast.token_to_id("<|im_end|>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, 2]}))
+    tokenizer = load_tokenizer(folder)
+    for text in ("<think>1</think>#### 42", "<|im_end|>7"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode_turn([*ids, end]) == text
+        assert tokenizer.decode_turn(ids) == text
+    assert tokenizer.decode_turn([end]) == ""
+    notes = tokenizer.notes(has_strings=True)
+    assert len(notes) == is_special
+    assert all("marks <think>, </think> as special" in note for note in notes)
+
+
+def test_a_template_that_writes_the_date_writes_the_given_one(folder: Path) -> None:
+    """Llama 3.2 and Mistral Small do so."""
+    (folder / "chat_template.jinja").write_text(
+        "\n{%- if strftime_now is defined %}{% set date = strftime_now('%d %b %Y, %H:%M') %}{% endif %}"
+        "{% for m in messages %}{{ strftime_now('%Y-%m-%d') }} {% endfor %}{{ date }}!"
+    )
+    text = load_tokenizer(folder, "2024-07-26").render(MESSAGES)
+    assert text == "2024-07-26 2024-07-26 26 Jul 2024, 00:00!"
+    assert load_tokenizer(folder).render(MESSAGES) != text
+
+
 def write_own(folder: Path, kind: str, tokenizer_class: str, **config: object) -> None:
     """Write a BPE tokenizer of bytes, or one as SentencePiece's, under the name of a class."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
@@ -245,7 +311,7 @@ def test_texts_are_split_as_tokenizer_json_says_whatever_class_is_named(
     loaded = load_tokenizer(tmp_path)
     for text in ("What is 12 + 7?", "  a\n b  é", "It is  19."):
         ids = truth.encode(text, add_special_tokens=False).ids
-        assert loaded.encode(text) == tuple(ids)
+        assert loaded.encode_texts([text]) == [ids]
         assert loaded.decode(ids) == truth.decode(ids)
         assert loaded.decode(ids).lstrip() == text.lstrip()
     assert loaded.stop_token_ids == (2,)

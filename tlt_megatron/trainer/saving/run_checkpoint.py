@@ -110,11 +110,19 @@ def find_saved_run(path: Path, world: Group) -> SavedRun | None:
 def _read_state(folder: Path) -> dict[str, Any]:
     file = folder / STATE_FILE
     state = read_json(file)
-    known = {each.name for each in fields(StateSection)}  # other versions have more
-    found = check_record(StateSection, {k: v for k, v in state.items() if k in known}, file)
+    found = check_record(StateSection, _known(state, StateSection), file)
     if folder_number(folder) not in (None, found.step):
         raise ValueError(f"{file} is damaged: step={found.step} must be that of the folder")
     return state
+
+
+def _known(state: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+    """Return the keys that this version checks, also of the sections inside. Others have more."""
+    known = {key: state[key] for each in fields(section) if (key := each.name) in state}
+    for name, inner in (("sampler", SamplerSection), ("report", ReportSection)):
+        if isinstance(known.get(name), dict):
+            known[name] = _known(known[name], inner)
+    return known
 
 
 def find_intact(path: Path, world: Group) -> Path | None:
