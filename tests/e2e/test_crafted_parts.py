@@ -106,7 +106,7 @@ def trained(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps with speculation, spot training and partial rollouts, saved after each."""
     run_dir = tmp_path_factory.mktemp("runs") / "trained"
     run(1, config, run_dir, *SETTINGS, "run.num_steps=2")
-    for name in ("carried_responses.pt", "engine_00000.json", "drafter/training/record.json"):
+    for name in ("carried_00000.pt", "engine_00000.json", "drafter/training/record.json"):
         assert (run_dir / NEWEST / name).is_file(), name
     return run_dir
 
@@ -197,7 +197,7 @@ def _common(**values: object) -> Callable[[Path], object]:
 
 def _carried(change: Callable[[Any], object]) -> Callable[[Path], object]:
     def apply(run_dir: Path) -> None:
-        file = run_dir / NEWEST / "carried_responses.pt"
+        file = run_dir / NEWEST / "carried_00000.pt"
         saved = torch.load(file, weights_only=True)
         change(saved)
         torch.save(saved, file)
@@ -234,12 +234,14 @@ CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {  # and what a resum
         r"policy/metadata\.json: is not as a run writes it",
     ),
     "rewards of text": (
-        _carried(lambda saved: saved.update(scores=[(("x",), ())] * len(saved["scores"]))),
-        r"carried_responses\.pt: is not as a run writes it",
+        _carried(
+            lambda saved: saved.update(scores=[(["x"] * 9, [{}] * 9) for _ in saved["scores"]])
+        ),
+        r"carried_00000\.pt: is not as a run writes it",
     ),
     "tokens of another type": (
         _carried(lambda saved: saved["rollouts"][0][0].update(token_ids=[1, 2])),
-        r"carried_responses\.pt: is not as a run writes it",
+        r"carried_00000\.pt: is not as a run writes it",
     ),
     "a cut drafter": (_cut("drafter/model.safetensors"), "the drafter starts anew: "),
     "cut data of the drafter": (

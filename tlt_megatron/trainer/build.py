@@ -147,7 +147,7 @@ def build_run(site: Site) -> Run:
         policy_trainer=_build_policy_trainer(config, model, critic, groups),
         drafter=drafter,
     )
-    carried = load_carried(folder, sampler.prompt_at) if folder else ()
+    carried = load_carried(folder, sampler.prompt_at, world) if folder else ()
     run = Run(
         config=config,
         trainer=trainer,

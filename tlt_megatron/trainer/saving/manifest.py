@@ -24,7 +24,9 @@ MANIFEST = "manifest.json"
 POINTER = "latest_checkpointed_iteration.txt"
 _POINTER_BYTES = 64
 _FOLDER_NAME = re.compile(r"iter_([0-9]{7,18})(\.tmp)?")
-_FILE_OF_RANK = re.compile(r"(?:policy/__|critic/__|drafter_data/rank_|engine_)0*(\d+)[._]")
+_FILE_OF_RANK = re.compile(
+    r"(?:policy/__|critic/__|drafter_data/rank_|engine_|carried_)0*(\d+)[._]"
+)
 
 
 def engine_file(checkpoint: Path, rank: int) -> Path:
