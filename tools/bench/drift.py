@@ -7,17 +7,18 @@ start.
 The task `drift` rewards short right answers first, and long responses from the middle on. The task
 `quickstart` is that of the config. Tokens do not depend on the drafter, so all variants of a seed
 have the same policy at every step; "equal" counts the steps in which they drew the same tokens.
-`serial` trains the drafter every --serial-every steps, while all ranks wait. Runs are kept in
+`serial` trains the drafter every --serial-every steps, while all ranks wait; its steps count
+the seconds of training alone. Runs are kept in
 --folder and continued, so more steps or variants can be added. Beside the JSON there is a figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -43,6 +44,7 @@ SERIAL, NGRAM = "serial", "ngram"
 _COLOURS = {OFF: INK, FROZEN: BLUE, TLT: ORANGE, COLD: SKY, SERIAL: GREEN, NGRAM: PURPLE}
 _LEARNED, _ANY, _KL = "drafter/live_accept_length", "rollout/spec_accept_length", "actor/kl_loss"
 _LONG = 400  # characters: a response of the tiny policy with a long derivation
+_SERIAL_PROMPTS = 64  # of which responses a serial training gets; a run would reuse its own
 _WIDTH, _HEIGHT, _MARGIN = 420, 260, 44  # of a panel of the figure
 Points = list[tuple[float, float]]
 
@@ -113,16 +115,20 @@ def _run(launch: Launch, name: str, options: argparse.Namespace, folder: Path) -
     ends = {middle, options.steps} - {0}
     if settings is None:  # serial
         ends |= {*range(options.serial_every, options.steps, options.serial_every)}
-    drafter, serial_s = options.drafter, {}
+    drafter, serial_s, done = options.drafter, {}, folder / name
+    saved = done / "checkpoints" / "latest_checkpointed_iteration.txt"
+    reached = int(saved.read_text(encoding="utf-8")) if saved.is_file() else 0
     for end in sorted(ends):
         rewards = () if not middle else (f"reward.function=tools/bench/drift.py:{_reward(end <= middle)}",)  # fmt: skip
         of_drafter = settings or (*variant_overrides(drafter)[FROZEN],)
-        done = launch(name, end, *of_drafter, *rewards)
+        if end > reached:
+            launch(name, end, *of_drafter, *rewards)
         if settings is None and end < options.steps:
-            started, trained = time.perf_counter(), folder / f"serial_drafter_{end}"
-            if not trained.is_dir():
+            trained = folder / f"serial_drafter_{end}"
+            if end > reached:
                 _train(done / "hf", drafter, trained, options)
-            drafter, serial_s[end] = str(trained), time.perf_counter() - started
+            measured = json.loads((trained / "warm_up.json").read_text(encoding="utf-8"))
+            drafter, serial_s[end] = str(trained), measured[-1]["training_s"]
     found = read_run(done)
     for end, seconds in serial_s.items():
         found[end].metrics[STEP_SECONDS] += seconds
@@ -136,6 +142,7 @@ def _reward(is_first: bool) -> str:
 def _train(model: Path, start: str, out: Path, options: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "tlt_megatron.cli", "train-drafter", "--model", str(model)]
     command += ["--start", start, "--out", str(out), "--steps", str(options.serial_updates)]
+    command += ["--num-prompts", str(_SERIAL_PROMPTS), "--num-eval-prompts", "8"]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
