@@ -147,6 +147,7 @@ def _architecture(hf: Mapping[str, Any]) -> str:
     found = names[0] if isinstance(names, list) and names else names
     known = [*ARCHITECTURES.values(), *_FOREIGN_ARCHITECTURES]
     require(found in known, "architectures", found, f"one of {', '.join(known)}")
+    assert isinstance(found, str)
     return _FOREIGN_ARCHITECTURES.get(found, found)
 
 
