@@ -16,9 +16,10 @@ from torch.distributed import distributed_c10d
 from tests.distributed.test_advantages import FakeCritic
 from tests.policy_batches import data_parallel_groups, make_rollout, make_trainer
 from tests.ranks import run_ranks
-from tests.rollout_stand_ins import OneTokenEngine, Rewards, make_worker
+from tests.rollout_stand_ins import Drafter, OneTokenEngine, Rewards, make_passes, make_worker
 from tests.unit.policy.test_policy_trainer import NUM_TOKENS, FakeModel
 from tlt_megatron.config.schema import AlgorithmSection, CriticSection
+from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.exchange import spread_requests
 from tlt_megatron.rollout.batch_rules import BatchPlan, BatchRules
@@ -46,6 +47,7 @@ class Engine(OneTokenEngine):
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
+        self.num_answers = 0
 
     def generate(
         self,
@@ -65,7 +67,11 @@ class Engine(OneTokenEngine):
             groups.append(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts)))
         return groups
 
+    def take_passes(self) -> list[PassRecord]:
+        return make_passes((16, 8, 4, 2, 1))
+
     def _answer(self, prompt: Prompt, sample: int, limit: int, version: int) -> Rollout:
+        self.num_answers += 1
         rest = length_of(prompt.draw_index, sample) - prompt.first_position
         tokens = torch.arange(prompt.first_position, prompt.first_position + min(rest, limit))
         fields: dict[str, Any] = {"versions": ((version, tokens.numel()),)}
@@ -105,12 +111,13 @@ def count_received(received: Counter[str]) -> None:
 
 
 def train(mode: str, section: AlgorithmSection) -> tuple[int, int, int]:
-    """Bytes that this rank received, those of its share, and the responses of all rounds."""
+    """Bytes that this rank received, those of its share, and its responses of all rounds."""
     groups = data_parallel_groups()
     received: Counter[str] = Counter()
     count_received(received)
     critic: Any = CriticTrainer(FakeCritic(), CriticSection(), groups)
-    worker = make_worker(Engine(mode), Rewards(lambda text: int(text) % 5), world=groups.world)
+    engine = Engine(mode)
+    worker = make_worker(engine, Rewards(lambda text: int(text) > 1800), world=groups.world)
     trainer = make_trainer(
         FakeModel(groups), section, groups, critic=critic if section.has_critic else None
     )
@@ -122,7 +129,7 @@ def train(mode: str, section: AlgorithmSection) -> tuple[int, int, int]:
         metric="score" if mode == "dynamic_sampling" else "",
         max_rounds=4 if mode == "dynamic_sampling" else 1,
     )
-    num_drawn, num_rows, share = 0, 0, 0
+    num_drawn, share = 0, 0
 
     def draw(count: int) -> list[Prompt]:
         nonlocal num_drawn
@@ -133,13 +140,12 @@ def train(mode: str, section: AlgorithmSection) -> tuple[int, int, int]:
         ]
 
     carried: tuple[Any, ...] = ()
+    drafter: Any = Drafter()
     for step in range(NUM_STEPS):
         plan = BatchPlan(rules=rules, draw=draw, carried=carried)
         first = draw(rules.num_first(carried))
-        collected = worker.collect(first, PARAMS, step, plan=plan)
+        collected = worker.collect(first, PARAMS, step, plan=plan, drafter=drafter)
         carried = collected.carried
-        num_rounds = int(collected.metrics.get("train/num_gen_batches", 1))
-        num_rows += NUM_SAMPLES * NUM_PROMPTS * num_rounds
         planned = trainer.plan(collected.groups)
         values = trainer.infer_values(planned) if section.has_critic else None
         trainer.update(trainer.infer_logprobs(planned, version=step, values=values))
@@ -150,7 +156,7 @@ def train(mode: str, section: AlgorithmSection) -> tuple[int, int, int]:
             if rollout.routes is not None:
                 share += 2 * rollout.routes.numel()
                 assert len(rollout.routes) == rollout.num_tokens - 1
-    return received.total(), share, num_rows
+    return received.total(), share, engine.num_answers
 
 
 @pytest.mark.parametrize(
@@ -173,10 +179,9 @@ def test_a_rank_receives_twice_its_share_and_a_little_for_each_response(
     """The rows of partial rollouts and dynamic sampling count in every round."""
     section = AlgorithmSection(tis_cap=2.0, **options)
     results = run_ranks(NUM_RANKS, train, mode, section)
-    for received, share, num_rows in results:
-        print(
-            f"{mode} {options}: {received / share:.2f} of the share, {(received - share) / num_rows:.0f} bytes more a row"
-        )
+    num_rows = sum(answers for _, _, answers in results)
+    for received, share, _ in results:
+        print(f"{mode} {options}: {received / share:.2f} of the share, {num_rows} responses")
         assert received <= 2 * share + 200 * num_rows
 
 
