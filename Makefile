@@ -107,6 +107,12 @@ faults: setup  ## 500 schedules of injected faults against real runs, of two see
 	  $(PY) -m tests.faults --schedules $(FAULT_SCHEDULES) --seed $$seed --json build/faults-$$seed.json || code=1; \
 	done; exit $$code
 
+pairs: setup  ## features two by two in one run: equal to their references or refused; all layouts of a mixture's checkpoints
+	@echo "pairs: every two features, then checkpoints of a mixture"; code=0; \
+	$(PY) -W ignore -m tests.pairs || code=1; \
+	ALL_LAYOUTS=1 $(PY) -m pytest tests/distributed/test_mixture_checkpoint.py || code=1; \
+	exit $$code
+
 lint: setup  ## ruff check and format, types by pyright
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
@@ -177,4 +183,4 @@ test-megatron:  ## what touches Megatron, with megatron-core 0.19.2 in an enviro
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV) .venv-megatron
 
-.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart figures planner quickstart-sglang small-llm llm-task drafter test faults test-gpu test-megatron lint docs bench bench-llm gpu-check clean
+.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart figures planner quickstart-sglang small-llm llm-task drafter test faults pairs test-gpu test-megatron lint docs bench bench-llm gpu-check clean

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tlt_megatron.config.draft_folder import draft_shapes, read_draft_settings
 from tlt_megatron.config.model_shape import load_model_config, tensor_shapes
 
 CONFIG: dict[str, Any] = {
@@ -59,8 +60,16 @@ def write_tokenizer(folder: Path, num_tokens: int) -> None:
 
 
 def write_drafter(folder: Path, **config: Any) -> None:
-    """Write a drafter's config.json (DRAFTER with `config` over it) and one tensor."""
+    """Write a drafter's config.json (DRAFTER with `config` over it) and weights of zeros."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {name: v for name, v in (DRAFTER | config).items() if v is not None}
     (folder / "config.json").write_text(json.dumps(settings))
-    save_file({"fc.weight": torch.zeros(16, 32)}, folder / "model.safetensors")
+    try:
+        found = read_draft_settings(folder, num_layers=8, needs_whole_head=False)
+        shapes = draft_shapes(found)
+    except ValueError:  # a config to be refused: its weights are never reached
+        shapes = {"fc.weight": (16, 32)}
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    if num_rows := settings.get("draft_vocab_size"):
+        tensors |= {"lm_head.weight": torch.zeros(num_rows, 16), "d2t": torch.arange(num_rows)}
+    save_file(tensors, folder / "model.safetensors")

@@ -7,13 +7,16 @@ LlamaForCausalLMEagle and LlamaForCausalLMEagle3 by hand, from a state_dict unde
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.tiny_models import tiny_config
+from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.types import DraftSequence
 
@@ -22,16 +25,21 @@ VOCAB_SIZE, HIDDEN_SIZE = TARGET.vocab_size, TARGET.hidden_size
 
 
 def make_draft_model(
-    architecture: str, *, seed: int = 0, dtype: torch.dtype = torch.float64
+    architecture: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    target: ModelConfig = TARGET,
+    **config: Any,
 ) -> DraftModel:
     """A random drafter with its target's embedding and head; norms and bias are random too."""
     generator = torch.Generator().manual_seed(7)
     embedding = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
     lm_head = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
     embedding, lm_head = embedding.to(dtype), lm_head.to(dtype)
-    config = make_draft_config(TARGET, architecture, embedding)
+    made = dataclasses.replace(make_draft_config(target, architecture, embedding), **config)
     model = DraftModel(
-        config, embedding_VD=embedding, lm_head_VD=lm_head, seed=seed, dtype=torch.float64
+        made, embedding_VD=embedding, lm_head_VD=lm_head, seed=seed, dtype=torch.float64
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -54,7 +62,7 @@ def copy_drafter(model: DraftModel, device: torch.device) -> DraftModel:
 
 
 def make_sequence(
-    model: DraftModel, num_tokens: int, *, seed: int = 0, **fields: int
+    model: DraftModel, num_tokens: int, *, seed: int = 0, **fields: Any
 ) -> DraftSequence:
     """Random tokens and states."""
     generator = torch.Generator().manual_seed(1000 + seed)
@@ -104,6 +112,8 @@ def slow_outputs(
             left = slow_norm(embedded, w[prefix + "input_layernorm.weight"], eps)
             right = slow_norm(feature, w[prefix + "hidden_norm.weight"], eps)
             x = torch.cat((left, right))
+            if c.norm_before_residual:
+                residual = right
         else:
             residual = x = w["fc.weight"] @ torch.cat((embedded, feature)) + w["fc.bias"]
         q, k, v = (

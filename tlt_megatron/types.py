@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+MIN_TEMPERATURE = 1e-5  # logits over a smaller one overflow float32
 MIN_DRAFT_TOKENS = 3  # a shorter DraftSequence has no row
 Message = Mapping[str, object]  # of a chat: at least the texts role and content
 
@@ -49,12 +50,19 @@ class SamplingParams:
             raise ValueError(
                 f"num_samples={self.num_samples}, max_new_tokens={self.max_new_tokens}: both must be >= 1"
             )
-        if not 0.0 <= self.temperature <= 10.0:
-            raise ValueError(f"temperature={self.temperature} is outside [0, 10]")
+        if self.temperature and not MIN_TEMPERATURE <= self.temperature <= 10.0:
+            raise ValueError(
+                f"temperature={self.temperature}: must be 0 (greedy) or in [{MIN_TEMPERATURE}, 10]"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p={self.top_p} is outside (0, 1]")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} is negative (0 keeps all)")
+
+    @property
+    def distribution(self) -> tuple[float, float, int]:
+        """Return what shapes the distribution: requests that share it are sampled together."""
+        return self.temperature, self.top_p, self.top_k
 
     @property
     def is_cut(self) -> bool:
@@ -83,6 +91,8 @@ class Prompt:
     ground_truth: str = ""
     extra_info: Mapping[str, object] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()  # of a chat prompt; (): the prompt is plain text
+    # for the chat template besides the messages: tools, enable_thinking, ...
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
     # For a prompt that continues a response: `token_ids` end with what the response has so far.
     first_sample: int = 0  # sample_index of the first of its responses
     first_position: int = 0  # noise position of their first token: the tokens that they continue
@@ -210,6 +220,9 @@ class DraftSequence:
     loss_start: int = 0  # first token whose prediction is trained, usually the response's first
     # [T] bool, False on observations, which are context alone; None: there are none
     loss_mask: Tensor | None = None
+    # (draw_index, sample_index, noise position of token `loss_start`), which key its noise; None:
+    # not known
+    request: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         num_tokens = self.token_ids.numel()
@@ -254,6 +267,8 @@ class ScoredGroup(RolloutGroup):
     rewards: tuple[float, ...]  # one per rollout
     # further numbers of the reward function by name, one per rollout; () without any
     details: tuple[Mapping[str, float], ...] = ()
+    # soft overlong punishments, which `rewards` contain, one per rollout; () without any
+    punishments: tuple[float, ...] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -285,6 +300,7 @@ class MicroBatch:
     old_values: Tensor | None = None  # [P] float32, of the critic before its update
     returns: Tensor | None = None  # [P] float32, what the critic learns to predict
     loss_count: int = 0  # this micro-batch's share of the loss divisor (tokens or sequences)
+    requests: tuple[tuple[int, int], ...] = ()  # (draw_index, sample_index) of each sequence
 
     @property
     def num_tokens(self) -> int:

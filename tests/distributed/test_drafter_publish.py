@@ -12,15 +12,17 @@ import torch.distributed as dist
 
 from tests.slow_draft import make_draft_model, make_sequence
 from tests.spot_phases import make_drafter_trainer, run_spot_ranks, world_group
-from tests.unit.spot.test_lifecycle import Shelf
+from tests.unit.spot.test_lifecycle import STRATEGIES, Shelf
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.spot.holdout import Holdout
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
+from tlt_megatron.types import SamplingParams
 
 NUM_RANKS, MOST_STEPS = 3, 20
 
@@ -29,12 +31,11 @@ def make_lifecycle(engine: Shelf, run_dir: Path) -> DrafterLifecycle:
     """A collective of all ranks."""
     torch.set_num_threads(1)
     world = world_group()
-    section = SpotSection(enabled=True)
     return DrafterLifecycle(
         make_drafter_trainer(batch_tokens=16),
-        DataBuffer(section, torch.float64),
+        DataBuffer(SpotSection(enabled=True), torch.float64),
         engine,
-        section,
+        Holdout(engine, SamplingParams(), STRATEGIES),
         ranks=SpotRanks(
             store=open_job_store(world, 20.0).part("spot"),
             layout=ReplicaLayout(world.size),
@@ -61,7 +62,7 @@ def test_every_engine_gets_the_same_drafter_at_the_same_phase_boundary(tmp_path:
             lifecycle.start_step(step)
             for index in range(8):
                 seed = 1000 * step + 10 * index + rank
-                lifecycle.buffer.add(make_sequence(data, 6 + index, seed=seed))
+                lifecycle._add(make_sequence(data, 6 + index, seed=seed, request=(seed, 0, 0)))
             dist.barrier()
             time.sleep(0.1 * step * ((rank + step) % NUM_RANKS) / (NUM_RANKS - 1))
             lifecycle.run_until_preempted(step)

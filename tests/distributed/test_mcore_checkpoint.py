@@ -111,8 +111,6 @@ def test_save_then_load_equals_never_saved_bit_for_bit(
         ("uneven_path", Layout(world=4, pipeline=2), TP2),
         ("uneven_path", TP2, DP2),
         ("uneven_path", Layout(world=4, tensor=2, context=2), Layout(world=1)),
-        ("mixture", EP2, Layout(world=1)),
-        ("mixture", EP2, Layout(world=4, pipeline=2, expert=2)),
     ],
     ids=str,
 )

@@ -107,6 +107,34 @@ def test_replayed_routes_equal_one_rank_at_every_layout(
             assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=tolerance)
 
 
+def _reference(path: Path, layout: Layout, shares: tuple[int, ...], recompute: str) -> list[Any]:
+    """Log-probs of the reference first, after a pass with routes and after updates with routes."""
+    policy, groups = build_policy(path, layout, keep_reference=True, recompute=recompute)
+    share = share_of(_routed_batch(1), groups, shares)
+
+    def infer() -> list[torch.Tensor]:
+        return [each.logprobs for each in policy.infer_logprobs(share, 1.0, reference=True)]
+
+    found = [infer()]
+    policy.infer_logprobs(share, 1.0)
+    found.append(infer())
+    train(policy, groups, (2, 1), shares, make=_routed_batch)
+    return [*found, infer()]
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares", "recompute"),
+    [(Layout(world=1), ALL, "none"), (EP2, (3, 2), "full")],
+    ids=["ep1", "ep2"],
+)
+def test_a_reference_routes_freely_after_any_pass(
+    mixture: Path, layout: Layout, shares: tuple[int, ...], recompute: str
+) -> None:
+    for first, *others in run_ranks(layout.world, _reference, mixture, layout, shares, recompute):
+        for found in others:
+            assert all(map(torch.equal, found, first))
+
+
 def _differences(
     path: Path, dtype: str, batch: MicroBatch, expected_P: torch.Tensor
 ) -> list[float]:

@@ -95,3 +95,30 @@ def test_what_only_training_needs_is_off_in_an_evaluation(tmp_path: Path) -> Non
     (tmp_path / "config.yaml").write_text(dump_config(trained))
     (tmp_path / "hf").mkdir()
     assert f"model.path={tmp_path}/hf" in evaluation_command([str(tmp_path), "--data", "a.jsonl"])
+
+
+def test_top_k_of_one_is_greedy_in_an_evaluation(config: Path, tmp_path: Path) -> None:
+    """Of the rollout by default, or of its own."""
+    found = []
+    for number, settings in enumerate(
+        (["eval.temperature=0"], ["rollout.top_k=1"], ["rollout.top_k=5", "eval.top_k=1"])
+    ):
+        run_dir = tmp_path / str(number)
+        run(1, config, run_dir, "run.num_steps=0", "eval.num_samples=3", *settings)
+        (row,) = metric_rows(run_dir)
+        names = ("eval/accuracy", "eval/pass@3", "eval/response_length/mean")
+        found.append([row[name] for name in names])
+    assert found[0] == found[1] == found[2]
+
+
+def test_prompts_that_are_left_out_are_counted(config: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "1" * n + "=", "label": "5"} for n in (3, 40, 5, 41)]
+    data = tmp_path / "test.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [str(config.parent / "model"), "--data", str(data), "--samples=1"]
+    given += ["reward.function=exact", "rollout.max_new_tokens=8", "data.max_prompt_tokens=16"]
+    result = evaluate(given, tmp_path / "result")
+    assert result["prompts_left_out"] == {"test": 2}
+    log = next((tmp_path / "result" / "logs").rglob("rank_00000.log")).read_text()
+    assert "2 of 4 prompts are longer" in log
+    assert "is data.train" not in log

@@ -80,7 +80,7 @@ def test_gpus_get_the_smallest_layout_that_fits(
     start: str,
 ) -> None:
     model = tmp_path / "model"
-    shutil.copytree(config.parent / "model", model)
+    shutil.copytree(config.parent / "model", model, ignore=shutil.ignore_patterns("*.safetensors"))
     (model / "config.json").write_text(json.dumps(sizes))
     init(config.parent, tmp_path, "--gpus", gpus, model=model)
     assert capsys.readouterr().out.splitlines()[-1] == start.format(tmp_path)
@@ -108,7 +108,8 @@ def test_gpus_get_the_smallest_layout_that_fits(
 def test_what_cannot_be_or_fit_is_refused_and_nothing_is_written(
     config: Path, tmp_path: Path, options: tuple[object, ...], message: str
 ) -> None:
-    model = shutil.copytree(config.parent / "model", tmp_path / "model")
+    weights = shutil.ignore_patterns("*.safetensors")
+    model = shutil.copytree(config.parent / "model", tmp_path / "model", ignore=weights)
     (model / "config.json").write_text(json.dumps(QWEN_32B))
     with pytest.raises(ValueError, match=message):
         init(config.parent, tmp_path / "out", *options, model=model)

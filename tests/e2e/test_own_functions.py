@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_task import metric_rows, rollouts, run
+from tests.tiny_task import (
+    make_tiny_task,
+    metric_rows,
+    rollouts,
+    run,
+    run_ending,
+    write_environment,
+)
+from tlt_megatron.runtime.log import encodable
 
 pytestmark = pytest.mark.e2e
 
@@ -57,3 +67,69 @@ def test_a_users_advantage_loss_rewards_and_engine_train(config: Path, tmp_path:
         assert (row["rollout/solve_all"], row["rollout/solve_none"]) == (1, 0)
     assert len(rollouts(tmp_path / "run")) == 2 * 4 * 4
     assert len(list((tmp_path / "run").glob("engine_of_*"))) == 2
+
+
+STRANGE = '''"""A reward and a tool whose results only some places take."""
+
+
+def half(data_source, solution_str, ground_truth, extra_info=None):
+    raise ValueError("half of a pair: \\ud83d")
+
+
+def named(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": len(solution_str), "half \\ud83d": 2.0}
+
+
+def refused(messages, data_source, ground_truth, extra_info):
+    return [{"role": "judge", "content": "12+"}], False
+'''
+# also writes what a random policy ends its turns with
+CHAT = """{% for m in messages %}{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}
+{{- m.role[0] }}:{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}a:{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task of chats, with the file strange.py beside its config."""
+    config = make_tiny_task(tmp_path_factory.mktemp("strange"))
+    write_environment(config.parent)  # turns end early
+    (config.parent / "strange.py").write_text(STRANGE)
+    (config.parent / "model" / "chat_template.jinja").write_text(CHAT)
+    rows = [{"prompt": [{"role": "user", "content": f"{i}="}], "label": "5"} for i in range(8)]
+    (config.parent / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return config
+
+
+SMALL = ("run.num_steps=1", "data.eval=", "rollout.num_prompts=4", "rollout.num_samples=2")
+
+
+@pytest.mark.parametrize("function", ["half", "named"])
+def test_half_of_a_surrogate_pair_goes_everywhere_as_its_escape(
+    strange: Path, tmp_path: Path, function: str
+) -> None:
+    reward = f"reward.function={strange.parent}/strange.py:{function}"
+    code = 1 if function == "half" else 0
+    said = run_ending(code, 2, strange, tmp_path / "run", *SMALL, reward)
+    if function == "named":
+        assert metric_rows(tmp_path / "run")[0]["reward/unknown/half \\ud83d/mean"] == 2.0
+    else:
+        assert "\\ud83d (traceback: " in encodable(said)  # as a terminal prints it
+        assert "is gone" not in said
+
+
+@pytest.mark.parametrize("on_error", ["zero", "raise"])
+def test_an_observation_that_the_chat_template_refuses_is_a_failure_of_the_environment(
+    strange: Path, tmp_path: Path, on_error: str
+) -> None:
+    own = (*SMALL, f"reward.on_error={on_error}", "rollout.max_observation_tokens=80")
+    own += (f"rollout.environment={strange.parent}/strange.py:refused",)
+    code = 1 if on_error == "raise" else 0
+    said = run_ending(code, 2, strange, tmp_path / "run", *own)
+    line = "failed on prompt_id=.* cannot be encoded: the chat template of .* no judges"
+    assert re.search(line, said)
+    if on_error == "zero":
+        found = rollouts(tmp_path / "run")
+        [row] = metric_rows(tmp_path / "run")
+        assert {r["reward"] for r in found if r["finish_reason"] == "stop"} == {0.0}
+        assert row["rollout/tool_errors"] == sum(r["finish_reason"] == "stop" for r in found) > 0

@@ -83,3 +83,23 @@ def test_a_resume_with_another_group_size_trains_on_whole_groups_of_it(
     assert "rollout.num_samples=3" in said or "are dropped" not in said
     sizes = Counter(row["draw_index"] for row in rollouts(tmp_path))
     assert set(sizes.values()) == {3}
+
+
+def test_a_resume_replays_the_routes_of_the_pass_that_drew_the_newest_tokens(
+    tmp_path: Path,
+) -> None:
+    """A continued response begins with a prefill under the new policy, whose experts differ from
+    those of earlier passes. Both engines are compared at a resume, so it would stop.
+    """
+    config = make_tiny_task(tmp_path, kind="qwen3_moe")
+    write_environment(config.parent)
+    own = (*SETTINGS, "rollout.routing_replay=true", "optimizer.lr=1e-2", "checkpoint.interval=1")
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    run(2, config, straight, *own, "run.num_steps=4")
+    run(2, config, resumed, *own, "run.num_steps=2")
+    run(2, config, resumed, *own, "run.num_steps=4", "--resume=auto")
+    check_same_run(resumed, straight)
+    assert max(len(r.get("versions", [])) for r in rollouts(straight)) >= 3
+    for row in metric_rows(straight):
+        assert row.get("train/train_rollout_logprob_abs_diff_max", 0.0) < 1e-4
+        assert row.get("rollout/routes_missing_share", 0.0) == 0

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -80,32 +81,41 @@ def test_answers_are_those_of_the_engine(address: str, finished: Path) -> None:
     )
     events = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert events.pop() == "[DONE]"
-    assert [json.loads(e)["choices"][0]["text"] for e in events] == [one.text for one in expected]
+    texts = [""] * 4
+    for event in events:
+        (choice,) = json.loads(event)["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == [one.text for one in expected]
     with urllib.request.urlopen(f"{address}/v1/models") as models:
-        assert json.load(models)["data"][0]["id"] == str(finished)
+        assert json.load(models)["data"][0]["id"] == finished.name, "no path of this machine"
 
 
 @pytest.mark.parametrize(
-    "path, body, code, said",
+    "words, said",
     [
-        ("completions", {"prompt": "1" * 60}, 400, "prompts[0] has 60 tokens: must have 1 to "),
-        ("completions", {"prompt": ""}, 400, "prompts[0] has 0 tokens"),
-        ("completions", {"prompt": "1", "max_tokens": 0}, 422, "greater than 0"),
-        ("completions", {"prompt": "1", "stop": ["x"]}, 422, "stop"),
-        ("completions", {}, 422, "prompt"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": "1"}]},
-            400,
-            "no chat template",
-        ),
+        (("--port", "99999999"), "tlt serve: --port 99999999: must be 0 to 65535"),
+        (("--port", "-1"), "tlt serve: --port -1: must be 0 to 65535"),
+        (("--host", "192.0.2.1"), "tlt serve: --host 192.0.2.1 --port 8000: "),
+        (("--max-tokens", "0"), "tlt serve: --max-tokens 0: must be at least 1"),
+        (("--max-batch-size", "-3"), "tlt serve: --max-batch-size -3: must be at least 1"),
     ],
 )
-def test_a_bad_request_is_answered_with_its_reason(
-    address: str, path: str, body: dict[str, Any], code: int, said: str
+def test_an_option_that_cannot_be_used_is_refused_in_one_line(
+    finished: Path, words: tuple[str, str], said: str
 ) -> None:
-    found, reply = post(address, path, **body)
-    assert (found, said in json.dumps(reply)) == (code, True), reply
+    done = python(*TLT, "serve", finished, *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith(said)
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_read(finished: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = python(*TLT, "serve", finished, "--port", port)
+    assert done.returncode == 2
+    assert f"--port {port}: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def stand_in(program: str, folder: Path) -> str:

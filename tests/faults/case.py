@@ -242,7 +242,7 @@ class Case:
         last = max(NUM_STEPS, saved)  # a fault that was to hit a longer run
         others = [name for name in LAYOUTS if name != self.variant.layout]
         layout = self.rng.choice([self.variant.layout] * len(others) + others)
-        overrides, num_ranks = LAYOUTS[layout]
+        overrides, num_ranks = self.variant.at(layout)
         self.moment, self.mark, self.struck_at = None, None, 0.0
         self.verdict.where += f", resumed at {layout}"
         arguments = [*self.variant.arguments(self.run_dir), "--resume", "auto", *overrides]

@@ -17,18 +17,28 @@ _BASE = (
     " rollout.num_samples=2 rollout.num_prompts=2 rollout.max_new_tokens=12"
 )
 _TLT = " ".join(TLT)
+_CRITIC = "algorithm.advantage=gae critic.lr=1e-3 critic.warmup_steps=1"
+_PARTIAL = "algorithm.tis_cap=2 rollout.over_sampling_prompts=4 rollout.partial_rollout_tokens=5"
+_CONVERSATION = (
+    "rollout.environment={task}/environment.py:answer rollout.max_turns=3"
+    " rollout.max_observation_tokens=12"
+)
+MIXTURE = "mixture"
 VARIANTS = {
     "plain": "eval.interval=2",
     "tensor": "data.eval= parallel.tensor=2",
     # Rank 0 has twice the work of rank 1, so that rank 1 has idle time.
     "spot": f"data.eval= {_TLT} drafter.algorithm=hass rollout.num_prompts=3"
     " rollout.max_new_tokens=16",
-    "critic": "data.eval= algorithm.advantage=gae critic.lr=1e-3 critic.warmup_steps=1",
-    "partial": "data.eval= algorithm.tis_cap=2 rollout.over_sampling_prompts=4"
-    " rollout.partial_rollout_tokens=5",
-    "conversation": "data.eval= rollout.environment={task}/environment.py:answer"
-    " rollout.max_turns=3 rollout.max_observation_tokens=12",
+    "critic": f"data.eval= {_CRITIC}",
+    "partial": f"data.eval= {_PARTIAL}",
+    "conversation": f"data.eval= {_CONVERSATION}",
     "dynamic": f"data.eval= {_TLT} algorithm.filter_groups=score",
+    # combinations
+    "conversation with critic": f"data.eval= {_CONVERSATION} {_CRITIC}",
+    "partial and dynamic": f"data.eval= {_PARTIAL} algorithm.filter_groups=score",
+    MIXTURE: f"data.eval= {_TLT} rollout.routing_replay=true parallel.expert=2"
+    " optimizer.eps=1e-5",  # so that Adam does not enlarge the rounding of another layout
 }
 LAYOUTS = {  # another one than two data-parallel ranks, as overrides and number of ranks
     "one rank": (("parallel.tensor=1",), 1),
@@ -51,6 +61,13 @@ class Variant:
     def layout(self) -> str:
         """The one of LAYOUTS that the straight run has."""
         return "tensor" if self.name == "tensor" else "data"
+
+    def at(self, layout: str) -> tuple[tuple[str, ...], int]:
+        """Return the overrides and the number of ranks of one of LAYOUTS."""
+        overrides, num_ranks = LAYOUTS[layout]
+        if self.name == MIXTURE:  # the ranks of a pipeline stage share the experts
+            overrides += (f"parallel.expert={1 if layout == 'pipeline' else num_ranks}",)
+        return overrides, num_ranks
 
     def arguments(self, run_dir: Path) -> list[str]:
         """The arguments of launch/pretrain_rl.py."""
@@ -75,8 +92,11 @@ class Lab:
     def __init__(self, root: Path) -> None:
         config = make_tiny_task(root / "task")
         write_environment(root / "task")
+        configs = {MIXTURE: make_tiny_task(root / "mixture", kind="qwen3_moe")}
         self.variants = {
-            name: Variant(name=name, config=config, straight=root / "straight" / name)
+            name: Variant(
+                name=name, config=configs.get(name, config), straight=root / "straight" / name
+            )
             for name in VARIANTS
         }
         jobs = []

@@ -57,7 +57,7 @@ _HARMLESS = {  # the score comes all the same
 def _start(case: Case, bodies: dict[str, str], *overrides: str) -> Job:
     """Start a run whose reward function, or environment, misbehaves once."""
     kind = case.rng.choice(sorted(bodies))
-    is_environment = case.variant.name == "conversation" and case.rng.random() < 0.5
+    is_environment = case.variant.name.startswith("conversation") and case.rng.random() < 0.5
     name, code = ("answer", ENVIRONMENT) if is_environment else ("compute_score", REWARD)
     call = case.rng.randint(1, 8 if is_environment else 12)
     marks = str(case.folder / "call.")
@@ -85,7 +85,7 @@ def reward_zero(case: Case) -> None:
     """on_error=zero: the run goes on, the one response scores 0; no token of its step changes."""
     job = _start(case, _FATAL, "reward.on_error=zero")
     case.end(job, 0, ranks=[0], is_quiet=False)  # the run logs the function's own traceback
-    if case.variant.name in ("dynamic", "partial", "conversation"):
+    if case.variant.name.startswith(("dynamic", "partial", "conversation")):
         return  # the score, or the answer, decides which responses are in the batch
     first = [a[:3] for a in answers(case.run_dir)][: len(answers(case.run_dir)) // NUM_STEPS]
     straight = [a[:3] for a in answers(case.variant.straight)][: len(first)]

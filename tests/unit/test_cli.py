@@ -135,7 +135,7 @@ def test_bad_input_is_answered_in_one_line_before_torch(
         ("plan no.yaml --ranks 2", "config='no.yaml': no such file"),
         (
             f"plan {EXAMPLE} --ranks 2 model.path=absent",
-            "model.path='absent': must be a folder with config.json, which is enough for a plan",
+            "model.path='absent': must be a folder with config.json",
         ),
         ("compare no_run no_other", "no_run, no_other: no such run folder"),
         (
@@ -182,6 +182,33 @@ def test_a_plan_needs_a_rank(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit, match="2"):
         print_ledger.main([EXAMPLE, "--ranks", "0"])
     assert "--ranks 0: must be >= 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            f"plan {REPO / EXAMPLE} --ranks 2",
+            "model.path='build/quickstart_policy': is no folder of",
+        ),
+        (f"train {REPO / EXAMPLE}", "model.path='build/quickstart_policy': is no folder of"),
+        (
+            "init --model models/mine --data no.jsonl --gpus 0 --out new",
+            "--model='models/mine': is no folder",
+        ),
+        ("convert --from runs/no --to new", "--from='runs/no': is no folder of this machine"),
+        ("serve build/quickstart_policy", "model='build/quickstart_policy': is no folder of this"),
+    ],
+)
+def test_a_path_of_the_project_that_is_absent_is_not_looked_for_on_the_hub(
+    words: str, said: str, tmp_path: Path
+) -> None:
+    done = tlt(*words.split(), cwd=tmp_path)
+    assert done.returncode == 2
+    line = done.stderr.splitlines()[-1]
+    assert said in line
+    assert "hf download" not in line
+    assert ("make quickstart-policy makes it" in line) is ("quickstart" in said)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -12,21 +15,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tlt_megatron.api.live_batch import Job, LiveBatch, Response
+from tlt_megatron.api.prompt_input import PromptReader, TextPrompt, as_prompts, check_text
+from tlt_megatron.api.response_text import ResponseText
+from tlt_megatron.config.draft_folder import check_drafter
 from tlt_megatron.config.hub import fetch_model
+from tlt_megatron.config.layout import PAGE_TOKENS
+from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.drafter.eagle_folder import load_draft_config, load_drafter
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.memory_plan import draft_slots_of
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.hf_io import checksum_tensors, policy_tensors
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import make_selector
-from tlt_megatron.types import Message, Prompt, Rollout, SamplingParams
+from tlt_megatron.types import Prompt, SamplingParams
 
-TextPrompt = str | Sequence[Message] | Sequence[int]
 WITH_DRAFTER = ("2_1_2", "4_1_4", "6_1_6")
 _VERSION = 0  # of the weights: they never change
 
@@ -37,7 +45,7 @@ class Completion:
 
     prompt_index: int  # of its prompt in the list that was given
     sample_index: int  # 0 .. num_samples - 1
-    text: str  # without special tokens
+    text: str  # without special tokens, and without the stop string that ended it
     token_ids: list[int]
     # of the distribution that was sampled: after temperature, top-p and top-k
     logprobs: list[float]
@@ -72,7 +80,11 @@ class Engine:
         `max_batch_size` of them.
         """
         folder = fetch_model("model", str(model))
+        config = check_model("model", folder)
         self._drafter = None if drafter is None else fetch_model("drafter", fspath(drafter))
+        self._num_layers = config.num_layers
+        if self._drafter is not None:
+            check_drafter("drafter", self._drafter, config, folder)
         self._strategies = [
             SpeculationStrategy.parse(text)
             for text in (strategies if strategies is not None else WITH_DRAFTER if drafter else ())
@@ -80,16 +92,22 @@ class Engine:
         place = select_device(device)
         if dtype == "auto":
             dtype = "bfloat16" if place.is_cuda else "float32"
-        config = load_model_config(folder, "model")
         self.max_tokens = min(max_tokens, config.max_position_embeddings)
         self.tokenizer = load_tokenizer(folder)
         half = self.max_tokens // 2
+        # rows in lanes, and beside them room for the prompt of the next one
+        row_pages = -(-(self.max_tokens + draft_slots_of(self._strategies)) // PAGE_TOKENS)
         self._engine = EmbeddedEngine(
             config,
-            RolloutSection(dtype=dtype, max_batch_size=max_batch_size, max_new_tokens=half),
+            RolloutSection(
+                dtype=dtype,
+                max_batch_size=max_batch_size,
+                max_new_tokens=half,
+                kv_cache_tokens=(max_batch_size + 1) * row_pages * PAGE_TOKENS,
+            ),
             place,
             max_prompt_tokens=self.max_tokens - half,
-            tap_layers=load_draft_config(self._drafter).aux_layer_ids if self._drafter else (),
+            tap_layers=self._tap_layers(),
             make_speculation=self._speculation if self._strategies else None,
         )
 
@@ -99,72 +117,163 @@ class Engine:
         self._engine.load_weights(
             tensors(), version=_VERSION, checksum=lambda: checksum_tensors(tensors())
         )
+        self.batch = LiveBatch(
+            self._engine,
+            longest=self.max_tokens,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            policy_version=_VERSION,
+        )
+        self._request_numbers = itertools.count()
+        self._reader = PromptReader(self.tokenizer, config.vocab_size, self.max_tokens)
+
+    def _tap_layers(self) -> tuple[int, ...]:
+        if self._drafter is None:
+            return ()
+        return load_draft_config(self._drafter, self._num_layers).aux_layer_ids
 
     def _speculation(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Speculation:
         draft = None
         if self._drafter is not None:
-            model = load_drafter(self._drafter, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD)
+            model = load_drafter(
+                self._drafter,
+                embedding_VD=embedding_VD,
+                lm_head_VD=lm_head_VD,
+                num_layers=self._num_layers,
+            )
             draft = DraftInference(model)
         selector = make_selector("cost_model", self._strategies, max_batch_size=1)
         return Speculation(draft, selector, self._strategies)
 
     def generate(
         self,
-        prompts: Sequence[TextPrompt],
+        prompts: TextPrompt | Sequence[TextPrompt],
         *,
         max_new_tokens: int = 256,
         num_samples: int = 1,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
-        seed: int = 0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
     ) -> list[Completion]:
         """Return `num_samples` responses to each prompt, those of the first prompt first.
 
-        A prompt is a text, which is used unchanged, chat messages, or token ids. `temperature` 0 is
-        greedy. The tokens depend on the prompt's place in the list and on `seed`, and not on what
-        else is generated. ValueError for a prompt that is empty or does not fit into `max_tokens`.
+        A prompt is a text, encoded behind BOS, a list of chat messages, or a list, array or tensor
+        of token ids. `prompts` is one of them or a list of them. `temperature` 0 is greedy.
+        The tokens depend on the prompt's place in the list and on `seed`, and not on what else is
+        generated. Without a seed it is random. A response ends before the first of the `stop`
+        strings. Several threads may call it: their responses share the running batch. ValueError
+        for a prompt that is empty, does not fit into `max_tokens` or is none.
         """
-        params = SamplingParams(
+        params = self.sampling(
+            max_new_tokens=max_new_tokens,
+            num_samples=num_samples,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+        )
+        over = threading.Event()
+
+        def on_news(job: Job) -> None:
+            if job.is_over:
+                over.set()
+
+        encoded = self.encode(as_prompts(prompts))
+        job = self.job(encoded, params, stop=stop, on_news=on_news)
+        if not job.responses:
+            return []
+        self.batch.submit(job)
+        try:
+            over.wait()
+        finally:  # also at a KeyboardInterrupt
+            self.batch.cancel(job)
+        if job.error is not None:
+            raise RuntimeError(f"the engine has failed: {job.error}") from job.error
+        return [self.completion(response) for response in job.responses.values()]
+
+    def sampling(
+        self,
+        *,
+        max_new_tokens: int,
+        num_samples: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        seed: int | None,
+    ) -> SamplingParams:
+        """Return settings with the stop tokens of the model. ValueError for a bad one."""
+        return SamplingParams(
             num_samples=num_samples,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
             stop_token_ids=self.tokenizer.stop_token_ids,
-            seed=seed,
+            seed=secrets.randbits(63) if seed is None else seed,
         )
-        requests = [self._request(index, prompt, params) for index, prompt in enumerate(prompts)]
-        groups = self._engine.generate(requests, params, policy_version=_VERSION)
-        return [self._completion(rollout) for group in groups for rollout in group.rollouts]
 
-    def _request(self, index: int, prompt: TextPrompt, params: SamplingParams) -> Prompt:
-        token_ids = _given_ids(prompt) or self.tokenizer.encode(prompt)  # pyright: ignore[reportArgumentType]
+    def job(
+        self,
+        encoded: Sequence[tuple[int, ...]],
+        params: SamplingParams,
+        *,
+        stop: str | Sequence[str] = (),
+        on_news: Callable[[Job], None],
+        is_read: bool = False,
+        num_top: int | None = None,
+    ) -> Job:
+        """Return a job for `batch`, which `tlt serve` submits. `encoded` comes from `encode`.
+        ValueError as for `generate`.
+
+        `is_read`: the text is needed while it grows, also without stop strings. `num_top`: see
+        `Job`.
+        """
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        for index, text in enumerate(stops):
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop[{index}]={text!r:.80}: must be a text that is not empty")
+            check_text(text, f"stop[{index}]")
+
+        def make_text() -> ResponseText | None:
+            is_needed = is_read or stops
+            return ResponseText(self.tokenizer.decode, stops) if is_needed else None
+
+        prompts = [self._prompt(*each, params) for each in enumerate(encoded)]
+        return Job(prompts, params, make_text, on_news, num_top=num_top)
+
+    def encode(
+        self, prompts: Sequence[TextPrompt], name: str = "prompts[{}]"
+    ) -> list[tuple[int, ...]]:
+        """Return the token ids of prompts. ValueError for one that is none, by its `name`."""
+        return [self._reader.encode(prompt, name.format(i)) for i, prompt in enumerate(prompts)]
+
+    def _prompt(self, index: int, token_ids: tuple[int, ...], params: SamplingParams) -> Prompt:
         num_tokens = len(token_ids) + params.max_new_tokens
         if not token_ids or num_tokens > self.max_tokens:
             raise ValueError(
                 f"prompts[{index}] has {len(token_ids)} tokens: must have 1 to {self.max_tokens - params.max_new_tokens}"
                 f" with max_new_tokens={params.max_new_tokens} and max_tokens={self.max_tokens}"
             )
-        return Prompt(prompt_id=str(index), draw_index=index, token_ids=token_ids)
+        prompt_id = f"request {next(self._request_numbers)}"
+        return Prompt(prompt_id=prompt_id, draw_index=index, token_ids=token_ids)
 
-    def _completion(self, rollout: Rollout) -> Completion:
-        token_ids = rollout.token_ids.tolist()
+    def completion(self, response: Response) -> Completion:
+        """Return a response that has ended."""
+        text = response.text
         return Completion(
-            prompt_index=rollout.draw_index,
-            sample_index=rollout.sample_index,
-            text=self.tokenizer.decode(token_ids),
-            token_ids=token_ids,
-            logprobs=rollout.logprobs.tolist(),
-            accept_lengths=list(rollout.accept_lengths),
-            finish_reason=str(rollout.finish_reason),
+            prompt_index=response.prompt_index,
+            sample_index=response.sample_index,
+            text=self.tokenizer.decode(response.token_ids) if text is None else text.text,
+            token_ids=response.token_ids,
+            logprobs=response.logprobs,
+            accept_lengths=response.accept_lengths,
+            finish_reason=str(response.finish_reason),
         )
 
     def close(self) -> None:
-        """Free the memory. The engine cannot be used again."""
+        """Free the memory, after whatever is being generated was stopped. The engine cannot be used
+        again.
+        """
+        self.batch.close()
         self._engine.close()
-
-
-def _given_ids(prompt: TextPrompt) -> tuple[int, ...]:
-    """Return the token ids of a prompt of token ids; () for a text or messages."""
-    return () if isinstance(prompt, str) else tuple(p for p in prompt if isinstance(p, int))

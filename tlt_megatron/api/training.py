@@ -4,18 +4,20 @@ shows what they print.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from tlt_megatron.api.function_source import place_of
 from tlt_megatron.cli import train_command
+from tlt_megatron.rewards.carried_function import save_function
 from tlt_megatron.runtime.parent import run_environment
 from tlt_megatron.trainer.summary import read_metrics
 
@@ -49,31 +51,47 @@ class Trainer:
     """One run of a configuration.
 
     Example: `Trainer("my.yaml", reward=my_function, overrides={"run.num_steps":
-    20}).train().summary`.
+    20}).train().summary`, or without a file `Trainer(model="Qwen/Qwen3-0.6B", data=[{"prompt":
+    "12+7=", "label": "19"}], reward=my_function)`.
     """
 
     def __init__(
         self,
-        config: str | Path | Sequence[str | Path],
+        config: str | Path | Sequence[str | Path] = (),
         *,
+        model: str | PathLike[str] | None = None,
+        data: str | PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
         reward: Callable[..., Any] | None = None,
         overrides: Mapping[str, object] | None = None,
         ranks: int = 1,
     ) -> None:
         """`config` is a YAML file, or several of which a later one goes over an earlier one.
+        Without one, `model` and `data` are needed, and every other setting has its default.
 
-        `reward` replaces `reward.function`. A function of a script or a notebook is copied to a
-        file beside the run folder, with the imports and values that it uses. ValueError if that is
-        impossible. `overrides` are settings such as `{"rollout.num_samples": 8}`. `ranks` is the
-        number of processes, one per GPU.
+        `model` replaces `model.path`. `data` replaces `data.train`: a file, a data set of the Hub
+        such as `openai/gsm8k/main:train`, or rows, which are written to the run folder. ValueError
+        for rows that are no JSON objects.
+
+        `reward` replaces `reward.function`: any callable, such as a function of a script or a
+        notebook, a lambda, a partial or an object. It is copied to files beside the run folder,
+        with the values that it uses now. ValueError if that is impossible. `overrides` are settings
+        such as `{"rollout.num_samples": 8}`. `ranks` is the number of processes, one per GPU.
         """
         files = [config] if isinstance(config, str | Path) else list(config)
+        if not files and (model is None or data is None):
+            raise ValueError("Trainer needs a config, or both model and data")
         settings = dict(overrides or {})
-        new = f"runs/{Path(files[-1]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = Path(files[-1]).stem if files else "trainer"
+        new = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(str(settings.setdefault("run.dir", new)))
+        if model is not None:
+            settings["model.path"] = fspath(model)
+        if data is not None:
+            is_name = isinstance(data, str | PathLike)
+            settings["data.train"] = fspath(data) if is_name else _write_rows(data, self.folder)
         if reward is not None:
-            copy = self.folder.with_name(f"{self.folder.name}_reward.py")
-            settings["reward.function"] = place_of(reward, copy)
+            file = self.folder.with_name(f"{self.folder.name}_reward.py")
+            settings["reward.function"] = save_function(reward, file, run_environment())
         words = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]
         self._command = train_command([*map(str, files), *words, "--nproc-per-node", str(ranks)])
 
@@ -111,3 +129,26 @@ class Trainer:
             raise (ValueError if code == 2 else RuntimeError)(last or f"exit code {code}")
         summary = self.folder / "summary.json"
         return FinishedRun(folder=self.folder, summary=json.loads(summary.read_text("utf-8")))
+
+
+def _write_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> str:
+    """Write the rows of a data set to a file whose name depends on them, so that the file of an
+    earlier run stays. Return its path.
+    """
+    lines = []
+    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+        raise ValueError(f"data={rows!r:.80}: must be a file, a data set's name, or a list of rows")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"data: row {number} is {row!r:.80}: must be a dict")
+        try:
+            lines.append(json.dumps(dict(row), allow_nan=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"data: row {number} is no JSON: {error}") from None
+    if not lines:
+        raise ValueError("data: has no rows")
+    text = "".join(lines)
+    file = folder / f"data-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, "utf-8")
+    return str(file.resolve())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tlt_megatron.config.ranges import read_number, read_size, require
+from tlt_megatron.config.ranges import read_flag, read_number, read_size, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def _read_qwen(hf: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
         num_experts=_num_experts(hf, "num_experts"),
         num_per_token=read_size(hf, "num_experts_per_tok", 8),
         ffn_size=read_size(hf, "moe_intermediate_size", 768),
-        normalizes=bool(hf.get("norm_topk_prob", False)),
+        normalizes=read_flag(hf, "norm_topk_prob", False),
         layers=layers,
     )
 
@@ -66,9 +66,14 @@ def _read_glm(hf: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
     is_layer = type(first) is int and first in range(num_layers)
     require(is_layer, "first_k_dense_replace", first, f"in 0..{num_layers - 1}")
     ffn_size = read_size(hf, "moe_intermediate_size", 1408)
+    count = read_size(hf, "num_experts_per_tok", 8)
+    rule = (
+        "> 1 with norm_topk_prob=true, which this family needs: the router would have no gradient"
+    )
+    require(count > 1, "num_experts_per_tok", count, rule)
     return ExpertsConfig(
         num_experts=_num_experts(hf, "n_routed_experts"),
-        num_per_token=read_size(hf, "num_experts_per_tok", 8),
+        num_per_token=count,
         ffn_size=ffn_size,
         normalizes=True,
         layers=tuple(range(first, num_layers)),

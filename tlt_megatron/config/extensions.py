@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
-import sys
-import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from tlt_megatron.config.ranges import require
+from tlt_megatron.config.user_files import import_file
 
 
 class ExtensionPoint(NamedTuple):
@@ -103,7 +100,7 @@ def load_extension(key: str, spec: str) -> Callable[..., Any]:
     place, _, name = point.built_in.get(spec, spec).rpartition(":")
     try:
         is_file, path = _is_file(place), Path(place)
-        module = _import_file(path.resolve()) if is_file else importlib.import_module(place)
+        module = import_file(path.resolve()) if is_file else importlib.import_module(place)
     except Exception as error:
         raise ValueError(f"{key}={spec!r}: {place} fails to load: {error!r}") from error
     function = getattr(module, name, None)
@@ -142,15 +139,3 @@ def shapes_of(result: object) -> Any:
 
 def _is_file(place: str) -> bool:
     return place.endswith(".py") or "/" in place
-
-
-@functools.cache
-def _import_file(path: Path) -> ModuleType:
-    name = f"extension_{path.stem}_{zlib.crc32(bytes(path)):08x}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError("is not a Python file (.py)")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle search for their module there
-    spec.loader.exec_module(module)
-    return module

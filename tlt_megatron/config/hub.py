@@ -3,17 +3,19 @@ this machine.
 
 `Qwen/Qwen3-0.6B` is a model, `Qwen/Qwen3-0.6B@REVISION` one at a branch, tag or commit.
 `openai/gsm8k:train` is a split of a data set, `openai/gsm8k/main@REVISION:train` one of a named
-configuration. What exists on this machine is never asked for. The launcher fetches once per node
-before it starts ranks; `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` have their usual
-meaning.
+configuration, and `FOLDER:train` one of a folder. What exists on this machine is never asked for.
+The launcher fetches once per node before it starts ranks; `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and
+`HF_HUB_OFFLINE` have their usual meaning.
 """
 
 from __future__ import annotations
 
+import codecs
+import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -29,6 +31,15 @@ _DATA = re.compile(
 CONFIG = ("config.json",)
 TOKENIZER = ("*.json", "*.model", "*.txt", "*.jinja")
 WHOLE = (*TOKENIZER, "*.safetensors")
+# Where this project's commands and examples put models: a name that begins so is a path, and is not
+# sent to the Hub.
+_LOCAL = ("build/", "models/", "runs/")
+_MADE_BY = {
+    "build/tiny_policy": "make quickstart-policy",
+    "build/quickstart_policy": "make quickstart-policy",
+    "build/tiny_drafter": "make drafter",
+    "build/smollm2": "make small-llm",
+}
 _LEFT_OUT = ("*/*", "consolidated*")  # other formats of the same weights
 
 
@@ -37,11 +48,15 @@ def fetch_model(key: str, name: str, patterns: tuple[str, ...] = WHOLE) -> Path:
     under it.
 
     `patterns` limits the files that are fetched. ValueError names the setting `key` if the Hub
-    cannot be reached or has no such model.
+    cannot be reached or has no such model, or if the name is a path of this project that is absent.
     """
     match = _MODEL.fullmatch(name)
     if match is None or Path(name).exists():
         return Path(name)
+    if name.startswith(_LOCAL):
+        made = _MADE_BY.get(name)
+        advice = f": {made} makes it" if made else " (an id of the Hub is owner/name)"
+        raise ValueError(f"{key}={name!r}: is no folder of this machine{advice}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -95,37 +110,86 @@ def name_version(name: str, folder: Path) -> str:
 
 
 def fetch_data(key: str, name: str) -> Path:
-    """Return the file of a data set: `name` itself if it is no id of the Hub, else the split as a
-    .parquet file.
+    """Return the file of a data set: `name` itself if it is no id of the Hub and no split of a
+    folder, else the split as a .jsonl file if its files are JSON, as a .parquet file if not.
 
     The file is written once for each version of the data, into the cache of `datasets`. ValueError
     as in `fetch_model`.
     """
+    folder, _, split = name.partition(":")
     match = _DATA.fullmatch(name)
-    if match is None or Path(name).exists():
+    if Path(name).exists() or not (match or Path(folder).is_dir()):
         return Path(name)
     if find_spec("datasets") is None:
         raise ValueError(
             f"{key}={name!r}: the package datasets is not installed: pip install datasets"
         )
-    import datasets
-    from datasets.config import HF_DATASETS_CACHE
-
-    repo, split = match["repo"], match["split"]
-    try:
-        rows = datasets.load_dataset(repo, match["config"], split=split, revision=match["revision"])
-    except (OSError, ValueError, RuntimeError) as error:
-        command = f"hf download --repo-type dataset {repo}"
-        raise _unreachable(key, name, ".jsonl or .parquet file", command, error) from error
-    assert isinstance(rows, datasets.Dataset)
-    kept = Path(HF_DATASETS_CACHE) / "tlt_megatron" / rows._fingerprint
+    source = (folder, None, None)
+    if match is not None and not Path(folder).is_dir():
+        source, split = (match["repo"], match["config"], match["revision"]), match["split"]
     # The stem names the data in metrics, as that of a user's own file does.
-    stem = re.sub(r"[^\w.-]+", "_", f"{repo.rpartition('/')[2]}-{split}")
-    file = kept / f"{stem}.parquet"
+    stem = re.sub(r"[^\w.-]+", "_", f"{Path(source[0]).name}-{split}")
+    try:
+        return _write_split(source, split, stem)
+    except (OSError, ValueError, RuntimeError) as error:
+        command = f"hf download --repo-type dataset {source[0]}"
+        raise _unreachable(key, name, ".jsonl or .parquet file", command, error) from error
+
+
+def _write_split(source: tuple[str, str | None, str | None], split: str, stem: str) -> Path:
+    """Write a split of a data set, named by repository or folder, configuration and revision.
+
+    JSON is copied as text: `datasets` would turn dates into times, cut numbers to ten digits, and
+    read text of columns of several types as JSON.
+    """
+    import datasets
+    from datasets.config import HF_DATASETS_CACHE, HF_HUB_OFFLINE
+    from huggingface_hub import snapshot_download
+
+    repo, config, revision = source
+    if HF_HUB_OFFLINE and not Path(repo).is_dir():  # files that a run with a network has fetched
+        repo = snapshot_download(repo, repo_type="dataset", revision=revision)
+    builder = datasets.load_dataset_builder(repo, config, revision=revision)
+    kept = Path(HF_DATASETS_CACHE) / "tlt_megatron"
+    files = {str(name): each for name, each in (builder.config.data_files or {}).items()}
+    spec = "+".join(files) if split == "all" else split
+    names = [part.partition("[")[0] for part in spec.split("+")]
+    is_json = builder.name == "json" and not getattr(builder.config, "field", None)
+    if is_json and files.keys() >= set(names):
+        manager = datasets.DownloadManager(base_path=builder.base_path)
+        lines = {
+            name: [
+                line
+                for file in manager.iter_files(manager.download_and_extract(files[name]))
+                for line in _json_lines(Path(file).read_bytes())
+            ]
+            for name in names
+        }
+        counts = {name: len(each) for name, each in lines.items()}
+        parts = datasets.ReadInstruction.from_spec(spec).to_absolute(counts)
+        content = b"\n".join(
+            line for part in parts for line in lines[part.splitname][part.from_ : part.to]
+        )
+        file = kept / hashlib.sha256(content).hexdigest()[:16] / f"{stem}.jsonl"
+        return _write_once(file, lambda part: part.write_bytes(content))
+    rows = datasets.load_dataset(repo, config, split=split, revision=revision)
+    assert isinstance(rows, datasets.Dataset)
+    return _write_once(kept / rows._fingerprint / f"{stem}.parquet", rows.to_parquet)
+
+
+def _json_lines(content: bytes) -> list[bytes]:
+    """Return a line per row of a file of JSON: of lines, or of one list."""
+    content = content.removeprefix(codecs.BOM_UTF8)
+    if content.lstrip().startswith(b"["):
+        return [json.dumps(row).encode() for row in json.loads(content)]
+    return [line for line in content.splitlines() if line.strip()]
+
+
+def _write_once(file: Path, write: Callable[[Path], object]) -> Path:
     if not file.is_file():
-        kept.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}.part")
-        rows.to_parquet(part)
+        write(part)
         part.replace(file)
     return file
 
@@ -168,7 +232,9 @@ def _found(config: RunConfig, patterns: tuple[str, ...]) -> dict[str, str | list
 
 def _unreachable(key: str, name: str, kind: str, command: str, error: Exception) -> ValueError:
     reason = " ".join(str(error).split())[:300]
+    advice = f"on a machine with a network: {command} --local-dir FOLDER, then copy FOLDER here and set {key} to it"
+    if Path(name).parent.is_dir():  # so it is a path, most likely
+        advice = f"the folder {Path(name).parent} is here, and has no {Path(name).name}"
     return ValueError(
-        f"{key}={name!r}: is no {kind} of this machine, and the Hugging Face Hub does not give it: {reason}"
-        f" (on a machine with a network: {command} --local-dir FOLDER, then copy FOLDER here and set {key} to it)"
+        f"{key}={name!r}: is no {kind} of this machine, and the Hugging Face Hub does not give it: {reason} ({advice})"
     )

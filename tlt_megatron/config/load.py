@@ -10,6 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -156,7 +157,12 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         # a copy: with a YAML anchor, another section is the same object
         node[section] = dict(node[section])
         node = node[section]
-    value = _parse(text, f"override {override!r}") if text else ""
+    try:
+        value = _parse(text, f"override {override!r}") if text else ""
+    except ValueError:
+        if not Path(text).exists():
+            raise
+        value = text  # such as the file [a].jsonl
     is_cut = isinstance(value, str) and " #" in text and text[:1] not in ("'", '"')
     node[last] = text if is_cut else value  # YAML ends a plain text at " #"
 
@@ -201,6 +207,8 @@ def _convert(value: object, hint: Any, name: str) -> object:
         raise ValueError(f"{name}={value!r}: must be a finite number")
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     origins = {typing.get_origin(kind) or kind: kind for kind in kinds}
+    if type(value) is date and str in origins:
+        return value.isoformat()
     for origin, kind in origins.items():
         if origin is float and type(value) is int:
             return float(value)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_megatron.config.experts_shape import ExpertsConfig, read_experts
-from tlt_megatron.config.ranges import read_number, read_size, require
+from tlt_megatron.config.ranges import read_flag, read_number, read_size, require
 
 ROPE_KINDS = {  # and what config.json must say of each
     "default": (),
@@ -23,6 +23,7 @@ ROPE_KINDS = {  # and what config.json must say of each
     "yarn": ("factor",),
 }
 _DEFAULT_THETA = 10000.0
+_MISTRAL_WINDOW = 4096
 ROUTER_BIAS = "e_score_correction_bias"  # in float32 whatever the other tensors are
 
 
@@ -135,7 +136,12 @@ def load_model_config(path: str | Path, key: str = "model.path") -> ModelConfig:
 
 def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
     kind = hf.get("model_type", "")
-    require(kind in FAMILIES, "model_type", kind, f"one of {', '.join(FAMILIES)}")
+    require(
+        isinstance(kind, str) and kind in FAMILIES,
+        "model_type",
+        kind,
+        f"one of {', '.join(FAMILIES)}",
+    )
     family = FAMILIES[kind]
     _check_options(hf)
     heads = read_size(hf, "num_attention_heads")
@@ -162,7 +168,7 @@ def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
         rms_norm_eps=read_number(hf, "rms_norm_eps", family.rms_norm_eps),
         rope=rope,
         max_position_embeddings=positions,
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        tie_word_embeddings=read_flag(hf, "tie_word_embeddings", False),
         has_qkv_bias=_flag(hf, "attention_bias", family.has_qkv_bias),
         has_qk_norm=_flag(hf, "use_qk_norm", family.has_qk_norm),
         experts=read_experts(hf) if family.has_experts else None,
@@ -170,7 +176,7 @@ def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _flag(hf: Mapping[str, Any], name: str, fixed: bool | None) -> bool:
-    return bool(hf.get(name, False)) if fixed is None else fixed
+    return read_flag(hf, name, False) if fixed is None else fixed
 
 
 def _check_options(hf: Mapping[str, Any]) -> None:
@@ -181,11 +187,12 @@ def _check_options(hf: Mapping[str, Any]) -> None:
         ("mlp_bias", False),
         ("use_sliding_window", False),
         ("is_encoder_decoder", False),
-        *([("sliding_window", None)] if kind == "mistral" else []),
     ):
         value = hf.get(option, allowed)
         require(value == allowed, option, value, repr(allowed))
-    has_bias = hf.get("attention_bias", False)
+    if kind == "mistral":
+        _check_window(hf)
+    has_bias = read_flag(hf, "attention_bias", False)
     rule = f"false for {kind} (it also puts a bias on o_proj)"
     can_have = FAMILIES[kind].has_qkv_bias is not False
     require(can_have or not has_bias, "attention_bias", has_bias, rule)
@@ -193,6 +200,17 @@ def _check_options(hf: Mapping[str, Any]) -> None:
     require(isinstance(types, list), "layer_types", types, "a list")
     for layer, each in enumerate(types):
         require(each == "full_attention", f"layer_types[{layer}]", each, "'full_attention'")
+
+
+def _check_window(hf: Mapping[str, Any]) -> None:
+    """Raise ValueError for a window that is shorter than the context: without the key it is 4096 in
+    transformers.
+    """
+    window = hf.get("sliding_window", _MISTRAL_WINDOW)
+    positions = read_size(hf, "max_position_embeddings")
+    is_whole = window is None or (type(window) is int and window >= positions)
+    shown = "null" if "sliding_window" in hf else f"null, without the key it is {window}"
+    require(is_whole, "sliding_window", window, f"{shown} (max_position_embeddings={positions})")
 
 
 def rope_config(hf: Mapping[str, Any], partial_rotary_factor: float = 1.0) -> RopeConfig:
@@ -215,7 +233,13 @@ def rope_config(hf: Mapping[str, Any], partial_rotary_factor: float = 1.0) -> Ro
     scaling: dict[str, Any] = {name: read_number(rope, name, 0.0) for name in ROPE_KINDS[kind]}
     if kind in ("llama3", "yarn"):
         name = "original_max_position_embeddings"
-        scaling[name] = read_size(rope, name, hf.get("max_position_embeddings"))
+        beside = hf.get(name)  # of rope_scaling: it counts first in transformers
+        within = rope.get(name)
+        agrees = beside is None or within in (None, beside)
+        require(agrees, name, beside, f"{within}, as in rope_scaling")
+        scaling[name] = read_size(
+            {name: beside or within}, name, None, hf.get("max_position_embeddings")
+        )
     if kind == "yarn":
         scaling |= _yarn(rope)
     scaling["partial_rotary_factor"] = float(partial)

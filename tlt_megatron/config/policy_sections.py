@@ -224,14 +224,13 @@ class AlgorithmSection(Section):
 
     @property
     def can_skip(self) -> bool:
-        """Return whether responses of zero advantage are skipped in the update.
+        """Return whether responses of zero advantage are skipped in the update, if the loss says
+        that they have no gradient (`policy_loss.is_zero_without_advantage`).
 
-        Entropy, KL and a loss function of the user can give them a gradient, and a critic learns
-        from all responses. Then all are computed.
+        Entropy and KL can give them a gradient, and a critic learns from all responses. Then all
+        are computed.
         """
-        has_only_advantages = not (self.entropy_coef or self.kl_coef or self.has_critic)
-        is_built_in = self.loss in REGISTRY["algorithm.loss"].built_in
-        return has_only_advantages and is_built_in
+        return not (self.entropy_coef or self.kl_coef or self.has_critic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

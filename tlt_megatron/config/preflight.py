@@ -5,35 +5,20 @@ The launcher calls it, so that a mistake is reported at once and in one line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from tlt_megatron.config.draft_folder import default_aux_layer_ids, read_draft_settings
+from tlt_megatron.config.draft_folder import check_drafter, default_aux_layer_ids
 from tlt_megatron.config.extensions import REGISTRY, check_extension_file
-from tlt_megatron.config.model_shape import (
-    ModelConfig,
-    load_model_config,
-    read_eos_token_ids,
-    read_json,
-    tensor_shapes,
-)
+from tlt_megatron.config.model_folder import check_model
+from tlt_megatron.config.model_shape import ModelConfig
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.config.weight_files import (
-    StoredTensor,
-    check_not_quantized,
-    find_tensors,
-    name_some,
-)
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_DERIVED_TENSORS = (".rotary_emb.inv_freq",)  # in old Llama checkpoints; never read, but computed
 
 
 def check_files(config: RunConfig) -> None:
-    """Raise a ValueError of one line for what a run would hit later. Reads no weights."""
+    """Raise a ValueError of one line for what a run would hit later. Loads no weights."""
     policy = check_model("model.path", config.model.path)
-    _check_tokenizer(config.model.path)
     if config.has_critic and config.critic.path:
         _check_critic(config.critic.path, policy)
     if config.speculation.enabled and config.speculation.is_learned:
@@ -77,76 +62,23 @@ def _check_trackers(names: Sequence[str]) -> None:
 
 
 def _check_critic(path: str, policy: ModelConfig) -> None:
-    found = check_model("critic.path", path).vocab_size
+    found = check_model("critic.path", path, needs_tokenizer=False).vocab_size
     if found < policy.vocab_size:
         raise ValueError(
             f"critic.path={path!r}: vocab_size={found} must be >= {policy.vocab_size}, the policy's"
         )
 
 
-def check_model(key: str, path: str) -> ModelConfig:
-    config, folder = load_model_config(path, key), Path(path)
-    try:
-        tensors = find_tensors(folder)
-        check_not_quantized(read_json(folder / "config.json"), tensors)
-        _check_shapes(config, tensors)
-        read_eos_token_ids(folder, config.vocab_size)
-    except ValueError as error:
-        raise _refusal(f"{key}={path!r}", folder, error) from error
-    return config
-
-
-def _refusal(setting: str, folder: Path, error: ValueError) -> ValueError:
-    """Return the error with the setting's name before it, without the folder, which that holds."""
-    text = str(error).removeprefix(f"{folder}/").removeprefix(f"{folder}: ")
-    return ValueError(f"{setting}: {text}")
-
-
-def _check_shapes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
-    """Check that the files hold exactly this architecture. An extra bias would be ignored."""
-    shapes = tensor_shapes(config)
-    missing = [name for name in shapes if name not in tensors]
-    if missing:
-        raise ValueError(f"its files lack {name_some(missing)}")
-    known = {*shapes, "lm_head.weight"}  # loading compares a tied head (`mcore/weight_map.py`)
-    # GLM's last layer predicts the token after the next one; neither loaded nor exported.
-    ignored = f"model.layers.{config.num_layers}." if config.model_type == "glm4_moe" else "-"
-    extra = [
-        name
-        for name in tensors
-        if name not in known
-        and not name.endswith(_DERIVED_TENSORS)
-        and not name.startswith(ignored)
-    ]
-    if extra:
-        raise ValueError(
-            f"its files hold tensors that a {config.model_type} of this config.json does not have: {name_some(extra)}"
-        )
-    for name, shape in shapes.items():
-        if tensors[name].shape != shape:
-            found = list(tensors[name].shape)
-            raise ValueError(f"{name} has shape {found}, config.json makes it {list(shape)}")
-
-
-def _check_tokenizer(path: str) -> None:
-    """Check that a tokenizer is there. `data/tokenizer.py` compares it with the vocabulary."""
-    if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(
-            f"model.path={path!r}: must hold a tokenizer, one of {', '.join(_TOKENIZER_FILES)}"
-        )
-
-
 def _check_drafter(config: RunConfig, policy: ModelConfig) -> None:
-    folder = Path(config.speculation.drafter)
-    needs_whole_head = config.rollout.engine == "embedded" or config.spot.enabled
-    settings = read_draft_settings(folder, needs_whole_head=needs_whole_head)
-    try:
-        check_not_quantized(settings, find_tensors(folder))
-        for name, size in (("hidden_size", policy.hidden_size), ("vocab_size", policy.vocab_size)):
-            if settings[name] != size:
-                raise ValueError(f"{name}={settings[name]} must be the policy's, {size}")
-    except ValueError as error:
-        raise _refusal(f"speculation.drafter={str(folder)!r}", folder, error) from error
+    is_for_sglang = config.rollout.engine == "sglang"
+    check_drafter(
+        "speculation.drafter",
+        config.speculation.drafter,
+        policy,
+        config.model.path,
+        needs_whole_head=not is_for_sglang or config.spot.enabled,
+        is_for_sglang=is_for_sglang,
+    )
 
 
 def _check_prompts(key: str, path: str) -> None:

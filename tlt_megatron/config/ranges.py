@@ -92,6 +92,13 @@ def read_number(hf: Mapping[str, Any], name: str, absent: float) -> float:
     return float(value)
 
 
+def read_flag(hf: Mapping[str, Any], name: str, absent: bool) -> bool:
+    """Return a flag of a config.json: `absent` where it lacks the key."""
+    value = hf.get(name, absent)
+    require(isinstance(value, bool), name, value, "true or false")
+    return value
+
+
 @functools.cache
 def _ranges(section: type) -> dict[str, list[Range]]:
     hints = typing.get_type_hints(section, include_extras=True)

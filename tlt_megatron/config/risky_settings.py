@@ -46,7 +46,7 @@ def _meaningless(config: RunConfig) -> list[str]:
             " are equal. Set eval.num_samples=1, or a temperature"
         )
     for file in config.data.eval_files.values():
-        if train and Path(file).resolve() == Path(train).resolve():
+        if train and config.run.num_steps and Path(file).resolve() == Path(train).resolve():
             found.append(
                 f"data.eval={file!r} is data.train: its scores are those of prompts that are trained on"
             )

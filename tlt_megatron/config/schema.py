@@ -6,8 +6,10 @@ Each section checks itself. `layout.py` checks what depends on ranks and model s
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,9 +42,13 @@ class DataSection(Section):
 
     train: str = ""  # .jsonl or .parquet
     eval: str | list[str] = ""  # a file, or a list of files; empty: no evaluation
-    # a string is used unchanged, a list of chat messages goes through the chat template
+    # a string is encoded behind BOS, a list of chat messages goes through the chat template
     input_key: str = "prompt"
     label_key: str = ""  # empty: label, else reward_model.ground_truth
+    # for the chat template, such as enable_thinking: false; a row's chat_template_kwargs go before
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # "2026-11-28", for a chat template that writes the date; empty: the day on which the run starts
+    template_date: str = ""
     max_prompt_tokens: PositiveInt = 1024  # longer prompts are skipped, counted and reported
     shuffle: bool = True  # anew in every epoch, by run.seed
 
@@ -58,6 +64,12 @@ class DataSection(Section):
         return dict(zip(names, files, strict=True))
 
     def check(self) -> None:
+        is_date = bool(re.fullmatch(r"\d{4}-\d\d-\d\d", self.template_date))
+        try:
+            date.fromisoformat(self.template_date or "2026-11-28")
+        except ValueError:
+            is_date = False
+        self.require(is_date or not self.template_date, "template_date", "YYYY-MM-DD")
         if isinstance(self.eval, list):
             self.require(all(self.eval), "eval", "a file or a list of files")
             self.require(
@@ -141,9 +153,13 @@ class EvalSection(Section):
     num_prompts: NonNegativeInt = 0  # of each file of data.eval; 0: all
     num_samples: PositiveInt = 1  # responses per prompt
     temperature: float = 1.0  # 0 is greedy
+    top_p: float | None = None  # (0, 1]; null: rollout.top_p
+    top_k: int | None = None  # 0 keeps all, 1 is greedy; null: rollout.top_k
 
     def check(self) -> None:
         self.require(0 <= self.temperature <= 10, "temperature", "in [0, 10]")
+        self.require(self.top_p is None or 0 < self.top_p <= 1, "top_p", "in (0, 1] or null")
+        self.require(self.top_k is None or self.top_k >= 0, "top_k", ">= 0 or null")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,13 @@ A safetensors file is 8 bytes with the length of its header, the header, and the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from tlt_megatron.config.model_shape import read_json
@@ -24,6 +26,7 @@ _DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
 }
 _PLAIN_DTYPES = ("F16", "BF16", "F32", "F64")
+_PIECE = 1 << 22  # numbers that are compared at once
 _MAX_NAMED = 3  # names listed in a message
 
 
@@ -39,7 +42,7 @@ class StoredTensor:
 
 
 def find_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a folder by name. An index alone names the files to read.
+    """Return every tensor of a folder by name. An index, if any, alone names the files.
 
     ValueError names a file that is missing, truncated or not safetensors, or a tensor that is in
     two files.
@@ -85,7 +88,14 @@ def _by_index(index: Path) -> dict[str, StoredTensor]:
             f"{index}: names tensors that their files do not hold: "
             + name_some([f"{tensor} ({weight_map[tensor]})" for tensor in absent])
         )
-    return {tensor: headers[name][tensor] for tensor, name in weight_map.items()}
+    for name, header in headers.items():
+        for tensor in header:
+            if weight_map.get(tensor, name) != name:
+                raise ValueError(
+                    f"{index.parent}: {name} holds {tensor}, which {index.name} places in {weight_map[tensor]}:"
+                    f" readers disagree on which counts; remove it from {name}"
+                )
+    return {tensor: stored for header in headers.values() for tensor, stored in header.items()}
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -110,6 +120,34 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except SafetensorError as error:
         raise ValueError(f"{file}: is truncated, damaged or not safetensors: {error}") from error
     return tensors
+
+
+def has_same_values(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two tensors hold the same numbers, in whichever dtypes of PLAIN_DTYPES."""
+    if one.shape != other.shape:
+        return False
+    pairs = zip(_read_values(one), _read_values(other), strict=True)
+    return all(np.array_equal(mine, theirs) for mine, theirs in pairs)
+
+
+def read_bytes(tensor: StoredTensor) -> bytes:
+    """Return the bytes of a small tensor."""
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start)
+        return file.read(tensor.end - tensor.start)
+
+
+def _read_values(tensor: StoredTensor) -> Iterator[NDArray[np.floating]]:
+    """Yield the values of a stored tensor in pieces of the same number for every dtype."""
+    size = _DTYPE_BYTES[tensor.dtype]
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start)
+        for start in range(tensor.start, tensor.end, size * _PIECE):
+            raw = file.read(min(size * _PIECE, tensor.end - start))
+            if tensor.dtype == "BF16":  # the upper half of a float32
+                yield (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+            else:
+                yield np.frombuffer(raw, f"<f{size}")
 
 
 def check_not_quantized(settings: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:

@@ -13,9 +13,10 @@ import hashlib
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.rows import Row, read_rows
@@ -36,6 +37,8 @@ class PromptSet:
     path: str
     rows: tuple[Prompt, ...]
     fingerprint: str  # of ids, tokens and ground truths
+    num_left_out: int = 0  # longer than data.max_prompt_tokens
+    parts: Mapping[str, str] = field(default_factory=dict)  # of what makes the tokens, by name
 
 
 @dataclass
@@ -62,24 +65,31 @@ class PromptSampler:
         self._draw_index += num_prompts
         return [self.prompt_at(index) for index in range(first, self._draw_index)]
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position of the next draw, as values that JSON can hold."""
         return {
             "draw_index": self._draw_index,
             "path": self.prompt_set.path,
             "fingerprint": self.prompt_set.fingerprint,
+            "parts": dict(self.prompt_set.parts),
         }
 
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. ValueError if it belongs to another data set.
 
         trainer/saving/identity.py refuses a checkpoint of another seed or order.
         """
         if state["fingerprint"] != self.prompt_set.fingerprint:
+            before, now = state.get("parts", {}), self.prompt_set.parts
+            changes = [
+                f"{name} ({before[name]} -> {now[name]})"
+                for name in now
+                if name in before and before[name] != now[name]
+            ]
             raise ValueError(
                 f"the state belongs to the data set {state['path']} (fingerprint {state['fingerprint']}), "
                 f"this run has {self.prompt_set.path} (fingerprint {self.prompt_set.fingerprint}): "
-                "rows, tokenizer and data.max_prompt_tokens must be the same"
+                f"{', '.join(changes or now)} must be the same"
             )
         self._draw_index = int(state["draw_index"])
 
@@ -124,6 +134,8 @@ def _read_prompts(path: Path, tokenizer: Tokenizer, section: DataSection) -> Pro
             raise ValueError(
                 f"{path} row {row.number}: {section.input_key}={row.text!r} gives no tokens, must give at least one"
             )
+        if not row.prompt.messages:
+            token_ids = tokenizer.with_first(token_ids)
         if len(token_ids) > section.max_prompt_tokens:
             overlong.append(row.prompt.prompt_id)
         else:
@@ -137,12 +149,18 @@ def _read_prompts(path: Path, tokenizer: Tokenizer, section: DataSection) -> Pro
             f"{path}: all {len(found)} prompts are longer than "
             f"data.max_prompt_tokens={section.max_prompt_tokens}"
         )
-    return PromptSet(path=str(path), rows=tuple(rows), fingerprint=_fingerprint(rows))
+    return PromptSet(
+        path=str(path),
+        rows=tuple(rows),
+        fingerprint=_fingerprint(rows),
+        num_left_out=len(overlong),
+        parts=_parts(found, tokenizer, section),
+    )
 
 
 def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) -> str:
     try:
-        text = tokenizer.render(row.text)
+        text = tokenizer.render(row.text, row.prompt.template_kwargs)
         text.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
     except ValueError as error:
         where = f"{path} row {row.number}: {section.input_key}"
@@ -166,20 +184,21 @@ def _warn(path: str | Path, found: list[Row], overlong: list[str], limit: int) -
 
 def load_held_out(
     section: DataSection, tokenizer: Tokenizer, world: Group = SINGLE, *, limit: int = 0
-) -> dict[str, tuple[Prompt, ...]]:
+) -> dict[str, PromptSet]:
     """Return the first `limit` prompts (0: all) of each file of `data.eval`, by its name.
 
     As `load_prompts`. `draw_index` counts on from file to file.
     """
-    found: dict[str, tuple[Prompt, ...]] = {}
+    found: dict[str, PromptSet] = {}
     num_prompts = 0
     for name, path in section.eval_files.items():
-        prompts = load_prompts(path, tokenizer, section, world).rows[: limit or None]
-        found[name] = tuple(
+        whole = load_prompts(path, tokenizer, section, world)
+        rows = tuple(
             dataclasses.replace(prompt, draw_index=num_prompts + index)
-            for index, prompt in enumerate(prompts)
+            for index, prompt in enumerate(whole.rows[: limit or None])
         )
-        num_prompts += len(prompts)
+        found[name] = dataclasses.replace(whole, rows=rows)
+        num_prompts += len(rows)
     return found
 
 
@@ -188,8 +207,33 @@ def _name_some(items: Sequence[object]) -> str:
 
 
 def _fingerprint(rows: list[Prompt]) -> str:
+    return _digest(
+        (row.prompt_id, row.token_ids, row.data_source, row.ground_truth) for row in rows
+    )
+
+
+def _parts(found: list[Row], tokenizer: Tokenizer, section: DataSection) -> dict[str, str]:
+    """Return what the tokens of the prompts depend on, by its name in messages."""
+    given = section.chat_template_kwargs
+    rows = (
+        (
+            *(row.text, row.prompt.prompt_id, row.prompt.data_source, row.prompt.ground_truth),
+            {k: v for k, v in row.prompt.template_kwargs.items() if given.get(k) != v},
+        )
+        for row in found
+    )
+    return {
+        "the rows": _digest(rows),
+        "the tokenizer": _digest([tokenizer.definition]),
+        "the chat template": _digest([str(tokenizer.hf.chat_template)]),
+        "data.chat_template_kwargs": repr(given),
+        "data.template_date": repr(section.template_date),
+        "data.max_prompt_tokens": str(section.max_prompt_tokens),
+    }
+
+
+def _digest(items: Iterable[object]) -> str:
     digest = hashlib.sha256()
-    for row in rows:
-        text = repr((row.prompt_id, row.token_ids, row.data_source, row.ground_truth))
-        digest.update(text.encode("utf-8", "surrogatepass"))
+    for item in items:
+        digest.update(repr(item).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()[:16]

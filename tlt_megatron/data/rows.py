@@ -1,4 +1,4 @@
-"""Read the rows of a prompt file (.jsonl or .parquet) with slime's or verl's keys, and check them.
+"""Reads the keys of slime or verl in the rows of a prompt file, and checks them.
 
 Called by `prompts.load_prompts`. An error names the file, the row (from 1; in .jsonl the line
 number), the key and the allowed values.
@@ -6,20 +6,22 @@ number), the key and the allowed values.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tlt_megatron.config.schema import DataSection
+from tlt_megatron.data.row_files import parse_json, read_raw_rows, without_nulls
 from tlt_megatron.types import Message, Prompt
 
-_BATCH_ROWS = 1024
 _VERL_LABEL = "reward_model.ground_truth"
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
-_OTHER_MEDIA = ("images", "videos", "audios")  # columns of data sets of verl and TRL
+# columns of data sets of verl and TRL
+_OTHER_MEDIA = ("images", "videos", "audios", "image", "video", "audio", "multi_modal_data")
+_SYSTEM = ("system", "system_prompt")
+_OF_TEMPLATE = {"tools": list, "documents": list, "chat_template_kwargs": dict}
 _SHOWN_CHARACTERS = 60  # of a prompt, in an error message
 
 
@@ -34,13 +36,8 @@ class Row(NamedTuple):
 
 def read_rows(path: Path, section: DataSection) -> Iterator[Row]:
     """Yield all rows in file order. ValueError at the first row that cannot be used."""
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if path.suffix not in readers:
-        raise ValueError(f"{path}: must be a .jsonl or .parquet file")
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
     seen: dict[tuple[str, str], int] = {}  # data_source, prompt_id -> row
-    for number, raw in readers[path.suffix](path):
+    for number, raw in read_raw_rows(path):
         try:
             row = _read_row(raw, number, path.stem, section)
             _check_id(row, seen)
@@ -59,55 +56,6 @@ def _check_id(row: Row, seen: dict[tuple[str, str], int]) -> None:
         )
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                raw = json.loads(line, object_pairs_hook=_without_twins)
-            except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8
-                raise ValueError(
-                    f"{path} row {number}: must be one JSON object: {error}"
-                ) from error
-            yield number, raw
-
-
-def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a JSON object. ValueError for a key that stands twice: a value would be lost."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"the key {_twin([key for key, _ in pairs])!r} stands twice")
-    return found
-
-
-def _twin(names: list[str]) -> str:
-    """Return the first name that stands twice, or nothing."""
-    return next((name for name in names if names.count(name) > 1), "")
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: is not a parquet file: {error}") from error
-    with file:
-        if twin := _twin(file.schema_arrow.names):
-            raise ValueError(f"{path}: the column {twin!r} stands twice")
-        number = 0
-        try:
-            # no threads: ranks that are forked later would inherit their pool
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False):
-                for raw in batch.to_pylist():
-                    number += 1
-                    yield number, raw
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise ValueError(f"{path}: is damaged behind row {number}: {error}") from error
-
-
 def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
     if not isinstance(raw, dict):
         raise ValueError(f"is a {type(raw).__name__}, must be an object with keys")
@@ -116,6 +64,10 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
         if raw.get(key):
             raise ValueError(f"{key} is not empty: the policy reads and writes text alone")
     text = _text(raw, section.input_key, conversions)
+    if isinstance(text, str):
+        template_kwargs = _check_string(raw, section, conversions)
+    else:
+        text, template_kwargs = _with_system(raw, text), _template_kwargs(raw, section)
     prompt = Prompt(
         prompt_id=_prompt_id(raw) or f"{stem}:{number}",
         draw_index=0,
@@ -124,8 +76,78 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
         ground_truth=_label(raw, section.label_key, conversions),
         extra_info=_extra_info(raw, conversions),
         messages=() if isinstance(text, str) else tuple(text),
+        template_kwargs=template_kwargs,
     )
+    for key, value in (
+        ("id", prompt.prompt_id),
+        ("data_source", prompt.data_source),
+        ("label", prompt.ground_truth),
+    ):
+        if not _is_unicode(value):
+            raise ValueError(
+                f"{key}={value!r} holds half of a surrogate pair, must be Unicode text"
+            )
     return Row(number, text, prompt, conversions)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_string(
+    raw: dict[str, object], section: DataSection, conversions: list[str]
+) -> dict[str, object]:
+    """Refuse columns that no template could write into a prompt that is a string."""
+    for key in (*_SYSTEM, *_OF_TEMPLATE):
+        if raw.get(key):
+            raise ValueError(
+                f"{key} is not empty, and {section.input_key} is a string, which no chat template writes:"
+                f" give {section.input_key} as a list of messages, or leave {key} out"
+            )
+    if section.chat_template_kwargs:
+        conversions.append(
+            f"{section.input_key} is a string, on which data.chat_template_kwargs has no effect"
+        )
+    return {}
+
+
+def _with_system(raw: dict[str, object], messages: list[Message]) -> list[Message]:
+    """Return the messages after the row's system message, if it has one."""
+    key, value = _first(raw, *_SYSTEM, absent=(None, ""))
+    if value is None:
+        return messages
+    if not isinstance(value, str):
+        raise ValueError(f"{key}={value!r} must be a string")
+    if any(message["role"] in ("system", "developer") for message in messages):
+        raise ValueError(f"{key} is not empty, and the messages have a system message already")
+    return [{"role": "system", "content": value}, *messages]
+
+
+def _template_kwargs(raw: dict[str, object], section: DataSection) -> dict[str, object]:
+    """Return what the chat template gets besides the messages: its arguments, and tools."""
+    found = dict(section.chat_template_kwargs)
+    for key, kind in _OF_TEMPLATE.items():
+        value: Any = raw.get(key)
+        if isinstance(value, str) and value.strip():  # as tables store it
+            try:
+                value = without_nulls(parse_json(value))
+            except ValueError as error:
+                raise ValueError(
+                    f"{key}={value[:_SHOWN_CHARACTERS]!r} must be JSON: {error}"
+                ) from error
+        if not value:
+            continue
+        if not isinstance(value, kind) or not (
+            kind is dict or all(isinstance(part, dict) for part in value)
+        ):
+            name = "an object with keys" if kind is dict else "a list of objects"
+            raise ValueError(f"{key}={value!r} must be {name}")
+        found |= value if isinstance(value, dict) else {key: value}
+    return found
 
 
 def _text(raw: dict[str, object], key: str, conversions: list[str]) -> str | list[Message]:
@@ -137,8 +159,8 @@ def _text(raw: dict[str, object], key: str, conversions: list[str]) -> str | lis
             return value
         conversions.append(f"{key} is JSON text, read as chat messages")
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = without_nulls(parse_json(value))
+        except ValueError as error:
             raise ValueError(
                 f"{key}={value[:_SHOWN_CHARACTERS]!r}... must be a list of messages, not the text of one that is not JSON ({error})"
             ) from error
@@ -152,8 +174,7 @@ def _text(raw: dict[str, object], key: str, conversions: list[str]) -> str | lis
             raise ValueError(
                 f"{key}[{index}]={message!r} must be a message with the strings role and content"
             )
-        # parquet gives every message the keys of all messages, with null for missing values
-        messages.append({name: part for name, part in message.items() if part is not None})
+        messages.append(message)
     if messages[-1]["role"] == "assistant":
         raise ValueError(
             f"{key} ends with a turn of the assistant, must end with one that it answers"
@@ -176,7 +197,7 @@ def _label(raw: dict[str, object], key: str, conversions: list[str]) -> str:
         return _number(value, name, conversions)
     if not isinstance(value, int):
         raise ValueError(f"{name}={value!r} must be a string, number or boolean")
-    return str(value)
+    return str(value).lower()  # true, as JSON writes it
 
 
 def _number(value: float | Decimal, key: str, conversions: list[str]) -> str:

@@ -1,35 +1,59 @@
 """The policy's tokenizer: the one of the model folder, with the tokens that end a response.
 
-Used by `prompts.load_prompts`, by the rollout worker (stop tokens) and before scoring (decode). It
-adds no special token to a string prompt: a prompt that needs a BOS token must contain it.
+Used by `prompts.load_prompts`, by the rollout worker (stop tokens) and before scoring
+(decode_turn). A string prompt gets the tokens that the tokenizer puts before a text, such as BOS. A
+chat template writes its own.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tlt_megatron.config.model_shape import read_eos_token_ids, read_json
+from tlt_megatron.data.tokenizer_file import as_in_file
 from tlt_megatron.types import Message
 
 log = logging.getLogger(__name__)
 
-
+NOTHING: Mapping[str, object] = MappingProxyType({})
+_MAX_NAMED = 6  # tokens in a message
+_TAG = re.compile(r"[<\[]/?\w+[>\]]")  # <think>, [THINK]; not <|im_start|>
+# goes before a template, whose arguments can be no functions
+_PIN_DATE = (
+    "{% macro strftime_now(format) %}{% set text = namespace(now=format) %}"
+    "{% for part, value in date_parts.items() %}{% set text.now = text.now | replace(part, value) %}{% endfor %}"
+    "{{ text.now }}{% endmacro +%}"
+)
+_DATE_PARTS = [f"%{sign}{part}" for part in "aAbBcdeHIjmMpSuUVwWxXyYzZfDFT" for sign in ("", "-")]
 _TURN = "(turn)"  # stands for a turn of the policy, whose tokens are never encoded again
+# Texts that may stand before another one, of which at least one does not merge with it.
+_ANCHORS = ("\n", "a", ".", "0", "\u00e9")
 _CUT = "\ufdd0"  # no character: stands within the name of a control token that is meant as text
 
 
 class Tokenizer:
     """Encodes prompts and decodes responses. `stop_token_ids` is sorted; `hf` is transformers'."""
 
-    def __init__(self, hf: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], path: Path):
+    def __init__(
+        self,
+        hf: PreTrainedTokenizerBase,
+        stop_token_ids: Sequence[int],
+        path: Path,
+        template_date: str = "",
+    ):
+        """`template_date` (2026-11-28) is the day that a chat template writes; empty: today."""
         self.hf = hf
+        self._date = datetime.fromisoformat(template_date) if template_date else None
         self.stop_token_ids = tuple(sorted(set(stop_token_ids)))
         self._path = path
         self._fast = hf.backend_tokenizer if isinstance(hf, PreTrainedTokenizerFast) else None
@@ -42,13 +66,60 @@ class Tokenizer:
         """Return whether lists of messages can be encoded."""
         return bool(self.hf.chat_template)
 
-    def encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+    @property
+    def definition(self) -> str:
+        """Return all that its tokens depend on, as text."""
+        if self._fast is None:
+            return repr(sorted(self.hf.get_vocab().items()))
+        return self._fast.to_str()
+
+    def encode(
+        self, prompt: str | Sequence[Message], template_kwargs: Mapping[str, object] = NOTHING
+    ) -> tuple[int, ...]:
         """Return the token ids of a text, or of chat messages with the generation prompt.
 
         ValueError if messages are given and there is no chat template, or the template refuses
         them.
         """
-        return tuple(self.encode_texts([self.render(prompt)])[0])
+        ids = self.encode_texts([self.render(prompt, template_kwargs)])[0]
+        return tuple(self.with_first(ids) if isinstance(prompt, str) else ids)
+
+    @functools.cached_property
+    def first_tokens(self) -> list[int]:
+        """Return the tokens that the tokenizer puts before a text, such as BOS."""
+        plain, whole = self.encode_texts(["a"])[0], list(self.hf("a")["input_ids"])
+        starts = range(len(whole) - len(plain) + 1)
+        return whole[: next((i for i in starts if whole[i : i + len(plain)] == plain), 0)]
+
+    def with_first(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens of a string prompt, which begin with `first_tokens`, once."""
+        first = self.first_tokens
+        has_them = not token_ids or token_ids[: len(first)] == first
+        return token_ids if has_them else first + token_ids
+
+    def notes(self, *, has_strings: bool) -> list[str]:
+        """Return lines on what this tokenizer does to string prompts and to texts of rewards."""
+        found = []
+        if has_strings and self.first_tokens:
+            names = " ".join(self.hf.convert_ids_to_tokens(self.first_tokens))
+            found.append(
+                f"string prompts begin with {names}, which the tokenizer puts before a text: prompts without it"
+                " need another tokenizer_config.json"
+            )
+        roles = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+        named = {str(getattr(self.hf, f"{role}_token", "")) for role in roles}
+        tags = [
+            token.content
+            for number, token in self.hf.added_tokens_decoder.items()
+            if token.special and _TAG.fullmatch(token.content)
+            if number not in self.stop_token_ids and token.content not in named
+        ]
+        if tags:
+            shown = ", ".join(tags[:_MAX_NAMED]) + (", ..." if len(tags) > _MAX_NAMED else "")
+            found.append(
+                f"the tokenizer marks {shown} as special: the texts that reward functions get have them all the same"
+            )
+        return found
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text."""
@@ -58,8 +129,14 @@ class Tokenizer:
         encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def render(self, prompt: str | Sequence[Message]) -> str:
-        """Return a string unchanged, messages through the template. ValueError as in `encode`."""
+    def render(
+        self, prompt: str | Sequence[Message], template_kwargs: Mapping[str, object] = NOTHING
+    ) -> str:
+        """Return a string unchanged, messages through the template, which gets `template_kwargs`
+        too.
+
+        ValueError as in `encode`, or for an argument that the template does not have.
+        """
         if isinstance(prompt, str):
             return prompt
         if not self.has_chat_template:
@@ -67,26 +144,63 @@ class Tokenizer:
                 f"the tokenizer in {self._path} has no chat template, which a list of messages needs: "
                 "give string prompts, or put chat_template.jinja into the folder"
             )
+        self._check_template_kwargs(template_kwargs)
         messages: list[Any] = [dict(message) for message in prompt]
+        given: dict[str, Any] = dict(template_kwargs)
+        if self._date is not None and "strftime_now" in str(self.hf.chat_template):
+            template = self.hf.get_chat_template(tools=given.get("tools"))
+            given["chat_template"] = _PIN_DATE + template
+            given["date_parts"] = {part: self._date.strftime(part) for part in _DATE_PARTS}
         try:
-            text = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self.hf.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **given
+            )
         except Exception as error:  # a template is a program of the folder
             raise ValueError(f"the chat template of {self._path} refuses it: {error}") from error
         assert isinstance(text, str)  # of one conversation
         return text
 
-    def check_turns(self) -> None:
-        """Raise ValueError if the template's text after a turn depends on the turns before it."""
+    def _check_template_kwargs(self, names: Iterable[str]) -> None:
+        own = inspect.signature(self.hf.apply_chat_template).parameters.keys()
+        for name in names:
+            if name in ("messages", "strftime_now", "date_parts", *(own - {"tools", "documents"})):
+                raise ValueError(f"chat_template_kwargs.{name}: is set by the trainer")
+            if not re.search(rf"\b{re.escape(name)}\b", str(self.hf.chat_template)):
+                raise ValueError(
+                    f"the chat template of {self._path} has no argument {name!r}, so it would have no effect"
+                )
+
+    def check_turns(self, template_kwargs: Mapping[str, object] = NOTHING) -> None:
+        """Raise ValueError if the template's text after a turn depends on the turns before it, or
+        if its tokens are not those in the whole conversation.
+        """
         prompt = {"role": "user", "content": "x"}
         turn = [{"role": "assistant", "content": _TURN}, {"role": "user", "content": "y"}]
-        short = self.render([prompt, *turn]).split(_TURN)
-        long = self.render([prompt, *turn, *turn]).split(_TURN)
+        short = self.render([prompt, *turn], template_kwargs).split(_TURN)
+        long = self.render([prompt, *turn, *turn], template_kwargs).split(_TURN)
         if (len(short), len(long)) != (2, 3) or short[-1] != long[-1]:
             raise ValueError(
                 f"the chat template of {self._path} leaves out a turn, or what it writes after a turn depends on those before,"
                 f" so an observation cannot be appended to the tokens before it: {short!r} with one turn, {long!r} with two."
                 " Give string prompts, or change chat_template.jinja"
             )
+        observation = turn[1:]
+        whole = self.encode([prompt, *turn], template_kwargs)
+        for stop in self.stop_token_ids:
+            added = self.encode_observation(
+                observation, stop, is_chat=True, template_kwargs=template_kwargs
+            )
+            end = self.decode([stop], skip_special_tokens=False)
+            written = self.decode([stop, *added], skip_special_tokens=False).removeprefix(end)
+            if whole[-len(added) :] != added and written != short[-1].removeprefix(end):
+                raise ValueError(
+                    f"the tokenizer in {self._path} splits a text that follows the token {end!r} in another way than within"
+                    f" a conversation, so an observation cannot be appended: {written!r} instead of {short[-1]!r}"
+                )
+
+    @functools.cached_property
+    def _added(self) -> set[int]:
+        return {*self.hf.added_tokens_decoder, *self.hf.all_special_ids}
 
     @functools.cached_property
     def _control_tokens(self) -> re.Pattern[str]:
@@ -108,7 +222,12 @@ class Tokenizer:
         return self._control_tokens.sub(lambda name: f"{name[0][0]}{_CUT}{name[0][1:]}", value)
 
     def encode_observation(
-        self, messages: Sequence[Message], last_token: int, *, is_chat: bool
+        self,
+        messages: Sequence[Message],
+        last_token: int,
+        *,
+        is_chat: bool,
+        template_kwargs: Mapping[str, object] = NOTHING,
     ) -> tuple[int, ...]:
         """Return the tokens of an observation after a turn that ended with `last_token`.
 
@@ -118,17 +237,43 @@ class Tokenizer:
         """
         if not is_chat:
             text = "".join(str(message["content"]) for message in messages)
-            return tuple(self.encode_texts([text])[0])
+            return tuple(self._encode_after(last_token, text))
         begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _TURN}]
         messages = [{key: self._as_text(m[key]) for key in m} for m in messages]
-        text = self.render([*begin, *messages]).partition(_TURN)[2]
+        text = self.render([*begin, *messages], template_kwargs).partition(_TURN)[2]
         # the template ends a turn with the stop token, which the policy drew itself
         text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
-        return tuple(token for ids in self.encode_texts(text.split(_CUT)) for token in ids)
+        first, *rest = text.split(_CUT)
+        parts = [self._encode_after(last_token, first)]
+        parts += [self._encode_after(None, part) for part in rest]
+        return tuple(token for ids in parts for token in ids)
+
+    @functools.cached_property
+    def _marks_begin(self) -> bool:
+        """Return whether a text alone gets a space before it, as by SentencePiece."""
+        pair = [token for ids in self.encode_texts(["\n", "a"]) for token in ids]
+        return self.decode(pair, skip_special_tokens=False) != "\na"
+
+    def _encode_after(self, last_token: int | None, text: str) -> list[int]:
+        """Return the tokens of a text that follows others; `last_token` is the last of them."""
+        if not self._marks_begin:
+            return self.encode_texts([text])[0]
+        before = "" if last_token is None else self.decode([last_token], skip_special_tokens=False)
+        for anchor in (before, *_ANCHORS):
+            head, whole = self.encode_texts([anchor, anchor + text])
+            is_kept = head == whole[: len(head)] and (anchor != before or head == [last_token])
+            if is_kept:
+                return whole[len(head) :]
+        raise ValueError(f"the tokenizer in {self._path} cannot continue a text by {text!r}")
 
     def decode_turn(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a turn with its special tokens, but without the one that ends it."""
-        is_ended = token_ids[-1] in self.stop_token_ids and not self.decode(token_ids[-1:])
+        """Return the text of a turn or response with its special tokens, but without the one that
+        ends it.
+
+        A stop token that is a word of the text, and no token of its own (`<|im_end|>`), stays.
+        """
+        last = token_ids[-1]
+        is_ended = last in self.stop_token_ids and last in self._added
         return self.decode(token_ids[: -1 if is_ended else None], skip_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -142,7 +287,7 @@ class Tokenizer:
         return text
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, template_date: str = "") -> Tokenizer:
     """Load the tokenizer of a local model folder. Code in the folder is never run.
 
     The stop tokens are the tokenizer's eos token and those of config.json and
@@ -157,23 +302,29 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     except Exception as error:  # tokenizers raises Exception itself for a file of a newer version
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"model.path={str(path)!r}: its tokenizer cannot be loaded: {reason}"
-        ) from error
+        is_config = reason.startswith("Validation error for field")  # of config.json, read first
+        part = "config.json" if is_config else "its tokenizer"
+        raise ValueError(f"model.path={str(path)!r}: {part} cannot be loaded: {reason}") from error
+    hf = as_in_file(hf, folder)
     _check_vocabulary(hf, folder)
     stop_token_ids = read_eos_token_ids(folder)
     if hf.eos_token_id is not None:
         stop_token_ids.append(hf.eos_token_id)
     if not stop_token_ids:
         log.warning("%s names no eos token: every response runs to max_new_tokens", folder)
-    return Tokenizer(hf, stop_token_ids, folder)
+    return Tokenizer(hf, stop_token_ids, folder, template_date)
 
 
 def _check_vocabulary(hf: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raise ValueError if a token id exceeds the vocab_size of config.json."""
+    """Raise ValueError if a token id exceeds the vocab_size of config.json, or all are special."""
     file = folder / "config.json"
     vocab_size = read_json(file).get("vocab_size") if file.is_file() else None
-    highest = max(hf.get_vocab().values(), default=-1)
+    vocabulary = hf.get_vocab()
+    if len(vocabulary) <= len(hf.added_tokens_decoder):
+        raise ValueError(
+            f"model.path={str(folder)!r}: its tokenizer has no token but the special ones: a file of it is missing or empty"
+        )
+    highest = max(vocabulary.values())
     if isinstance(vocab_size, int) and highest >= vocab_size:
         raise ValueError(
             f"model.path={str(folder)!r}: its tokenizer has token ids up to {highest}, more than vocab_size={vocab_size} "

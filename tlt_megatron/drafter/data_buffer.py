@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,8 @@ class DataBuffer:
         self.step = 0
         self.num_bytes = 0
         self.dtype = dtype  # the dtype of the states
-        self._section = section
+        self.max_bytes = section.data_bytes
+        self._keep_steps = section.keep_steps
         self._samples: dict[str, _Sample] = {}  # those trained on: in the order of last use
         self._num_batches = 0  # batches that were trained on
         self._given: list[_Sample] = []  # samples of the last batch, until it was trained on
@@ -82,7 +83,7 @@ class DataBuffer:
         """Begin RL step `step`: find the long tail of the last step, and evict what is too old."""
         assert step >= self.step, (step, self.step)
         for sample in [*self._samples.values()]:
-            if sample.step < step - self._section.keep_steps:
+            if sample.step < step - self._keep_steps:
                 self._remove(sample)
         ended = [s for s in self._samples.values() if self.step == s.step < step]
         num_rows, num_tail = sum(sample.num_rows for sample in ended), 0
@@ -91,22 +92,23 @@ class DataBuffer:
             num_tail += sample.num_rows
         self.step = step
 
-    def add(self, sequence: DraftSequence) -> None:
-        """Add a copy of a sequence of this step. It replaces an earlier one with the same
-        tokens.
+    def add(self, sequence: DraftSequence) -> DraftSequence | None:
+        """Add a copy of a sequence of this step, and return the copy. It replaces an earlier one
+        with the same tokens. None for a sequence without rows or above `data_bytes`.
         """
         if sequence.num_rows < 1:
-            return
+            return None
         sample = self._sample(sequence, self.step)
-        if sample.num_bytes > self._section.data_bytes:
-            size, budget = sample.num_bytes, self._section.data_bytes
+        if sample.num_bytes > self.max_bytes:
+            size, budget = sample.num_bytes, self.max_bytes
             log.warning("a sequence is refused: its %d bytes exceed data_bytes=%d", size, budget)
-            return
+            return None
         before = self._samples.get(sample.key)
         if before is not None:
             sample.num_uses = before.num_uses
             self._remove(before)
         self._insert(sample)
+        return sample.sequence
 
     def next_batch(self, max_tokens: int) -> DraftBatch | None:
         """Return a batch of at most `max_tokens` rows, or None if there is nothing to train on.
@@ -124,7 +126,9 @@ class DataBuffer:
         self._given = _fit(first, max_tokens, at_least=1)
         room = max_tokens - sum(sample.num_rows for sample in self._given)
         self._given += _fit(second, room)
-        return _pack(sample.window(max_tokens) for sample in self._given)
+        if not self._given:
+            return None
+        return pack_batch([sample.window(max_tokens) for sample in self._given])
 
     def mark_trained(self) -> None:
         """Count the last batch as trained on."""
@@ -133,16 +137,6 @@ class DataBuffer:
             sample.num_uses += 1
             self._samples[sample.key] = self._samples.pop(sample.key)
         self._given = []
-
-    def unseen_batch(self, max_rows: int) -> DraftBatch | None:
-        """Return sequences that were never trained on, of the newest step that has some.
-
-        They have at most `max_rows` rows, or are one sequence. None if there are none.
-        """
-        unseen = [sample for sample in self._samples.values() if not sample.num_uses]
-        newest = max((sample.step for sample in unseen), default=0)
-        order = sorted((s for s in unseen if s.step == newest), key=lambda s: s.key)
-        return _pack(sample.sequence for sample in _fit(order, max_rows, at_least=1))
 
     def state_dict(self) -> dict[str, Any]:
         """Return {"tensors": by name, "values": JSON-able}. The tensors never change."""
@@ -186,14 +180,14 @@ class DataBuffer:
         """Insert a sample, and evict others or itself until all fit."""
         self._samples[sample.key] = sample
         self.num_bytes += sample.num_bytes
-        while self.num_bytes > self._section.data_bytes:
+        while self.num_bytes > self.max_bytes:
             self._remove(self._first_to_go())
 
     def _first_to_go(self) -> _Sample:
         """Return the sample to evict, in the order that the class docstring gives."""
         samples = self._samples.values()
         tail_bytes = sum(sample.num_bytes for sample in samples if sample.is_tail)
-        tail_order = 3 if 2 * tail_bytes <= self._section.data_bytes else 1
+        tail_order = 3 if 2 * tail_bytes <= self.max_bytes else 1
 
         def rank(sample: _Sample) -> tuple[int, int, int, str]:
             order = 2 if sample.step == self.step else 0
@@ -218,11 +212,6 @@ def _fit(order: Sequence[_Sample], max_rows: int, *, at_least: int = 0) -> list[
     return list(order[: max(num_fitting, at_least)])
 
 
-def _pack(sequences: Iterable[DraftSequence]) -> DraftBatch | None:
-    parts = list(sequences)
-    return pack_batch(parts) if parts else None
-
-
 def _tensors(sequence: DraftSequence) -> dict[str, Tensor]:
     values = {name: getattr(sequence, name) for name in _TENSORS}
     return {name: tensor for name, tensor in values.items() if tensor is not None}
@@ -243,4 +232,5 @@ def _compact(sequence: DraftSequence, dtype: torch.dtype) -> DraftSequence:
         final_hidden=None if hidden is None else states(hidden),
         loss_start=sequence.loss_start,
         loss_mask=None if mask is None else mask.to("cpu", copy=True),
+        request=sequence.request,
     )

@@ -209,14 +209,26 @@ class DrafterTrainer:
             is_out_of_memory=is_out_of_memory,
         )
 
-    @torch.no_grad()
-    def evaluate(self, batch: DraftBatch) -> DraftLoss:
-        """Return loss and counts on one batch. Runs on this rank only and changes no state."""
-        return self._loss(batch)
+    @contextmanager
+    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Give the model `weights` in the body, which runs it without gradients."""
+        own = {name: parameter.data for name, parameter in self._parameters.items()}
+        assert own.keys() == weights.keys()
+        try:
+            for name, parameter in self._parameters.items():
+                parameter.data = weights[name].to(parameter)
+            with torch.no_grad(), self._autocast():
+                yield
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.data = own[name]
+
+    def _autocast(self) -> torch.autocast:
+        is_bfloat16 = self.model.lm_head_VD.dtype == torch.bfloat16
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=is_bfloat16)
 
     def _loss(self, batch: DraftBatch, between_chunks: Callable[[], None] = _go_on) -> DraftLoss:
-        is_bfloat16 = self.model.lm_head_VD.dtype == torch.bfloat16
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=is_bfloat16):
+        with self._autocast():
             return draft_loss(
                 self.model, batch.to(self.device), self._objective, between_chunks=between_chunks
             )

@@ -16,7 +16,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tlt_megatron.config.draft_folder import ARCHITECTURES, SIZES, read_draft_settings
+from tlt_megatron.config.draft_folder import (
+    ARCHITECTURES,
+    AUX_LAYER_IDS,
+    BORROWED,
+    NORM_BEFORE_RESIDUAL,
+    SIZES,
+    own_name,
+    read_draft_settings,
+    warn_of_unknown_keys,
+)
 from tlt_megatron.config.model_shape import rope_config
 from tlt_megatron.models.draft_model import DraftConfig, DraftModel, fingerprint_target
 from tlt_megatron.models.hf_io import HfReader
@@ -69,7 +78,7 @@ def write_drafter(
 
 def save_draft_config(path: Path, config: DraftConfig, dtype: torch.dtype) -> None:
     """Write config.json for a drafter with weights in `dtype`."""
-    text = json.dumps(_to_hf_config(config, str(dtype).removeprefix("torch.")), indent=2)
+    text = json.dumps(draft_config_json(config, dtype), indent=2)
     (path / "config.json").write_text(text, encoding="utf-8")
 
 
@@ -77,7 +86,8 @@ def _to_disk(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous()
 
 
-def _to_hf_config(config: DraftConfig, dtype_name: str) -> dict[str, Any]:
+def draft_config_json(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the content of config.json for a drafter with weights in `dtype`."""
     rope = config.rope
     parameters: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     parameters |= {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.kind]}
@@ -91,15 +101,17 @@ def _to_hf_config(config: DraftConfig, dtype_name: str) -> dict[str, Any]:
         # False for a tied target too: both embedding and head come from the target.
         "tie_word_embeddings": False,
         "rope_parameters": parameters,
-        "dtype": dtype_name,
+        "dtype": str(dtype).removeprefix("torch."),
     }
     hf |= {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}
     if config.is_eagle3:
         hf["draft_vocab_size"] = None  # the target's head predicts the whole vocabulary
         hf["eagle_config"] = {
-            "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
+            AUX_LAYER_IDS: list(config.aux_layer_ids),
             "use_aux_hidden_state": True,
         }
+        if config.norm_before_residual:
+            hf[NORM_BEFORE_RESIDUAL] = True
     target = None
     if config.target is not None:
         target = {name: getattr(config, name) for name in ("hidden_size", "vocab_size")}
@@ -107,16 +119,19 @@ def _to_hf_config(config: DraftConfig, dtype_name: str) -> dict[str, Any]:
     return hf | {_OWN_KEY: {"target": target}}
 
 
-def load_draft_config(path: str | Path) -> DraftConfig:
-    """Read a drafter's config.json. ValueError says what is missing or not supported."""
-    hf = read_draft_settings(path)
+def load_draft_config(path: str | Path, num_layers: int | None = None) -> DraftConfig:
+    """Read a drafter's config.json. ValueError says what is missing or not supported.
+
+    `num_layers` of the target: see `read_draft_settings`.
+    """
+    hf = read_draft_settings(path, num_layers=num_layers)
     names = {theirs: ours for ours, theirs in ARCHITECTURES.items()}
-    eagle = hf.get("eagle_config") or {}
     target = (hf.get(_OWN_KEY) or {}).get("target")
     return DraftConfig(
         architecture=names[hf["architectures"][0]],
         rope=rope_config(hf),
-        aux_layer_ids=tuple(eagle.get("eagle_aux_hidden_state_layer_ids", ())),
+        aux_layer_ids=tuple(hf[AUX_LAYER_IDS]),
+        norm_before_residual=hf[NORM_BEFORE_RESIDUAL],
         target=target["embedding_hash"] if target else None,
         **{ours: hf[theirs] for ours, theirs in SIZES.items()},
     )
@@ -127,17 +142,29 @@ def load_drafter(
     *,
     embedding_VD: Tensor,
     lm_head_VD: Tensor,
+    num_layers: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> DraftModel:
-    """Load the drafter in the folder `path` for its target.
+    """Load the drafter in the folder `path` for its target of `num_layers` layers.
 
     ValueError if it belongs to another target, or if its tensors are not the drafter's parameters.
+    A copy of the target's own tensors is left out: `check_drafter` has compared it.
     """
-    config = load_draft_config(path)
+    config = load_draft_config(path, num_layers)
+    warn_of_unknown_keys(path)
     model = DraftModel(config, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD, dtype=dtype)
-    reader = HfReader(path)
-    load_draft_weights(model, dict(reader.items()), source=str(path))
+    load_draft_weights(model, read_draft_weights(path, config), source=str(path))
     return model
+
+
+def read_draft_weights(path: str | Path, config: DraftConfig) -> dict[str, Tensor]:
+    """Return a drafter's own tensors by our names. EAGLE's fc without a bias gets one of zeros."""
+    tensors = {own_name(name, config.is_eagle3): tensor for name, tensor in HfReader(path).items()}
+    for name in BORROWED:
+        tensors.pop(name, None)
+    if not config.is_eagle3 and "fc.weight" in tensors:
+        tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
+    return tensors
 
 
 def load_draft_weights(model: DraftModel, tensors: Mapping[str, Tensor], *, source: str) -> None:

@@ -42,9 +42,11 @@ class DraftBatch:
         return DraftBatch(lengths=self.lengths, **moved)
 
 
-def draft_sequence(rollout: Rollout, features_TF: Tensor, hidden_size: int) -> DraftSequence:
+def draft_sequence(
+    rollout: Rollout, features_TF: Tensor, hidden_size: int, first_position: int = 0
+) -> DraftSequence:
     """Return a rollout with the engine's states [T - 1, F]: the final state (D columns), then any
-    taps.
+    taps. `first_position` is the noise position of its first token.
     """
     has_taps = features_TF.shape[1] > hidden_size
     mask = rollout.loss_mask
@@ -56,6 +58,7 @@ def draft_sequence(rollout: Rollout, features_TF: Tensor, hidden_size: int) -> D
         final_hidden=features_TF[:, :hidden_size] if has_taps else None,
         loss_start=len(rollout.prompt_ids),
         loss_mask=mask,
+        request=(rollout.draw_index, rollout.sample_index, first_position),
     )
 
 

@@ -131,6 +131,10 @@ class RolloutEngine(Protocol):
         process. The tensors stay the same objects; `load_weights` changes them in place."""
         ...
 
+    def drafted_ids(self) -> Tensor | None:
+        """Return the token ids that the learned drafter proposes, ascending; None: all."""
+        ...
+
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
     ) -> None:

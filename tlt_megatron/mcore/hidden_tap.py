@@ -262,10 +262,12 @@ def _tapped(place: TapPlace, batch: MicroBatch, states: Sequence[Tensor]) -> Dra
     is_label = batch.loss_mask[rows].cpu() > 0
     prompt_length = int(is_label.int().argmax()) + 1
     loss_mask = is_label.roll(1)  # of the tokens; the last token has no label
+    number = batch.cu_seqlens.tolist().index(place.start)
     return DraftSequence(
         token_ids=batch.token_ids[rows].cpu(),
         loss_start=prompt_length,
         features=torch.cat(aux, dim=1) if aux else final_TD,
         final_hidden=final_TD if aux else None,
         loss_mask=None if loss_mask[prompt_length:].all() else loss_mask,
+        request=(*batch.requests[number], 0) if batch.requests else None,
     )

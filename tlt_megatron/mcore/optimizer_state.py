@@ -74,41 +74,39 @@ def _state_of_part(
 def load_optimizer_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) -> None:
     """Load tensors and step from `loaded`. Learning rate, betas, weight decay, ... stay as they
     are.
+
+    All parameters have done equally many steps. So a mixture's checkpoint of one part loads into
+    two, and the reverse.
     """
+    saved = loaded["optimizer"]["param_groups"]
+    step = next((group["step"] for group in saved if "step" in group), None)
     first, *others = optimizer.chained_optimizers
     for part in others:
-        _load_part(part, loaded.pop("experts"))
-    _load_part(first, loaded)
+        _load_part(part, loaded.get("experts", {}).get("param_state"), step)
+    _load_part(first, loaded.get("param_state"), step)
 
 
-def _load_part(part: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    groups = {_kind(group): group for group in part.optimizer.param_groups}
-    for saved in loaded["optimizer"]["param_groups"]:  # Megatron 0.19 finds them by their settings
-        own = groups[_kind(saved)].items()
-        saved.update((key, value) for key, value in own if key not in ("params", "step"))
-    param_state = loaded.pop("param_state", None)
-    part.load_state_dict(loaded)
+def _load_part(
+    part: MegatronOptimizer, param_state: dict[int, Any] | None, step: int | None
+) -> None:
+    assert _is_distributed(part)
+    state = part.state_dict()
+    for group in state["optimizer"]["param_groups"]:
+        group.pop("step", None)  # Transformer Engine's Adam has none before its first update
+        if step is not None:
+            group["step"] = step
+    part.load_state_dict(state)
     steps = {
         parameter: part.optimizer.state[parameter].pop("step", None)
         for parameter in _parameters(part)
     }
     if param_state is not None:
-        assert _is_distributed(part)
         part.load_parameter_state_from_fully_reshardable(param_state)
     if _has_step_per_parameter(part):
-        for parameter, step in steps.items():
+        for parameter, own in steps.items():
             # Megatron does not save a step of zero, and shares one tensor among all parameters.
-            step = torch.tensor(0.0) if step is None else torch.as_tensor(step)
-            part.optimizer.state[parameter]["step"] = step.clone()
-
-
-def _kind(group: dict[str, Any]) -> tuple[object, ...]:
-    """Return the settings that identify a parameter group in its optimizer, in every version of
-    Megatron.
-    """
-    return tuple(
-        group[key] for key in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-    )
+            own = torch.tensor(0.0) if own is None else torch.as_tensor(own)
+            part.optimizer.state[parameter]["step"] = own.clone()
 
 
 def _is_distributed(part: MegatronOptimizer) -> TypeGuard[DistributedOptimizer]:

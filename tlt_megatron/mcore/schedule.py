@@ -88,7 +88,7 @@ def run_forward(
         for chunk in model:
             chunk.eval()
         with torch.no_grad():
-            kept = _run_schedule(model, passes, step, is_forward_only=True)
+            kept = _run_schedule(model, passes, step, replay, is_forward_only=True)
     finally:
         for chunk in model:
             chunk.train(was_training)
@@ -133,7 +133,7 @@ def run_forward_backward(
 
     if passes:
         step = _forward_step(model, groups, predict, reduce, replay)
-        _run_schedule(model, passes, step, is_forward_only=False)
+        _run_schedule(model, passes, step, replay, is_forward_only=False)
     return _share_metrics(totals, groups), sum(counts)
 
 
@@ -184,21 +184,26 @@ def _run_schedule(
     model: Chunks,
     micro_batches: Sequence[MicroBatch],
     forward_step: ForwardStep,
+    replay: RoutingReplay | None,
     *,
     is_forward_only: bool,
 ) -> list[Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(micro_batches) for _ in model],
-        model=[*model],
-        num_microbatches=len(micro_batches),
-        seq_length=0,  # unused: every stage announces the shape that it sends
-        micro_batch_size=1,
-        forward_only=is_forward_only,
-        collect_non_loss_data=is_forward_only,
-    )
+    try:
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(micro_batches) for _ in model],
+            model=[*model],
+            num_microbatches=len(micro_batches),
+            seq_length=0,  # unused: every stage announces the shape that it sends
+            micro_batch_size=1,
+            forward_only=is_forward_only,
+            collect_non_loss_data=is_forward_only,
+        )
+    finally:
+        if replay is not None:
+            replay.clear()  # a pass without replay, as the reference's, routes freely
 
 
 def _forward_step(
@@ -219,8 +224,6 @@ def _forward_step(
     config = get_model_config(model[0])
     # Megatron would copy bfloat16 logits to float32, at twice the memory.
     options = {"fp32_output": False} if config.bf16 else {}
-    if replay is not None:
-        replay.clear()
 
     def step(feed: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Callable[..., object]]:
         micro_batch = next(feed)

@@ -32,7 +32,6 @@ from tlt_megatron.mcore.weight_map import (
     FINAL_NORM_ROW,
     Row,
     expert_rows,
-    head_problem,
     hf_shapes,
     layer_rows,
     lm_head_row,
@@ -81,11 +80,9 @@ def write_stored_weights(
     `path`, without an optimizer.
 
     Holds one parameter in memory. `on_tensor` is called for each tensor of `source`. ValueError for
-    weights that are not finite, or tied to another output layer.
+    weights that are not finite.
     """
     cpu.install()
-    if problem := head_problem(config, source):
-        raise ValueError(f"{source.path}: {problem}")
     try:
         planner = _WeightPlanner(config, source, getattr(torch, dtype), on_tensor)
         save({}, storage_writer=ShardWriter(path, sync_files=True), planner=planner, no_dist=True)

@@ -21,7 +21,6 @@ from torch import Tensor
 from tlt_megatron.config.model_shape import ROUTER_BIAS, ModelConfig, tensor_shapes
 from tlt_megatron.mcore.value_head import ValueHead
 from tlt_megatron.models.hf_io import HfReader
-from tlt_megatron.runtime.collectives import broadcast_object
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 
 if TYPE_CHECKING:
@@ -238,12 +237,9 @@ def load_hf_weights(
 ) -> None:
     """Fill this rank's shard of the unwrapped chunks of a stage from `source`, reading only those.
 
-    Every rank must call it. `config.preflight` has compared names and shapes. ValueError on every
-    rank for tied embeddings beside another output layer.
+    `config/model_folder.py` has compared names and shapes, and a tied embedding with its output
+    layer.
     """
-    problem = head_problem(config, source) if groups.world.is_first else ""
-    if problem := broadcast_object(problem, groups.world):
-        raise ValueError(f"model.path={str(source.path)!r}: {problem}")
     for chunk in stage:
         _load_chunk(chunk, config, source, groups)
 
@@ -264,18 +260,3 @@ def _load_chunk(
         if row.is_float32:  # Megatron rounds it with the parameters, before its first pass
             parameter.data = parameter.data.float()
         parameter.data.copy_(shard)
-
-
-def head_problem(config: ModelConfig, source: HfReader) -> str:
-    """Return what is wrong if embeddings are tied but the files hold another output layer; else
-    "".
-    """
-    head, embedding = "lm_head.weight", EMBEDDING_ROW.hf_names[0]
-    if not config.tie_word_embeddings or head not in source or embedding not in source:
-        return ""
-    if torch.equal(source[head].float(), source[embedding].float()):
-        return ""
-    return (
-        f"tie_word_embeddings=true, but {head} is not {embedding}:"
-        f" set it to false in config.json, or remove {head}"
-    )

@@ -66,6 +66,7 @@ class DraftInference:
         self._arithmetic = arithmetic or fastest_arithmetic(device)
         self._rms = self._arithmetic.norm(c.rms_norm_eps, dtype, device)
         self._norm = torch.empty(c.hidden_size, dtype=dtype, device=device)
+        self._hidden_norm = torch.empty_like(self._norm)
 
         matrix, d = partial(Matrix.empty, dtype=dtype, device=device), c.hidden_size
         width = self._head_start + self._num_fused * c.head_dim
@@ -129,6 +130,7 @@ class DraftInference:
             assert matrices.fuse is not None
             matrices.fuse.set(model.fc.weight)
             self._norm.copy_(model.norm.weight)
+            self._hidden_norm.copy_(layer.hidden_norm.weight)
         else:
             fc = model.fc
             bias = torch.cat((fc.bias, qkv @ fc.bias))
@@ -145,7 +147,14 @@ class DraftInference:
     def tensors_read(self) -> list[Tensor]:
         """Return what `forward` reads besides inputs and KV; graphs need fixed addresses."""
         own = [t for matrix in self._matrices if matrix for t in matrix.tensors()]
-        return [*own, self._model.embedding_VD, self._norm, self._rms.eps, self.rotary.table_SH2]
+        return [
+            *own,
+            self._model.embedding_VD,
+            self._norm,
+            self._hidden_norm,
+            self._rms.eps,
+            self.rotary.table_SH2,
+        ]
 
     def fuse(self, features_PF: Tensor) -> Tensor:
         """See `DraftModel.fuse`. The features must have the engine's dtype."""
@@ -160,8 +169,12 @@ class DraftInference:
         c, norm, start, m = self.config, self._rms, self._head_start, self._matrices
         embedded_PD = self._model.embedding_VD.index_select(0, token_ids_P).to(self.dtype)
         inputs_P2D = torch.stack((embedded_PD, hidden_PD), dim=1)
-        fused = m.inputs((norm(inputs_P2D) if c.is_eagle3 else inputs_P2D).flatten(1))
+        if c.is_eagle3:
+            inputs_P2D = norm(inputs_P2D)
+        fused = m.inputs(inputs_P2D.flatten(1))
         residual_PD = fused[:, :start] if start else hidden_PD
+        if c.norm_before_residual:
+            residual_PD = inputs_P2D[:, 1] * self._hidden_norm
         heads = fused[:, start:] if start else fused
         heads_PAH = self._arithmetic.rotate(
             heads.view(-1, self._num_fused, c.head_dim),

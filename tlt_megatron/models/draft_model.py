@@ -15,12 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt_megatron.config.draft_folder import ARCHITECTURES, SIZES, default_aux_layer_ids
+from tlt_megatron.config.draft_folder import (
+    ARCHITECTURES,
+    NUM_AUX_LAYERS,
+    SIZES,
+    default_aux_layer_ids,
+)
 from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.models.layers import RotaryTable
 
-NUM_AUX_LAYERS = 3  # low, middle, high
 # Two targets count as the same if at most this many of the 256 bits of their embedding hashes
 # differ. Unrelated targets differ in 128 +- 8 bits; RL changes a few bits.
 _MAX_DIFFERING_BITS = 64
@@ -44,6 +48,7 @@ class DraftConfig:
     max_position_embeddings: int
     vocab_size: int
     aux_layer_ids: tuple[int, ...] = ()  # eagle3: features are the residual stream after these
+    norm_before_residual: bool = False  # eagle3: the residual stream begins after hidden_norm
     target: str | None = None  # `fingerprint_target`; None: a foreign checkpoint without it
 
     def __post_init__(self) -> None:
@@ -275,7 +280,8 @@ class DraftModel(nn.Module):
         embedded_PD = F.embedding(token_ids_P, self.embedding_VD).to(self.fc.weight.dtype)
         if self.config.is_eagle3:
             normed = (layer.input_layernorm(embedded_PD), layer.hidden_norm(hidden_PD))
-            residual_PD, input_PI = hidden_PD, torch.cat(normed, dim=-1)
+            residual_PD = normed[1] if self.config.norm_before_residual else hidden_PD
+            input_PI = torch.cat(normed, dim=-1)
         else:
             residual_PD = input_PI = self.fc(torch.cat((embedded_PD, hidden_PD), dim=-1))
         residual_PD = residual_PD + layer.self_attn(input_PI, cos_P1H, sin_P1H, attention)

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tlt_megatron.config.model_folder import ADAPTER_CONFIG
 from tlt_megatron.config.model_shape import ROUTER_BIAS, ModelConfig, tensor_shapes
 from tlt_megatron.config.weight_files import INDEX_NAME, SINGLE_NAME, find_tensors
 from tlt_megatron.models.attention.sums import wide_dtype
@@ -142,7 +143,9 @@ def companions(folder: Path) -> list[Path]:
     generation config.
     """
     files = [f for f in folder.iterdir() if f.suffix in (".json", ".txt", ".model", ".jinja")]
-    return [file for file in files if file.name not in (INDEX_NAME, "made_with.json")]
+    return [
+        file for file in files if file.name not in (INDEX_NAME, "made_with.json", ADAPTER_CONFIG)
+    ]
 
 
 def _copy_companions(source: Path, path: Path, dtype: torch.dtype) -> None:

@@ -143,6 +143,7 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> MicroBatch:
         rollout_logprobs=_on_labels(rollouts, [r.logprobs for r in rollouts]),
         kept=kept,
         routes=_join_routes(rollouts),
+        requests=tuple(map(key_of, rollouts)),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from tlt_megatron.policy.batching import RolloutKey, key_of
-from tlt_megatron.runtime.collectives import exchange_bytes, gather_bytes, gather_json
+from tlt_megatron.runtime.collectives import (
+    exchange_bytes,
+    gather_bytes,
+    gather_json,
+    gather_tensor,
+    sum_tensor,
+)
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.types import (
     FinishReason,
@@ -66,6 +72,12 @@ def part_of(row: Sequence[Any]) -> ScoredResponse:
         num_observed=num_observed,
     )
     return ScoredResponse(rollout, reward, details)
+
+
+def _without_tokens(rollout: Rollout) -> Rollout:
+    """Return what other ranks know of a response whose tokens leave this rank."""
+    outline = part_of(row_of(ScoredResponse(rollout, 0.0, {}))).rollout
+    return dataclasses.replace(outline, prompt_id=rollout.prompt_id, prompt_ids=rollout.prompt_ids)
 
 
 # ---- tokens
@@ -132,7 +144,7 @@ def fetch_tokens(
     world = groups.world
     rollouts = [rollout for each in scored for rollout in each.rollouts]
     has_all = all(rollout.is_here for rollout in rollouts)
-    ranks = gather_json((groups.dp.rank, has_all), world)
+    ranks = gather_tensor(torch.tensor([groups.dp.rank, has_all]), world).tolist()
     if all(has_all for _, has_all in ranks):
         return tuple(scored)
     ranks_of: dict[int, list[int]] = {}
@@ -163,17 +175,59 @@ def gather_values(own: Mapping[RolloutKey, Tensor], dp: Group) -> dict[RolloutKe
     }
 
 
-def share_with_all(parts: Sequence[ScoredResponse], group: Group) -> dict[RolloutKey, _Fields]:
-    """Return the tokens of all ranks' `parts` by response: partial rollouts go on anywhere."""
-    own = gather_bytes(to_bytes([part.rollout for part in parts]), group)
-    return {key: row for data in own for key, row in from_bytes(data).items()}
+def spread_requests(holders: Sequence[int], places: Sequence[int]) -> list[int]:
+    """Return the rank that continues each open response: the one of `places`, the ranks that
+    generate, that has its tokens, unless it has more than its share. Few responses move.
+    """
+    most = -(-len(holders) // len(places))
+    counts = dict.fromkeys(places, 0)
+    targets: list[int | None] = []
+    for holder in holders:
+        stays = counts.get(holder, most) < most
+        targets.append(holder if stays else None)
+        if stays:
+            counts[holder] += 1
+    chosen = []
+    for target in targets:
+        if target is None:
+            target = min(places, key=counts.__getitem__)
+            counts[target] += 1
+        chosen.append(target)
+    return chosen
 
 
-def filled(
-    parts: Iterable[ScoredResponse], fields: Mapping[RolloutKey, _Fields]
-) -> list[ScoredResponse]:
-    """Return the responses with the tokens of `fields`."""
-    return [part._replace(rollout=_fill(part.rollout, fields)) for part in parts]
+def move_tokens(
+    rollouts: Sequence[Rollout], places: Sequence[int], group: Group
+) -> tuple[list[Rollout], list[int]]:
+    """Send the tokens of open responses to the ranks that continue them. A collective.
+
+    One rank has the tokens of each. Returns the responses, of which this rank has the tokens of
+    those that it continues, and the rank that continues each, one of `places`.
+    """
+    if not rollouts:
+        return [], []
+    is_here_N = torch.tensor([rollout.is_here for rollout in rollouts]).int()
+    holders = (sum_tensor(is_here_N * (group.rank + 1), group) - 1).tolist()
+    targets = spread_requests(holders, places)
+    if holders == targets:
+        return list(rollouts), targets
+    outgoing: list[list[Rollout]] = [[] for _ in range(group.size)]
+    moved = []
+    for rollout, holder, target in zip(rollouts, holders, targets, strict=True):
+        if holder == group.rank != target:
+            outgoing[target].append(rollout)
+            rollout = _without_tokens(rollout)
+        moved.append(rollout)
+    received = exchange_bytes([to_bytes(each) for each in outgoing], group)
+    fields = {key: row for data in received for key, row in from_bytes(data).items()}
+    return [_fill(rollout, fields) for rollout in moved], targets
+
+
+def gather_rows(own: Sequence[ScoredResponse], group: Group) -> list[ScoredResponse]:
+    """Return the responses of all ranks, of which this rank has the tokens of `own` alone."""
+    shares = gather_json([row_of(part) for part in own], group)
+    parts = [list(own) if i == group.rank else map(part_of, rows) for i, rows in enumerate(shares)]
+    return [part for each in parts for part in each]
 
 
 def _fill(rollout: Rollout, fields: Mapping[RolloutKey, _Fields]) -> Rollout:

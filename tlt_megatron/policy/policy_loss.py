@@ -7,13 +7,18 @@ correction for the rollout engine, KL, entropy, aggregation and metrics.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
-from tlt_megatron.config.extensions import call_extension, shapes_of
+from tlt_megatron.config.extensions import call_extension, load_extension, shapes_of
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.correction import MAX_LOG_RATIO, correction_weights, response_mean
 from tlt_megatron.types import LossResult, MicroBatch, TokenLogprobs
+
+Loss = TypeVar("Loss", bound=Callable[..., tuple[Tensor, Tensor]])
 
 
 def policy_loss(
@@ -73,6 +78,21 @@ def policy_loss(
     )
 
 
+def zero_without_advantage(loss: Loss) -> Loss:
+    """State of a loss that a token of advantage 0 has no gradient in it.
+
+    The update then skips responses of zero advantage. A user's loss may have this decorator too.
+    """
+    vars(loss)["is_zero_without_advantage"] = True
+    return loss
+
+
+def is_zero_without_advantage(spec: str) -> bool:
+    """Return whether the loss that `algorithm.loss` names states it."""
+    return getattr(load_extension("algorithm.loss", spec), "is_zero_without_advantage", False)
+
+
+@zero_without_advantage
 def ppo(
     logprobs: Tensor, old_logprobs: Tensor, batch: MicroBatch, section: AlgorithmSection
 ) -> tuple[Tensor, Tensor]:
@@ -83,6 +103,7 @@ def ppo(
     )
 
 
+@zero_without_advantage
 def gspo(
     logprobs: Tensor, old_logprobs: Tensor, batch: MicroBatch, section: AlgorithmSection
 ) -> tuple[Tensor, Tensor]:
@@ -98,6 +119,7 @@ def gspo(
     return clipped_surrogate(mean_P + own_P, batch.advantages, section.clip_low, section.clip_high)
 
 
+@zero_without_advantage
 def cispo(
     logprobs: Tensor, old_logprobs: Tensor, batch: MicroBatch, section: AlgorithmSection
 ) -> tuple[Tensor, Tensor]:

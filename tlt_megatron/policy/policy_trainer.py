@@ -37,7 +37,7 @@ from tlt_megatron.policy.critic import CriticTrainer, value_metrics
 from tlt_megatron.policy.exchange import fetch_tokens
 from tlt_megatron.policy.health import EngineDifference, TrainingHealth
 from tlt_megatron.policy.interfaces import PolicyModel
-from tlt_megatron.policy.policy_loss import kl_estimate, policy_loss
+from tlt_megatron.policy.policy_loss import is_zero_without_advantage, kl_estimate, policy_loss
 from tlt_megatron.runtime.collectives import (
     broadcast_bytes,
     broadcast_object,
@@ -262,7 +262,8 @@ class PolicyTrainer:
         """Return the plan of a batch, with the tokens of this rank's share. A collective."""
         section, dp = self.section, self.groups.dp
         skipped: frozenset[RolloutKey] = frozenset()
-        if section.can_skip:  # then advantages need no pass
+        if section.can_skip and is_zero_without_advantage(section.loss):
+            # then advantages need no pass
             skipped = self._choose_skipped(batch, zero_advantages(batch, section, dp))
 
         def minibatches(scored: Sequence[ScoredGroup]) -> list[list[Rollout]]:

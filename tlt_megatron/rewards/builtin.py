@@ -14,6 +14,8 @@ from collections.abc import Mapping
 import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+from tlt_megatron.rewards.latex import without_fonts
+
 _TIMEOUT_S = 5  # for parsing and for comparing, each; "9^{9^{9^9}}" never ends
 
 
@@ -35,6 +37,7 @@ def score_math(
     in_main_thread = threading.current_thread() is threading.main_thread()
     timeout_s = _TIMEOUT_S if in_main_thread else 0  # 0: no limit
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings hold the whole response
+    solution_str, ground_truth = without_fonts(solution_str), without_fonts(ground_truth)
     is_boxed = "\\boxed" in ground_truth
     gold = parse(
         ground_truth if is_boxed else f"\\boxed{{{ground_truth}}}", parsing_timeout=timeout_s

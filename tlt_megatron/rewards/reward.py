@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 
 from tlt_megatron.config.extensions import load_extension
+from tlt_megatron.runtime.log import encodable
 
 MAX_ABS_REWARD = 1e6  # the variance of 1e200 overflows, which silently makes advantages 0
 
@@ -42,7 +44,7 @@ def read_result(result: object) -> tuple[float, dict[str, float]]:
 
     A result is a number, or a dict with the number under "score". A further entry may be a number,
     text (skipped with a warning, once) or None (skipped). ValueError names the entry if it is
-    anything else, NaN, or more than `MAX_ABS_REWARD` in absolute value.
+    anything else or not finite, or for a score of more than `MAX_ABS_REWARD` in absolute value.
     """
     if not isinstance(result, Mapping):
         return _read_number("score", result), {}
@@ -54,7 +56,7 @@ def read_result(result: object) -> tuple[float, dict[str, float]]:
                 f"the entry {key!r} of a reward is text, so it is no metric", stacklevel=1
             )
     details = {
-        str(key): _read_number(str(key), value)
+        encodable(str(key)): _read_number(str(key), value)
         for key, value in result.items()
         if key != "score" and not isinstance(value, str | None)
     }
@@ -62,15 +64,16 @@ def read_result(result: object) -> tuple[float, dict[str, float]]:
 
 
 def _read_number(key: str, value: object) -> float:
+    limit = MAX_ABS_REWARD if key == "score" else sys.float_info.max
     try:
         number = float(value)  # type: ignore[arg-type]  # numpy and torch scalars pass as well
     except OverflowError:  # an integer beyond float64
         number = math.inf
     except (TypeError, ValueError):
         number = math.nan
-    if isinstance(value, str) or math.isnan(number) or abs(number) > MAX_ABS_REWARD:
+    if isinstance(value, str) or math.isnan(number) or abs(number) > limit:
         raise ValueError(
-            f"{key}={repr(value)[:80]}: must be a finite number from {-MAX_ABS_REWARD:g} to {MAX_ABS_REWARD:g}"
+            f"{key}={repr(value)[:80]}: must be a finite number from {-limit:g} to {limit:g}"
         )
     return number
 

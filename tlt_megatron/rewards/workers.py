@@ -92,13 +92,20 @@ class RewardPool:
         If the environment fails, the result says how, or it is a RuntimeError with
         on_error="raise".
         """
-        where = f"turn {turn} of rollout {(prompt.draw_index, sample_index)!r}"
+        where = _name_turn(prompt, sample_index, turn)
         arguments = _arguments(prompt, messages=list(messages))
         work = self._workers.run("environment", arguments, prompt.prompt_id, where)
         future = self._call(work)
         self._turns = [turn for turn in self._turns if not turn.done()]
         self._turns.append(future)
         return future
+
+    def fail_answer(self, prompt: Prompt, sample_index: int, turn: int, why: str) -> None:
+        """Handle an answer that cannot be used like a failure of the environment: log it once for
+        each prompt, RuntimeError with on_error="raise".
+        """
+        where = _name_turn(prompt, sample_index, turn)
+        self._call(self._workers.report("environment", prompt.prompt_id, where, why)).result()
 
     def collect(
         self, should_stop: Callable[[], bool] = lambda: False
@@ -212,14 +219,17 @@ class _Workers:
         finally:
             self._free.put_nowait(seat)
         if outcome.failure:
-            what = f"{self._settings[function]} failed on prompt_id={prompt_id!r} ({where})"
-            text = f"{what}: {outcome.detail.rstrip()}"
-            if self._is_fatal:
-                raise RuntimeError(text)
-            if prompt_id not in self._logged_prompt_ids:
-                self._logged_prompt_ids.add(prompt_id)
-                log.warning("%s\nThe reward is 0 (reward.on_error=zero).", text)
+            await self.report(function, prompt_id, where, outcome.detail.rstrip())
         return outcome
+
+    async def report(self, function: str, prompt_id: str, where: str, why: str) -> None:
+        """Log a failure once for each prompt, or raise RuntimeError if it is fatal."""
+        text = f"{self._settings[function]} failed on prompt_id={prompt_id!r} ({where}): {why}"
+        if self._is_fatal:
+            raise RuntimeError(text)
+        if prompt_id not in self._logged_prompt_ids:
+            self._logged_prompt_ids.add(prompt_id)
+            log.warning("%s\nThe reward is 0 (reward.on_error=zero).", text)
 
     async def close(self) -> None:
         workers = [seat.worker for seat in (*self._seats, self._alone)]
@@ -249,6 +259,10 @@ class _Seat:
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     worker: WorkerProcess | None = None
+
+
+def _name_turn(prompt: Prompt, sample_index: int, turn: int) -> str:
+    return f"turn {turn} of rollout {(prompt.draw_index, sample_index)!r}"
 
 
 def _arguments(prompt: Prompt, **further: object) -> dict[str, object]:

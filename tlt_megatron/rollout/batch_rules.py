@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tlt_megatron.types import FinishReason, Prompt, ScoredGroup
 
-_OVERLONG = "overlong_reward"  # the punishment, among the further numbers
+_OVERLONG = "overlong_reward"  # the punishment, as a metric beside the further numbers
 _ROUNDING = 1e-6  # of a weighted sum of scores
 
 
@@ -53,9 +53,12 @@ class BatchRules:
             min(0.0, (free - r.num_generated) / self.overlong_tokens) * self.overlong_penalty
             for r in group.rollouts
         ]
-        details = [{**own, _OVERLONG: a} for own, a in zip(group.details, added, strict=True)]
+        # a number of the user's function may have this name too, and keeps it
+        details = [{_OVERLONG: a, **own} for own, a in zip(group.details, added, strict=True)]
         rewards = [reward + a for reward, a in zip(group.rewards, added, strict=True)]
-        return dataclasses.replace(group, rewards=tuple(rewards), details=tuple(details))
+        return dataclasses.replace(
+            group, rewards=tuple(rewards), details=tuple(details), punishments=tuple(added)
+        )
 
     def num_first(self, carried: Sequence[ScoredGroup]) -> int:
         """Return how many prompts to draw at the start of a step, fewer by the complete groups of
@@ -167,8 +170,8 @@ class BatchRules:
 
 def scores(group: ScoredGroup) -> list[float]:
     """Return the rewards of a group without the punishments."""
-    details = group.details or ({},) * len(group.rewards)
-    return [r - own.get(_OVERLONG, 0.0) for r, own in zip(group.rewards, details, strict=True)]
+    added = group.punishments or (0.0,) * len(group.rewards)
+    return [reward - own for reward, own in zip(group.rewards, added, strict=True)]
 
 
 def right_responses(group: ScoredGroup, right_score: float) -> list[bool]:

@@ -216,13 +216,17 @@ class Conversations:
             return None
         try:
             observation = self.tokenizer.encode_observation(
-                answer.observation, int(last.token_ids[-1]), is_chat=bool(prompt.messages)
+                answer.observation,
+                int(last.token_ids[-1]),
+                is_chat=bool(prompt.messages),
+                template_kwargs=prompt.template_kwargs,
             )
         except ValueError as error:
-            raise ValueError(
-                f"rollout.environment={self.section.environment!r}: its observation after turn {len(conversation.turns)} of"
-                f" prompt_id={prompt.prompt_id!r} cannot be encoded: {error}"
-            ) from error
+            why = f"its observation cannot be encoded: {error}"
+            self.pool.fail_answer(prompt, last.sample_index, len(conversation.turns), why)
+            self._answered[-1] = dataclasses.replace(outcome, failure="error")
+            conversation.has_failed = True
+            return None
         room = prompt.limit(params) - conversation.num_generated
         num_observed = conversation.num_observed + len(observation)
         if room == 0 or num_observed > self.section.max_observation_tokens:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from math import comb
 from statistics import fmean
 
+from tlt_megatron.rewards.latex import without_fonts
 from tlt_megatron.rollout.batch_rules import right_responses
 from tlt_megatron.rollout.rollout_metrics import details_by_source
 from tlt_megatron.rollout.rollout_worker import RolloutWorker
@@ -29,6 +30,8 @@ class Evaluator:
     data_sets: Mapping[str, Sequence[Prompt]]  # the prompts of each file by its name
     params: SamplingParams
     right_score: float = 1.0  # see `right_responses`
+    # prompts of each file that are longer than data.max_prompt_tokens, by its name
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     def evaluate(self, policy_version: int) -> dict[str, float]:
         """Return the eval/* and val-* metrics, {} without prompts. A collective of all ranks.
@@ -96,6 +99,7 @@ def final_answer(text: str) -> str:
     """Return what a response answers: its last boxed text, else its last number, else its last
     line.
     """
+    text = without_fonts(text)
     boxed, numbers = _BOXED.findall(text), _NUMBER.findall(text)
     answer = boxed[-1] if boxed else numbers[-1] if numbers else text.strip().rpartition("\n")[2]
     return answer.replace(",", "").strip(" $.")

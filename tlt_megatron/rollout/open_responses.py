@@ -12,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from tlt_megatron.policy.batching import join_kept
+from tlt_megatron.policy.exchange import gather_rows
+from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.types import (
     FinishReason,
     KeptTokens,
@@ -27,14 +29,12 @@ from tlt_megatron.types import (
     ScoredResponse,
 )
 
-_FILE = "carried_responses.pt"  # in a checkpoint
-
 
 class OpenResponses:
     """The responses of one RL step or evaluation over its rounds.
 
-    With a limit on a round's tokens, any rank may continue a response, so all ranks have all
-    tokens.
+    One rank has the tokens of a response: the one that generates its next part, or generated its
+    last.
     """
 
     def __init__(
@@ -54,18 +54,32 @@ class OpenResponses:
             rows = map(ScoredResponse, rollouts, scored.rewards, scored.details)
             self._responses[prompt.draw_index] = {row.rollout.sample_index: row for row in rows}
 
-    def requests(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return what to generate in the next round: the rest of all open responses, oldest first,
-        then `prompts`.
-        """
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Note prompts that some rank answers in the next round."""
         self.prompts |= {prompt.draw_index: prompt for prompt in prompts}
-        continued = [
-            self._continue(self.prompts[draw], response.rollout)
-            for draw, samples in sorted(self._responses.items())
+
+    def open(self) -> list[Rollout]:
+        """Return the responses that have not ended, oldest first."""
+        return [
+            response.rollout
+            for _, samples in sorted(self._responses.items())
             for response in samples.values()
             if response.rollout.finish_reason is FinishReason.CUT
         ]
+
+    def replace(self, rollouts: Iterable[Rollout]) -> None:
+        """Put `rollouts` in the place of the same responses, which other ranks continue now."""
+        for rollout in rollouts:
+            samples = self._responses[rollout.draw_index]
+            before = samples[rollout.sample_index]
+            samples[rollout.sample_index] = before._replace(rollout=rollout)
+
+    def requests(self, mine: Iterable[Rollout], prompts: Iterable[Prompt]) -> list[Prompt]:
+        """Return what a rank generates in the next round: the rest of the open responses `mine`,
+        whose tokens it has, then `prompts`.
+        """
         limit = self._round_tokens
+        continued = [self._continue(self.prompts[each.draw_index], each) for each in mine]
         return [*continued, *(dataclasses.replace(p, max_new_tokens=limit) for p in prompts)]
 
     def _continue(self, prompt: Prompt, so_far: Rollout) -> Prompt:
@@ -98,12 +112,15 @@ class OpenResponses:
 
         `part` needs no prompt.
         """
-        before = self._so_far(part)
+        before, is_cut = self._so_far(part), self.is_cut(part)
+        whole = part if before is None else join_parts(before, part)
         return dataclasses.replace(
-            part if before is None else join_parts(before, part),
+            whole,
             prompt_id=self.prompts[part.draw_index].prompt_id,
             prompt_ids=self.prompts[part.draw_index].token_ids,
-            finish_reason=FinishReason.CUT if self.is_cut(part) else part.finish_reason,
+            finish_reason=FinishReason.CUT if is_cut else part.finish_reason,
+            # the next part begins with the passes over these tokens, under its own policy
+            routes=None if is_cut else whole.routes,
         )
 
     def add(self, parts: Iterable[ScoredResponse]) -> None:
@@ -114,19 +131,24 @@ class OpenResponses:
 
     def groups(self) -> list[ScoredGroup]:
         """Return all groups so far in the order of the draws."""
-        groups = []
-        for draw, samples in sorted(self._responses.items()):
-            rows = [response for _, response in sorted(samples.items())]
-            rollouts, rewards, details = zip(*rows, strict=True)
-            prompt = self.prompts[draw]
-            groups.append(
-                ScoredGroup(prompt=prompt, rollouts=rollouts, rewards=rewards, details=details)
-            )
-        return groups
+        return [
+            _group(self.prompts[draw], samples.values())
+            for draw, samples in sorted(self._responses.items())
+        ]
+
+
+def _group(prompt: Prompt, responses: Iterable[ScoredResponse]) -> ScoredGroup:
+    rows = sorted(responses, key=lambda row: row.rollout.sample_index)
+    rollouts, rewards, details = zip(*rows, strict=True)
+    return ScoredGroup(prompt=prompt, rollouts=rollouts, rewards=rewards, details=details)
 
 
 def join_parts(before: Rollout, part: Rollout) -> Rollout:
-    """Return one response of two parts, of which `part` is the later one."""
+    """Return one response of two parts, of which `part` is the later one.
+
+    Its routes are those of `part`, which began with the passes over all tokens before it: the
+    newest tokens were drawn after those.
+    """
     return dataclasses.replace(
         part,
         token_ids=torch.cat((before.token_ids, part.token_ids)),
@@ -135,7 +157,6 @@ def join_parts(before: Rollout, part: Rollout) -> Rollout:
         accept_lengths=before.accept_lengths + part.accept_lengths,
         versions=_merge(before.versions + part.versions),
         kept=join_kept((before, part)),
-        routes=_join_routes(before.routes, part.routes),
     )
 
 
@@ -147,16 +168,6 @@ def _merge(parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
             num_tokens += merged.pop()[1]
         merged.append((version, num_tokens))
     return tuple(merged)
-
-
-def _join_routes(before: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Return the routes of both parts, for each token those of the pass that drew the next one.
-
-    The later part begins with the passes over all tokens before it.
-    """
-    if before is None or part is None:
-        return part
-    return torch.cat((before, part[before.shape[0] :]))
 
 
 def carried_metrics(
@@ -176,11 +187,19 @@ def carried_metrics(
 # ---- checkpoints
 
 
-def save_carried(folder: Path, carried: Sequence[ScoredGroup]) -> None:
-    """Write the groups that a step left over. Prompts are not written: draw_index names them."""
-    rows = [[_as_row(rollout) for rollout in group.rollouts] for group in carried]
-    scores = [(group.rewards, [dict(each) for each in group.details]) for group in carried]
-    torch.save({"rollouts": rows, "scores": scores}, folder / _FILE)
+def save_carried(folder: Path, carried: Sequence[ScoredGroup], rank: int) -> None:
+    """Write the carried responses whose tokens this rank has. Prompts are not written: draw_index
+    names them.
+    """
+    rows, scores = [], []
+    for group in carried:
+        parts = zip(group.rollouts, group.rewards, group.details, strict=True)
+        own = [part for part in parts if part[0].is_here]
+        if own:
+            rows.append([_as_row(rollout) for rollout, _, _ in own])
+            scores.append(([reward for _, reward, _ in own], [dict(each) for _, _, each in own]))
+    if rows:
+        torch.save({"rollouts": rows, "scores": scores}, folder / f"carried_{rank:05d}.pt")
 
 
 def _as_row(rollout: Rollout) -> Mapping[str, object]:
@@ -188,26 +207,34 @@ def _as_row(rollout: Rollout) -> Mapping[str, object]:
     return dataclasses.asdict(rollout) | {"finish_reason": str(rollout.finish_reason)}
 
 
-def load_carried(folder: Path, prompt_at: Callable[[int], Prompt]) -> tuple[ScoredGroup, ...]:
-    """Return what `save_carried` wrote, () if it wrote nothing.
+def load_carried(
+    folder: Path, prompt_at: Callable[[int], Prompt], ranks: Group
+) -> tuple[ScoredGroup, ...]:
+    """Return what all ranks wrote with `save_carried`, () if they wrote nothing. A collective.
 
-    `prompt_at(draw_index)` returns a prompt.
+    Each rank has the tokens of the files that it reads. `prompt_at(draw_index)` returns a prompt.
     """
-    path = folder / _FILE
-    if not path.exists():
-        return ()
-    saved = torch.load(path, weights_only=True)
+    own: list[ScoredResponse] = []
+    for path in sorted(folder.glob("carried_*.pt"))[ranks.rank :: ranks.size]:
+        saved = torch.load(path, weights_only=True)
+        for rows, (rewards, details) in zip(saved["rollouts"], saved["scores"], strict=True):
+            own += map(ScoredResponse, map(_from_row, rows), rewards, details)
+    by_draw: dict[int, list[ScoredResponse]] = {}
+    for part in gather_rows(own, ranks):
+        by_draw.setdefault(part.rollout.draw_index, []).append(part)
     groups = []
-    for rows, (rewards, details) in zip(saved["rollouts"], saved["scores"], strict=True):
-        for row in rows:
-            row.pop("verify_starts", None)  # of older checkpoints, as is the next
-            version = row.pop("policy_version", None)
-            row["versions"] = row["versions"] or ((version, row["token_ids"].numel()),)
-            row["finish_reason"] = FinishReason(row["finish_reason"])
-            row["kept"] = row["kept"] and KeptTokens(**row["kept"])
-        rollouts = tuple(Rollout(**row) for row in rows)
-        prompt, details = prompt_at(rollouts[0].draw_index), tuple(details)
-        groups.append(
-            ScoredGroup(prompt=prompt, rollouts=rollouts, rewards=rewards, details=details)
-        )
+    for draw, parts in sorted(by_draw.items()):
+        prompt = prompt_at(draw)
+        known = {"prompt_id": prompt.prompt_id, "prompt_ids": prompt.token_ids}
+        whole = [p._replace(rollout=dataclasses.replace(p.rollout, **known)) for p in parts]
+        groups.append(_group(prompt, whole))
     return tuple(groups)
+
+
+def _from_row(row: dict[str, Any]) -> Rollout:
+    row.pop("verify_starts", None)  # of older checkpoints, as is the next
+    version = row.pop("policy_version", None)
+    row["versions"] = row["versions"] or ((version, row["token_ids"].numel()),)
+    row["finish_reason"] = FinishReason(row["finish_reason"])
+    row["kept"] = row["kept"] and KeptTokens(**row["kept"])
+    return Rollout(**row)

@@ -85,7 +85,7 @@ class RolloutLog:
             "sample_index": rollout.sample_index,
             "policy_version": rollout.policy_version,
             "prompt": self.tokenizer.decode(rollout.prompt_ids),
-            "response": self.tokenizer.decode(tokens),
+            "response": self.tokenizer.decode_turn(tokens),
             "finish_reason": rollout.finish_reason,
             "token_ids": tokens,
             "accept_lengths": rollout.accept_lengths,

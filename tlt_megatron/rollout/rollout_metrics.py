@@ -92,17 +92,25 @@ def rollout_metrics(
 def details_by_source(
     groups: Sequence[ScoredGroup],
 ) -> dict[tuple[str, str], list[tuple[float, ...]]]:
-    """Return the further numbers of reward functions by (data source, name), one row per prompt.
+    """Return the further numbers of reward functions by (data source, name), one row per prompt of
+    the data source.
 
-    Responses without such a number are left out.
+    A response without a number that others of its source have counts as 0. Where two pairs would
+    have one name in metrics, as `a/b` + `c` and `a` + `b/c`, the source ends with a slash.
     """
-    found: dict[tuple[str, str], list[tuple[float, ...]]] = defaultdict(list)
+    found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
+    by_source: dict[str, list[Sequence[Mapping[str, float]]]] = defaultdict(list)
     for group in groups:
-        source = group.prompt.data_source or "unknown"
-        for name in sorted({name for details in group.details for name in details}):
-            row = tuple(details[name] for details in group.details if name in details)
-            found[source, name].append(row)
-    return found
+        nothing = ({},) * len(group.rewards)
+        by_source[group.prompt.data_source or "unknown"].append(group.details or nothing)
+    for source, rows in by_source.items():
+        for name in sorted({name for row in rows for details in row for name in details}):
+            found[source, name] = [tuple(each.get(name, 0.0) for each in row) for row in rows]
+    counts = Counter("/".join(pair) for pair in found)
+    return {
+        (source if counts[f"{source}/{name}"] == 1 else f"{source}/", name): rows
+        for (source, name), rows in found.items()
+    }
 
 
 def _share(groups: Sequence[ScoredGroup], holds: Callable[[ScoredGroup], bool]) -> float:

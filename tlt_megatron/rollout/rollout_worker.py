@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from tlt_megatron.engines.base import GenerationStopped, PassRecord, RolloutEngine
-from tlt_megatron.policy.exchange import filled, part_of, row_of, share_with_all
+from tlt_megatron.policy.exchange import move_tokens, part_of, row_of
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.rollout.batch_rules import BatchPlan, BatchRules
@@ -97,9 +99,7 @@ class RolloutWorker:
                 with self.phases("PUBLISH", "publish_drafter"):
                     stall_s += drafter.end_round()
             rounds.append(
-                self._run_round(
-                    prompts, responses, policy_version, drafter, step, rules, len(rounds)
-                )
+                self._run_round(prompts, responses, policy_version, drafter, step, len(rounds))
             )
             responses.add(rounds[-1].parts)
             complete = [group for group in responses.groups() if group.is_complete]
@@ -107,9 +107,7 @@ class RolloutWorker:
                 break
             prompts = plan.draw(rules.num_missing(complete))
         batch = rules.select(complete)
-        # With a limit on a round's tokens, all ranks have all tokens: one of them counts.
-        is_counted = self.replicas.is_first or not rules.round_tokens
-        sums = gather_json(token_sums(batch if is_counted else ()), self.replicas)
+        sums = gather_json(token_sums(batch), self.replicas)
         metrics = rollout_metrics(batch, sums, rules.max_prompt_tokens, rules.right_score)
         metrics |= rules.metrics(complete, len(rounds))
         if metrics.get("rollout/filler_groups") == rules.num_prompts and self.replicas.is_first:
@@ -144,7 +142,6 @@ class RolloutWorker:
         policy_version: int,
         drafter: DrafterLifecycle | None,
         step: int,
-        rules: BatchRules,
         number: int,
     ) -> _Round:
         """Go on with open responses, answer `prompts` and score, on all ranks: the round `number`
@@ -153,11 +150,9 @@ class RolloutWorker:
         own: list[ScoredResponse] = []
         passes: list[PassTotals] = []
         share: dict[str, Any] | None = None
+        mine = self._requests(prompts, responses)
         with contextlib.suppress(GenerationStopped):
-            requests = responses.requests(prompts)
-            own, counts, records = self._generate_share(
-                requests, responses, policy_version, drafter
-            )
+            own, counts, records = self._generate_share(mine, responses, policy_version, drafter)
             passes = sum_passes(records, step=step, rank=self.replicas.rank)
             share = {
                 "rows": [row_of(part) for part in own],
@@ -181,8 +176,6 @@ class RolloutWorker:
         parts = [part_of(row) for each in shares for row in each["rows"]]
         start = sum(len(each["rows"]) for each in shares[: self.replicas.rank])
         parts[start : start + len(own)] = own
-        if rules.round_tokens:  # any rank may continue a response
-            parts = filled(parts, share_with_all(own, self.replicas))
         return _Round(
             parts=parts,
             passes=passes,
@@ -193,7 +186,7 @@ class RolloutWorker:
 
     def _generate_share(
         self,
-        prompts: Sequence[Prompt],
+        mine: Sequence[Prompt],
         responses: OpenResponses,
         policy_version: int,
         drafter: DrafterLifecycle | None,
@@ -222,7 +215,11 @@ class RolloutWorker:
                 prompt = dataclasses.replace(prompt, extra_info=info)
             self.rewards.submit(key, prompt, text)
 
-        mine = self._share_of(prompts)
+        def keep(part: Rollout, features: Tensor) -> None:
+            assert drafter is not None
+            num_prompt_tokens = len(responses.prompts[part.draw_index].token_ids)
+            drafter.add_features(part, features, len(part.prompt_ids) - num_prompt_tokens)
+
         status.expect_responses(sum(len(p.sample_indices(responses.params)) for p in mine))
         generate = (self.conversations or self.engine).generate
         with self.phases("ROLLOUT", "gen", prompts=len(mine)):
@@ -231,10 +228,12 @@ class RolloutWorker:
                 responses.params,
                 policy_version=policy_version,
                 on_finish=score,
-                on_features=drafter.add_features if drafter else None,
+                on_features=keep if drafter else None,
                 should_stop=self.should_stop,
             )
             passes = self.engine.take_passes()
+            if drafter:
+                drafter.holdout.add_passes(passes)
             add_pass_spans(self.phases.timeline, passes)
             for start_s, end_s in self.engine.stats().drafter_refreshes:
                 self.phases.timeline.add_span("REFRESH-DRAFTER", start_s, end_s)
@@ -264,12 +263,18 @@ class RolloutWorker:
         }
         return counts | (self.conversations.take_metrics() if self.conversations else {})
 
-    def _share_of(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        """Return the prompts that this rank's engine answers."""
-        engine, place = divmod(self.replicas.rank, self.ranks_per_engine)
-        if place:
-            return ()
-        return prompts[engine :: self.replicas.size // self.ranks_per_engine]
+    def _requests(self, prompts: Sequence[Prompt], responses: OpenResponses) -> list[Prompt]:
+        """Return what this rank's engine answers in a round: open responses, then its share of
+        `prompts`. A rank with fewer open responses comes first.
+        """
+        responses.expect(prompts)
+        rank, engines = self.replicas.rank, range(0, self.replicas.size, self.ranks_per_engine)
+        rollouts, targets = move_tokens(responses.open(), engines, self.replicas)
+        responses.replace(rollouts)
+        mine = [r for r, target in zip(rollouts, targets, strict=True) if target == rank]
+        order = sorted(engines, key=Counter(targets).__getitem__)
+        own = prompts[order.index(rank) :: len(order)] if rank in engines else ()
+        return responses.requests(mine, own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

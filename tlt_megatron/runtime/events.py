@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from tlt_megatron.runtime.log import encodable
 from tlt_megatron.runtime.status import RankStatus
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class EventLog:
 
     def append(self, event: Event) -> None:
         """Tell all ranks, which read their events several times per heartbeat timeout."""
-        text = " ".join(event.text.splitlines())
+        text = encodable(" ".join(event.text.splitlines()))
         line = f"{event.kind}\t{event.rank}\t{event.code}\t{text}\n"
         self._store.append(_KEY, line)  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
 

@@ -69,7 +69,7 @@ def configure_logging(rank: int, run_dir: Path | None) -> None:
     if run_dir is not None:
         path = log_file(run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = _RankFileHandler(path, encoding="utf-8")
+        file = _RankFileHandler(path, encoding="utf-8", errors="backslashreplace")
         file.setFormatter(_formatter(rank, "%Y-%m-%d %H:%M:%S"))
         root.addHandler(file)
 
@@ -80,6 +80,11 @@ def log_file(run_dir: Path, rank: int) -> Path:
     """
     node = int(os.environ.get("GROUP_RANK", "0"))  # torchrun's name for the number of a node
     return run_dir / "logs" / f"node_{node:04d}" / f"rank_{rank:05d}.log"
+
+
+def encodable(text: str) -> str:
+    """Return a user's text for a store or file: halves of surrogate pairs become escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _is_for_console(record: logging.LogRecord) -> bool:

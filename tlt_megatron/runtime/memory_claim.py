@@ -94,6 +94,11 @@ class MemoryLedger:
                 rows.append((claim.name, *(shown if p in claim.phases else "-" for p in Phase)))
         return [*rows, ("sum", *(f"{self.bytes_in(phase) / _MIB:,.0f}" for phase in Phase))]
 
+    @staticmethod
+    def usable(free_bytes: int) -> int:
+        """Return the bytes that claims may take of `free_bytes`."""
+        return int(free_bytes * _USABLE_SHARE)
+
     def headline(self, free_bytes: int) -> str:
         """Return the largest sum in a line."""
         return (
@@ -106,12 +111,13 @@ class MemoryLedger:
 
         It names the settings of the largest claims.
         """
-        usable = int(free_bytes * _USABLE_SHARE)
+        usable = self.usable(free_bytes)
         if self.peak_bytes <= usable:
             return
         held = [c for c in self.claims if self.peak_phase in c.phases and c.lower]
         largest = sorted((c for c in held if not c.in_host), key=lambda c: -c.num_bytes)[:2]
-        advice = " or ".join(claim.lower for claim in largest)
+        settings = " or ".join(claim.lower for claim in largest).split(" or ")
+        advice = " or ".join(dict.fromkeys(settings))
         raise ValueError(
             f"{where}memory: the {self.peak_phase} phase takes {self.peak_bytes / _MIB:,.0f} MiB of a rank,"
             f" {usable / _MIB:,.0f} MiB are usable: change {advice}"

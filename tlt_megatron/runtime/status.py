@@ -32,6 +32,7 @@ class RankStatus:
     rank: int
     num_ranks: int
     host: str = field(default_factory=socket.gethostname)
+    device: str = ""  # "cpu", or the name of the GPU
     changed_s: float = field(default=0.0, compare=False)  # as the file tells it
     step: int = 0  # the RL step under way, or the last one
     step_began_s: float | None = None  # None between steps

@@ -10,6 +10,7 @@ defined in `noise.py`. Sharing it makes the output independent of the drafter: D
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -300,6 +301,32 @@ def sample(
         logprobs_B=torch.zeros_like(policy_B) if is_greedy else logprobs_B,
         policy_logprobs_B=policy_B,
         kept=kept_table(scaled) if params.is_cut and not is_greedy else None,
+    )
+
+
+def sample_each(
+    logits_BV: Tensor,
+    seeds_B: Tensor,
+    positions_B: Tensor,
+    params: Sequence[SamplingParams],
+    noise_BV: Tensor | None = None,
+) -> Sampled:
+    """Draw one token per row, each as `sample` does with the row's own settings. `kept` is None."""
+    rows_of: dict[tuple[float, float, int], list[int]] = {}
+    for row, one in enumerate(params):
+        rows_of.setdefault(one.distribution, []).append(row)
+    tokens_B = torch.empty_like(seeds_B)
+    logprobs_2B = logits_BV.new_empty(2, len(params), dtype=torch.float32)
+    for rows in rows_of.values():
+        index = torch.tensor(rows, device=seeds_B.device)
+        noise = None if noise_BV is None else noise_BV[index]
+        found = sample(
+            logits_BV[index], seeds_B[index], positions_B[index], params[rows[0]], noise_BV=noise
+        )
+        tokens_B[index] = found.token_ids_B
+        logprobs_2B[:, index] = torch.stack((found.logprobs_B, found.policy_logprobs_B))
+    return Sampled(
+        token_ids_B=tokens_B, logprobs_B=logprobs_2B[0], policy_logprobs_B=logprobs_2B[1]
     )
 
 

@@ -4,7 +4,7 @@ Called by the loop and the rollout worker if the run has spot training. In the o
 
     add_features         data: a response with its hidden states    -> drafter/data_buffer.py
     run_until_preempted  session: this rank's idle time              -> spot_trainer.py, session.py
-      _measure_candidate   measurement: before the rank trains       -> publisher.py
+      _measure_candidate   measurement: before the rank trains       -> holdout.py
     publish              publication: the decision of all ranks      -> publisher.py
     make_tap             data: the hidden states of the whole batch  -> mcore/hidden_tap.py
     save_into            checkpoint                                  -> drafter_checkpoint.py
@@ -14,18 +14,16 @@ The RL step pays for the time from the end of the last rollout to the end of `pu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, PassAbandoned, interruptible
 from tlt_megatron.drafter.eagle_folder import config_of, write_drafter
@@ -42,25 +40,16 @@ from tlt_megatron.spot.drafter_checkpoint import (
     DrafterCheckpoint,
     logging_failed_writes,
 )
-from tlt_megatron.spot.publisher import DrafterPublisher, HoldoutResult, measure_holdout
+from tlt_megatron.spot.holdout import Comparison, Holdout
+from tlt_megatron.spot.publisher import DrafterPublisher
 from tlt_megatron.spot.rank_state import SpotRanks
 from tlt_megatron.spot.session import StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
-from tlt_megatron.types import Rollout
+from tlt_megatron.types import DraftSequence, Rollout
 
 log = logging.getLogger(__name__)
 
-_HOLDOUT_ROWS = 512  # per rank: enough to compare drafters, and fast enough not to delay a step
 _FOLDER, _DATA_FOLDER = "drafter", "drafter_data"  # subfolders of a checkpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Findings:
-    """What one rank has measured, on the same rows."""
-
-    checksum: int  # the checksum of the candidate
-    candidate: HoldoutResult
-    published: HoldoutResult
 
 
 class DrafterLifecycle:
@@ -71,7 +60,7 @@ class DrafterLifecycle:
         trainer: DrafterTrainer,
         buffer: DataBuffer,
         engine: RolloutEngine,
-        section: SpotSection,
+        holdout: Holdout,
         *,
         ranks: SpotRanks,
         world: Group,
@@ -82,6 +71,7 @@ class DrafterLifecycle:
         self.trainer = trainer
         self.buffer = buffer
         self.engine = engine
+        self.holdout = holdout
         self.world = world
         self.publisher = DrafterPublisher(self._copy_weights())
         self.spot = SpotTrainer(
@@ -92,11 +82,11 @@ class DrafterLifecycle:
             measure_candidate=self._measure_candidate,
         )
         self.checkpointer = AsyncDrafterCheckpointer(run_dir / "drafter")  # the first rank saves
-        self._tap_bytes = section.data_bytes
         # The drafter at the last phase boundary, the same on all ranks; None: it was considered.
         self._candidate: dict[str, Tensor] | None = None
         self._candidate_updates = trainer.num_updates  # updates of the newest candidate
-        self._findings: Findings | None = None  # kept for the decision that all ranks make later
+        # The candidate's checksum and this rank's comparison, for the decision of all ranks.
+        self._measured: tuple[int, Comparison] | None = None
         self._has_features = False  # whether every rank's engine gave hidden states in this step
 
     # ---- data
@@ -104,11 +94,20 @@ class DrafterLifecycle:
     def start_step(self, step: int) -> None:
         """Begin RL step `step`: the data so far now belongs to earlier steps."""
         self.buffer.start_step(step)
+        self.holdout.start_step()
 
-    def add_features(self, rollout: Rollout, features: Tensor) -> None:
-        """Add a finished response. `features` [T - 1, F] are the engine's hidden states."""
+    def add_features(self, rollout: Rollout, features: Tensor, first_position: int = 0) -> None:
+        """Add a finished response, whose first token has the noise of `first_position`.
+
+        `features` [T - 1, F] are the engine's hidden states.
+        """
         hidden_size = self.trainer.model.config.hidden_size
-        self.buffer.add(draft_sequence(rollout, features, hidden_size))
+        self._add(draft_sequence(rollout, features, hidden_size, first_position))
+
+    def _add(self, sequence: DraftSequence) -> None:
+        kept = self.buffer.add(sequence)
+        if kept is not None:
+            self.holdout.add(kept)
 
     def make_tap(self) -> HiddenStateTap:
         """Make the tap for the policy's first forward pass of a step.
@@ -116,8 +115,8 @@ class DrafterLifecycle:
         It gets passes of its own only if the engine gave no hidden states: sessions need the data.
         """
         return HiddenStateTap(
-            on_sequence=self.buffer.add,
-            max_bytes=self._tap_bytes,
+            on_sequence=self._add,
+            max_bytes=self.buffer.max_bytes,
             hidden_size=self.trainer.model.config.hidden_size,
             aux_layer_ids=self.trainer.model.config.aux_layer_ids,
             # On a GPU the buffer's own dtype: fewer bytes cross to the host.
@@ -145,25 +144,15 @@ class DrafterLifecycle:
 
         A rank with too little idle time has no result.
         """
-        if self._candidate is None or self._findings is not None:  # an earlier round of the step
+        candidate, trainer = self._candidate, self.trainer
+        if candidate is None or self._measured is not None:  # an earlier round of the step
             return
-        batch = self.buffer.unseen_batch(_HOLDOUT_ROWS)
-        if batch is None:
-            return
-        device = self.trainer.device
-        contenders = self._candidate, self.publisher.published.weights
-        try:
-            with interruptible(self.trainer.model, watch):
-                candidate, published = (
-                    measure_holdout(self.trainer, weights, batch) for weights in contenders
-                )
-        except PassAbandoned:
-            return
-        self._findings = Findings(
-            checksum=checksum_tensors((n, t.to(device)) for n, t in self._candidate.items()),
-            candidate=candidate,
-            published=published,
-        )
+        published = self.publisher.published.weights
+        with contextlib.suppress(PassAbandoned), interruptible(trainer.model, watch):
+            comparison = self.holdout.compare(trainer, candidate=candidate, published=published)
+            if comparison is not None:
+                on_device = ((name, t.to(trainer.device)) for name, t in candidate.items())
+                self._measured = checksum_tensors(on_device), comparison
 
     # ---- publication
 
@@ -176,12 +165,12 @@ class DrafterLifecycle:
         started = time.perf_counter()
         self.spot.sync_newest(self.world)
         metrics |= self.publisher.metrics()
-        mine = (self._findings, self.buffer.has_new)
+        mine = (self._measured, self.buffer.has_new)
         parts, has_new = zip(*gather_objects(mine, self.world), strict=True)
-        self._findings, self._has_features = None, all(has_new)
-        findings = [part for part in parts if part]
-        if findings:
-            metrics |= self._consider(findings)
+        self._measured, self._has_features = None, all(has_new)
+        if measured := [part for part in parts if part]:
+            checksums, comparisons = zip(*measured, strict=True)
+            metrics |= self._consider(checksums[0], Comparison.merge(comparisons))
         if self.trainer.num_updates != self._candidate_updates:
             self._candidate_updates = self.trainer.num_updates
             self._candidate = self._copy_weights()
@@ -193,24 +182,21 @@ class DrafterLifecycle:
         state = self.trainer.model.state_dict()
         return {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
 
-    def _consider(self, findings: Sequence[Findings]) -> dict[str, float]:
+    def _consider(self, checksum: int, comparison: Comparison) -> dict[str, float]:
         """Publish and save the candidate, or drop it. Returns metrics."""
         assert self._candidate is not None
-        measured = HoldoutResult.merge(part.candidate for part in findings)
-        published = HoldoutResult.merge(part.published for part in findings)
-        is_published = self.publisher.consider(
-            self._candidate, findings[0].checksum, measured=measured, published=published
-        )
+        is_published = self.publisher.consider(self._candidate, checksum, comparison)
         self._candidate = None
         if is_published:
             self._load_published()
             if self.world.is_first:
                 self.checkpointer.save(self._checkpoint())
-        now = measured if is_published else published
+        candidate, published = comparison.accept_lengths
         return self.publisher.metrics() | {
-            "drafter/holdout_accept_length/candidate": measured.accept_length,
-            "drafter/holdout_accept_length/published": now.accept_length,
-            "drafter/holdout_rows": float(measured.num_rows),
+            "drafter/holdout_accept_length/candidate": candidate,
+            "drafter/holdout_accept_length/published": published,
+            "drafter/holdout_standard_error": comparison.standard_error,
+            "drafter/holdout_tokens": float(comparison.num_tokens),
             "drafter/is_published": float(is_published),
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -51,7 +51,12 @@ from tlt_megatron.trainer.flops import make_utilization
 from tlt_megatron.trainer.loop import RLTrainer
 from tlt_megatron.trainer.run import Run
 from tlt_megatron.trainer.run_site import Site
-from tlt_megatron.trainer.saving.identity import compare_run, describe_run, saved_run_of
+from tlt_megatron.trainer.saving.identity import (
+    compare_run,
+    describe_run,
+    saved_run_of,
+    with_template_date,
+)
 from tlt_megatron.trainer.saving.run_checkpoint import CheckpointManager, SavedRun
 from tlt_megatron.trainer.saving.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.step_report import RunReport
@@ -69,8 +74,9 @@ def build_run(site: Site) -> Run:
     Cheap checks come first: a bad function of the user or a bad prompt raises before any model is
     built.
     """
-    config, run_dir, world, stack = site.config, site.run_dir, site.world, site.stack
-    saved = saved_run_of(config, run_dir, world)
+    run_dir, world, stack = site.run_dir, site.world, site.stack
+    saved = saved_run_of(site.config, run_dir, world)
+    config = with_template_date(site.config, saved, world)
     _check_extensions(config)
     fp8_fields(config.mcore, getattr(torch, config.model.dtype))
     if world.is_first:
@@ -86,17 +92,22 @@ def build_run(site: Site) -> Run:
             environment=config.rollout.environment,
         )
     )
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.data.template_date)
     model_config = load_model_config(config.model.path)
     about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
     resumes_drafter = saved is not None and compare_run(saved, about, is_warning=world.is_first)
     prompts = load_prompts(config.data.train, tokenizer, config.data, world)
+    if world.is_first:
+        for line in tokenizer.notes(has_strings=not all(row.messages for row in prompts.rows)):
+            log.warning("%s", line)
     sampler = PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.run.seed)
     if saved is not None:
         sampler.load_state_dict(saved.state["sampler"])
     held_out = load_held_out(config.data, tokenizer, world, limit=config.eval.num_prompts)
     if config.rollout.environment:
-        _check_conversations(tokenizer, [*prompts.rows, *chain(*held_out.values())])
+        _check_conversations(
+            tokenizer, [*prompts.rows, *chain(*(each.rows for each in held_out.values()))]
+        )
     rewards.wait_ready()
 
     seed_everything(config.run.seed)
@@ -121,31 +132,33 @@ def build_run(site: Site) -> Run:
     with phases("SYNC", "update_weights", version=step):
         push_policy(model, worker.engine, step, dtype=engine_dtype, world=world)
     phases.take_timings()  # of no step
-    drafter = build_drafter(site, worker.engine, phases.timeline)
+    sampling = _sampling(config, tokenizer)
+    drafter = build_drafter(site, worker.engine, phases.timeline, sampling)
     if drafter and folder and resumes_drafter:
         drafter.load_from(folder)
     trainer = RLTrainer(
         rules=_batch_rules(config),
-        sampling=_sampling(config, tokenizer),
+        sampling=sampling,
         engine_dtype=engine_dtype,
         sampler=sampler,
         worker=worker,
         policy_trainer=_build_policy_trainer(config, model, critic, groups),
         drafter=drafter,
     )
-    carried = load_carried(folder, sampler.prompt_at) if folder else ()
+    carried = load_carried(folder, sampler.prompt_at, world) if folder else ()
     run = Run(
         config=config,
         trainer=trainer,
         evaluator=Evaluator(
             worker=worker,
-            data_sets=held_out,
+            data_sets={name: each.rows for name, each in held_out.items()},
+            left_out={name: each.num_left_out for name, each in held_out.items()},
             params=_eval_sampling(config, tokenizer),
             right_score=config.reward.right_score,
         ),
         checkpoints=checkpoints,
         # last: it cuts what an earlier run wrote after the checkpoint
-        report=_open_report(site, phases, tokenizer, groups, saved),
+        report=_open_report(site, config, phases, tokenizer, groups, saved),
     )
     if saved and folder:
         run.resume(saved, folder, carried)
@@ -160,8 +173,21 @@ def _check_conversations(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Non
         raise ValueError(
             "rollout.environment: the model folder names no eos token, which must end each turn"
         )
-    if any(prompt.messages for prompt in prompts):
-        tokenizer.check_turns()
+    arguments: dict[str, Mapping[str, object]] = {}  # that differ; tools count as one
+    for prompt in prompts:
+        if "messages" in prompt.extra_info:
+            raise ValueError(
+                f"prompt_id={prompt.prompt_id!r}: extra_info.messages must not be there where rollout.environment is"
+                " set: the reward function gets the conversation under this name"
+            )
+        if prompt.messages:
+            kwargs = prompt.template_kwargs
+            named = {
+                key: key if isinstance(value, list) else value for key, value in kwargs.items()
+            }
+            arguments.setdefault(repr(named), kwargs)
+    for kwargs in arguments.values():
+        tokenizer.check_turns(kwargs)
 
 
 def _check_extensions(config: RunConfig) -> None:
@@ -180,6 +206,7 @@ def _build_worker(
     stack.callback(engine.close)
     path = site.run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl"
     status = site.heartbeat.status
+    status.device = site.device.gpu_name or "cpu"
     stack.callback(StatusWriter(site.run_dir, status).close)
     timeline = Timeline(path, world.rank, status)
     stack.callback(timeline.close)
@@ -196,7 +223,7 @@ def _build_worker(
     return RolloutWorker(
         engine=engine,
         rewards=rewards,
-        decode=tokenizer.decode,
+        decode=tokenizer.decode_turn,
         replicas=world,
         phases=Phases(timeline, progress, site.device, site.heartbeat.tell_phase),
         ranks_per_engine=config.ranks_per_engine,
@@ -206,7 +233,12 @@ def _build_worker(
 
 
 def _open_report(
-    site: Site, phases: Phases, tokenizer: Tokenizer, groups: ProcessGroups, saved: SavedRun | None
+    site: Site,
+    config: RunConfig,
+    phases: Phases,
+    tokenizer: Tokenizer,
+    groups: ProcessGroups,
+    saved: SavedRun | None,
 ) -> RunReport:
     """Open the files of this rank. Rank 0 cuts rows and files of steps that a resumed run does
     again.
@@ -214,7 +246,7 @@ def _open_report(
     run_dir, rank = site.run_dir, site.world.rank
     passes = SpeculationLog(run_dir / "speculation", rank=rank)
     rollouts = None
-    if site.config.logging.rollouts and groups.part == 0 and groups.pp.is_first:
+    if config.logging.rollouts and groups.part == 0 and groups.pp.is_first:
         rollouts = RolloutLog(run_dir / "rollouts", tokenizer, rank=rank)
     report = RunReport(phases=phases, world=site.world, passes=passes, rollouts=rollouts)
     if not site.world.is_first:
@@ -223,11 +255,11 @@ def _open_report(
     passes.begin(first_step)
     if rollouts is not None:
         rollouts.begin(first_step)
-    trackers = _make_trackers(site.config, run_dir, first_step)
-    replace_text(run_dir / "config.yaml", dump_config(site.config))
+    trackers = _make_trackers(config, run_dir, first_step)
+    replace_text(run_dir / "config.yaml", dump_config(config))
     metrics = MetricsWriter(run_dir, trackers, resume_step=first_step)
     site.stack.push(lambda error, *_: metrics.close(failed=error is not None))
-    utilization = make_utilization(site.config, site.device.gpu_name, site.world.size)
+    utilization = make_utilization(config, site.device.gpu_name, site.world.size)
     return replace(report, metrics=metrics, utilization=utilization, ledger=site.ledger)
 
 
@@ -281,6 +313,8 @@ def _eval_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
         num_samples=config.eval.num_samples,
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.eval.temperature,
+        top_p=config.rollout.top_p if config.eval.top_p is None else config.eval.top_p,
+        top_k=config.rollout.top_k if config.eval.top_k is None else config.eval.top_k,
         stop_token_ids=tokenizer.stop_token_ids,
         seed=config.run.seed + EVAL_SEED_OFFSET,
     )

@@ -14,9 +14,11 @@ from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.spot.holdout import Holdout
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 from tlt_megatron.trainer.run_site import Site
+from tlt_megatron.types import SamplingParams
 
 
 def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...]:
@@ -24,17 +26,19 @@ def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...
     if not config.speculation.enabled or not config.speculation.is_learned:
         return ()
     if config.speculation.drafter:
-        return load_draft_config(config.speculation.drafter).aux_layer_ids
+        return load_draft_config(config.speculation.drafter, target.num_layers).aux_layer_ids
     if config.drafter.algorithm != "eagle3":
         return ()
     return default_aux_layer_ids(target.num_layers)
 
 
-def build_drafter(site: Site, engine: RolloutEngine, timeline: Timeline) -> DrafterLifecycle | None:
+def build_drafter(
+    site: Site, engine: RolloutEngine, timeline: Timeline, sampling: SamplingParams
+) -> DrafterLifecycle | None:
     """Return the drafter's training, or None without spot training. A collective of all ranks.
 
-    The engine must hold the policy, because drafter and policy are compared. ValueError for a
-    drafter of another policy.
+    `sampling` is that of the rollouts. The engine must hold the policy, because drafter and policy
+    are compared. ValueError for a drafter of another policy.
     """
     config, world = site.config, site.world
     if not config.spot.enabled:
@@ -58,7 +62,7 @@ def build_drafter(site: Site, engine: RolloutEngine, timeline: Timeline) -> Draf
         trainer,
         DataBuffer(config.spot, getattr(torch, config.rollout.dtype)),
         engine,
-        config.spot,
+        Holdout(engine, sampling, config.speculation.parsed_strategies),
         ranks=ranks,
         world=world,
         timeline=timeline,
@@ -74,7 +78,10 @@ def make_drafter(
     """Load the drafter at `speculation.drafter`, or make the same random one on every rank."""
     if config.speculation.drafter:
         return load_drafter(
-            config.speculation.drafter, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD
+            config.speculation.drafter,
+            embedding_VD=embedding_VD,
+            lm_head_VD=lm_head_VD,
+            num_layers=target.num_layers,
         )
     architecture = "eagle3" if config.drafter.algorithm == "eagle3" else "eagle"
     draft_config = make_draft_config(target, architecture, embedding_VD)

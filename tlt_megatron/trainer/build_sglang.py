@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
+from tlt_megatron.config.draft_folder import is_of_sglang
 from tlt_megatron.config.schema import RunConfig, SpeculationSection
 from tlt_megatron.drafter.eagle_folder import save_drafter
 from tlt_megatron.engines.sglang.connection import check_version
@@ -61,9 +62,13 @@ def _replica_group(config: RunConfig) -> Group:
 
 
 def _with_drafter(config: RunConfig, run_dir: Path, world: Group) -> SpeculationSection:
-    """Return the settings with a drafter folder; rank 0 writes a random one if none is set."""
+    """Return the settings with a drafter folder. Rank 0 writes a random one if none is set, and
+    one in SGLang's form if the drafter has another.
+    """
     speculation = config.speculation
-    if speculation.drafter or not (speculation.enabled and speculation.is_learned):
+    if not (speculation.enabled and speculation.is_learned):
+        return speculation
+    if speculation.drafter and is_of_sglang(speculation.drafter):
         return speculation
     folder = run_dir / _START_FOLDER
     if world.is_first:

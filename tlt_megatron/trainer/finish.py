@@ -6,6 +6,7 @@ import json
 import logging
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -75,7 +76,8 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     merge_timelines(run_dir)
     progress.close()
     if config.run.num_steps == 0 and rows:
-        _write_evaluation(config, rows[0], run_dir / "evaluation.json", progress)
+        left_out = run.evaluator.left_out
+        _write_evaluation(config, rows[0], left_out, run_dir / "evaluation.json", progress)
         return
     progress.print_table(rows, TABLE_COLUMNS)
     for name, value in summary.items():
@@ -102,7 +104,11 @@ def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:
 
 
 def _write_evaluation(
-    config: RunConfig, row: dict[str, float], path: Path, progress: Progress
+    config: RunConfig,
+    row: dict[str, float],
+    left_out: Mapping[str, int],
+    path: Path,
+    progress: Progress,
 ) -> None:
     """Write and print the metrics of a run of 0 steps: a row per data set, then the data
     sources.
@@ -119,6 +125,7 @@ def _write_evaluation(
     metrics = of("eval/") | by_source
     about = {"model": config.model.path, "data": config.data.eval, "num_samples": samples}
     about |= {"temperature": config.eval.temperature, "seed": config.run.seed}
+    about |= {"prompts_left_out": dict(left_out)}  # longer than data.max_prompt_tokens
     result = about | {"metrics": metrics, "data_sets": sets}
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     rows = [{"data set": name, **found} for name, found in sets.items()]

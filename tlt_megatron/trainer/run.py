@@ -98,8 +98,7 @@ class Run:
             trainer.save_engine(folder)
             if trainer.drafter is not None:
                 trainer.drafter.save_into(folder)
-            if trainer.carried and trainer.world.is_first:
-                save_carried(folder, trainer.carried)
+            save_carried(folder, trainer.carried, trainer.world.rank)
 
         with trainer.phases("CHECKPOINT", "save_checkpoint"):
             state = trainer.state_dict() | {"report": self.report.state_dict()}

@@ -28,8 +28,8 @@ import yaml
 from torch import Tensor
 
 from tlt_megatron.config.hub import TOKENIZER, check_push, fetch_model, push_folder
+from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.model_shape import tensor_shapes
-from tlt_megatron.config.preflight import check_model
 from tlt_megatron.mcore.checkpoint_reader import read_common
 from tlt_megatron.mcore.stored_weights import iter_stored_weights, write_stored_weights
 from tlt_megatron.models.config import load_model_config
@@ -70,11 +70,13 @@ def main() -> int:
         )
     is_converted = options.verify and target.exists()
     if is_hf:
+        check_model("--from", source, needs_tokenizer=False)
         policy, folder, model = target, source, None
         dtype = options.dtype or (trained_dtype(target) if is_converted else "float32")
     else:
         name = options.model
         model = fetch_model("--model", name, TOKENIZER) if name else find_model(source)
+        check_model("--model", model, needs_weights=False, needs_tokenizer=False)
         policy, folder = find_policy(source), target
         dtype = options.dtype or trained_dtype(policy)
     if not is_converted:
@@ -123,7 +125,7 @@ def hf_to_megatron(source: Path, target: Path, *, dtype: str = "float32") -> Non
     """
     if target.exists():
         raise ValueError(f"--to {target}: must not exist")
-    config = check_model("--from", str(source))
+    config = load_model_config(source)
     with new_folder(target) as temporary:
         temporary.mkdir(exist_ok=True)
         shown = _Shown(len(tensor_shapes(config)))

@@ -39,13 +39,22 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tlt_megatron.config.draft_folder import (
+    AUX_LAYER_IDS,
+    BORROWED,
+    NORM_BEFORE_RESIDUAL,
+    check_drafter,
+)
 from tlt_megatron.config.hub import check_push, push_folder
+from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.drafter.eagle_folder import (
     WEIGHTS_FILE,
+    draft_config_json,
     load_draft_config,
     load_draft_weights,
-    load_drafter,
+    read_draft_weights,
 )
+from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import new_folder, save_tensors
@@ -54,7 +63,6 @@ from tlt_megatron.trainer.saving.manifest import engine_files
 from tools.commands.saved_run import find_saved, run_of
 
 FORMATS = ("sglang", "vllm")
-_IDS = "eagle_aux_hidden_state_layer_ids"
 _VLLM_NAMES = {
     "LlamaForCausalLMEagle": "EagleLlamaForCausalLM",
     "LlamaForCausalLMEagle3": "Eagle3LlamaForCausalLM",
@@ -82,6 +90,7 @@ class Target:
 
     embedding_VD: Tensor
     lm_head_VD: Tensor
+    folder: Path | None = None  # of the policy
 
 
 def main() -> None:
@@ -142,14 +151,17 @@ def find_target(drafter: Path) -> Path | None:
     return run / "hf" if run is not None and (run / "hf").is_dir() else None
 
 
-def load_target(path: Path) -> Target:
-    """Return embedding and head of the policy in the Hugging Face folder `path`, in float32."""
+def load_target(path: Path, key: str = "--target") -> Target:
+    """Return embedding and head of the policy in the Hugging Face folder `path`, in float32.
+
+    `key` is the option that holds the path. ValueError for a folder that `check_model` refuses.
+    """
+    check_model(key, path, needs_tokenizer=False)
     reader = HfReader(path)
     embedding = reader["model.embed_tokens.weight"].float()
     name = "lm_head.weight"
-    return Target(
-        embedding_VD=embedding, lm_head_VD=reader[name].float() if name in reader else embedding
-    )
+    head = reader[name].float() if name in reader else embedding
+    return Target(embedding_VD=embedding, lm_head_VD=head, folder=path)
 
 
 def export_drafter(
@@ -169,8 +181,7 @@ def export_drafter(
     """
     if folder.exists():
         raise ValueError(f"--to {folder}: must not exist")
-    check_source(source, target)
-    layout = convert(read_layout(source), format, target, dtype)
+    layout = convert(read_source(source, target), format, target, dtype)
     if ids_C is not None:
         layout = reduce_vocabulary(layout, ids_C, target)
     with new_folder(folder) as written:
@@ -223,18 +234,30 @@ def reduce_vocabulary(layout: Layout, ids_C: Tensor, target: Target | None) -> L
     return Layout(config=config, tensors=layout.tensors | head)
 
 
-def check_source(source: Path, target: Target | None) -> None:
-    """Load the drafter.
+def read_source(source: Path, target: Target | None) -> Layout:
+    """Return the drafter in our layout, from any form that `read_draft_settings` knows.
 
     ValueError if it has other tensors than a drafter, or belongs to another target.
     """
-    if target is not None:
-        load_drafter(source, embedding_VD=target.embedding_VD, lm_head_VD=target.lm_head_VD)
-        return
-    config = dataclasses.replace(load_draft_config(source), target=None)
-    table_VD = torch.zeros(()).expand(config.vocab_size, config.hidden_size)
-    model = DraftModel(config, embedding_VD=table_VD, lm_head_VD=table_VD)
-    load_draft_weights(model, load_file(source / WEIGHTS_FILE), source=str(source))
+    num_layers = None
+    if target is not None and target.folder is not None:
+        policy = load_model_config(target.folder)
+        check_drafter("--from", source, policy, target.folder)
+        num_layers = policy.num_layers
+    elif borrowed := sorted({*HfReader(source).names()} & {*BORROWED}):
+        raise ValueError(f"--target: needed, {borrowed[0]} of {source} must be compared with it")
+    config = load_draft_config(source, num_layers)
+    weights = read_draft_weights(source, config)
+    if target is None:
+        table_VD = torch.zeros(()).expand(config.vocab_size, config.hidden_size)
+        target = Target(embedding_VD=table_VD, lm_head_VD=table_VD)
+        own = dataclasses.replace(config, target=None)
+    else:
+        own = config
+    model = DraftModel(own, embedding_VD=target.embedding_VD, lm_head_VD=target.lm_head_VD)
+    load_draft_weights(model, weights, source=str(source))
+    dtype = weights["fc.weight"].dtype
+    return Layout(config=draft_config_json(config, dtype), tensors=weights)
 
 
 def read_layout(folder: Path) -> Layout:
@@ -254,6 +277,8 @@ def convert(
     config["rope_theta"] = rope["rope_theta"]
     if rope["rope_type"] != "default":
         config["rope_scaling"] = rope
+    if format == "sglang" and config.get(NORM_BEFORE_RESIDUAL):
+        raise ValueError(f"--format sglang: has no {NORM_BEFORE_RESIDUAL}=true of this drafter")
     if format == "vllm":
         config["architectures"] = [_VLLM_NAMES[config["architectures"][0]]]
         if layout.is_eagle3:
@@ -265,11 +290,11 @@ def convert(
 
 def _vllm_eagle3(config: dict[str, Any]) -> dict[str, Any]:
     return {
-        _IDS: [layer + 1 for layer in config["eagle_config"][_IDS]],
+        AUX_LAYER_IDS: [layer + 1 for layer in config["eagle_config"][AUX_LAYER_IDS]],
         "eagle_config": {"use_aux_hidden_state": True},
         "draft_vocab_size": config["vocab_size"],
         "target_hidden_size": config["hidden_size"],
-        "norm_before_residual": False,
+        NORM_BEFORE_RESIDUAL: config.get(NORM_BEFORE_RESIDUAL, False),
         "norm_before_fc": False,
     }
 

@@ -26,10 +26,11 @@ from tlt_megatron.cli import ROOT
 from tlt_megatron.config.hub import TOKENIZER, fetch_model, name_version
 from tlt_megatron.config.layout import check_layout, draft_slack
 from tlt_megatron.config.load import load_config
+from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.prompts import load_held_out, load_prompts
 from tlt_megatron.data.tokenizer import load_tokenizer
-from tlt_megatron.models.config import ModelConfig, load_model_config
+from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.before.memory_ledger import make_ledger
@@ -82,7 +83,7 @@ def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     that fits.
     """
     found = fetch_model("--model", options.model, TOKENIZER)
-    model = load_model_config(found)
+    model = check_model("--model", found, needs_weights=False)
     limit = model.max_position_embeddings
     keys = {"input_key": options.input_key, "label_key": options.label_key}
     section = DataSection(max_prompt_tokens=limit, **keys)

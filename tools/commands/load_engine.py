@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tlt_megatron.config.draft_folder import check_drafter
+from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.schema import DataSection, RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.data.prompts import load_prompts
@@ -20,7 +22,6 @@ from tlt_megatron.drafter.eagle_folder import load_drafter
 from tlt_megatron.drafter.packing import draft_sequence
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import checksum_tensors, policy_tensors
@@ -52,7 +53,8 @@ class LoadedPolicy:
 
         Identity layers follow the policy's own; they change no token and cost time.
         """
-        self._config, self._data = load_model_config(folder), data
+        self._folder = folder
+        self._config, self._data = check_model("model", folder), data
         num_layers = self._config.num_layers
         named = list(policy_tensors(folder, self._config, getattr(torch, dtype)))
         named = with_identity_layers(named, num_layers, num_identity_layers)
@@ -93,8 +95,14 @@ class LoadedPolicy:
 
     def load_drafter(self, folder: str | Path) -> DraftModel:
         """Return the drafter in `folder`. ValueError if it belongs to another policy."""
+        check_drafter("drafter", folder, self._config, self._folder)
         embedding_VD, lm_head_VD = self.engine.target_tensors()
-        return load_drafter(folder, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD)
+        return load_drafter(
+            folder,
+            embedding_VD=embedding_VD,
+            lm_head_VD=lm_head_VD,
+            num_layers=self._config.num_layers,
+        )
 
     def new_drafter(
         self,

@@ -6,6 +6,7 @@ Most are rows of their_settings.yaml. The functions here are those that its rows
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -109,6 +110,7 @@ _ONE: dict[str, Callable[[Any], Any]] = {
     "trackers": _trackers,
     "at_least_0": lambda value: max(0, int(value or 0)),
     "list": lambda value: value if isinstance(value, list) else [value],
+    "object": lambda value: json.loads(value) if isinstance(value, str) else value,
     "cap": lambda value: max(0, value),
     "loss": lambda name: "ppo" if name == "vanilla" else name,
     "module_function": lambda path: ":".join(path.rsplit(".", 1)),

@@ -29,11 +29,11 @@ import torch
 from tlt_megatron.cli import ROOT
 from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.hub import load_fetched_config
+from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import save_drafter
 from tlt_megatron.drafter.packing import DraftBatch, pack_sequences
-from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.types import DraftSequence, Prompt, SamplingParams
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings += [f"data.train={options.prompts}", "data.eval="] if options.prompts else []
     config, _ = load_fetched_config(options.config, [*settings, *options.settings])
     is_eagle3 = config.drafter.algorithm == "eagle3"
-    num_layers = load_model_config(config.model.path).num_layers
+    num_layers = check_model("model.path", config.model.path).num_layers
     aux_layer_ids = default_aux_layer_ids(num_layers) if is_eagle3 else ()
     rollout, seed = config.rollout, config.run.seed
     policy = LoadedPolicy(

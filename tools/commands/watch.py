@@ -14,7 +14,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,6 +28,18 @@ from tools.run_report.live import LiveComparison, LiveRun
 from tools.run_report.page import render_states
 
 _HOST = "127.0.0.1"
+_FRESH_S = 1.0  # age up to which a rendered page of the same files is sent again
+_IDLE_S = 30.0  # for a client to send its request or take the answer
+
+
+@dataclass(slots=True)
+class _Content:
+    """What was last sent for an address. Its lock lets one thread render for all."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    version: str = ""
+    made_s: float = -math.inf  # on the clock of time.monotonic
+    content: bytes = b""
 
 
 class WatchServer(ThreadingHTTPServer):
@@ -31,6 +47,8 @@ class WatchServer(ThreadingHTTPServer):
 
     The version of a page is at <address>version. Port 0: any free one.
     """
+
+    request_queue_size = 1024  # a connection beyond it waits for seconds
 
     def __init__(self, runs: Sequence[LiveRun], port: int) -> None:
         super().__init__((_HOST, port), _Handler)
@@ -40,21 +58,35 @@ class WatchServer(ThreadingHTTPServer):
         if len(runs) > 1:
             self.pages = {"/all/": LiveComparison(runs), **self.pages}
         self.port: int = self.socket.getsockname()[1]
+        words = ("", "version")
+        self._known = {page + word: _Content() for page in self.pages for word in words}
 
-    def answer(self, path: str) -> tuple[str, str] | None:
-        """Return content and its type; None for a path that does not exist."""
-        page = self.pages.get(path.removesuffix("version"))
-        if page is None:
+    def answer(self, path: str) -> tuple[bytes, str] | None:
+        """Return content and its type; None for a path that does not exist. Content of the same
+        files is rendered once a second, for any number of clients.
+        """
+        known = self._known.get(path)
+        if known is None:
             return None
+        page = self.pages[path.removesuffix("version")]
+        with known.lock:
+            version = page.version()  # before rendering: a later change makes it render again
+            if version != known.version or time.monotonic() - known.made_s > _FRESH_S:
+                known.content, known.version = self._render(path, page).encode(), version
+                known.made_s = time.monotonic()
+        return known.content, "application/json" if path.endswith("version") else "text/html"
+
+    def _render(self, path: str, page: LiveRun | LiveComparison) -> str:
         if path.endswith("version"):
             states = render_states(page.states())
-            return json.dumps({"version": page.version(), "states": states}), "application/json"
+            return json.dumps({"version": page.version(), "states": states})
         links = [(address, other.name) for address, other in self.pages.items()]
-        return page.page(links if len(links) > 1 else []), "text/html"
+        return page.page(links if len(links) > 1 else [])
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: WatchServer
+    timeout = _IDLE_S
 
     def do_GET(self) -> None:
         if self.headers.get("Host", "").partition(":")[0] not in (_HOST, "localhost"):
@@ -69,13 +101,13 @@ class _Handler(BaseHTTPRequestHandler):
         if answer is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        content = answer[0].encode()
+        content = answer[0]
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", f"{answer[1]}; charset=utf-8")
         self.send_header("Content-Length", f"{len(content)}")
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
-        with contextlib.suppress(ConnectionError):  # the browser has left the page
+        with contextlib.suppress(ConnectionError, TimeoutError):  # the browser has left the page
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:

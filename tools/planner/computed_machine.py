@@ -12,11 +12,13 @@ import numpy as np
 
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.data.prompts import load_prompts
+from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.sizes import ModelSizes
 from tools.gpu.shapes import QWEN_2_5_7B
 from tools.planner.roofline import ITEM_BYTES, Decoding, Gpu
-from tools.run_report.files import errors_named, read_lines
+from tools.run_report.files import errors_named, is_number, read_lines
 
 _CHECKED = (1, 8, 64)  # batches of the GPU check
 _CONTEXT_STEP = 256  # tokens to which contexts are rounded, so that passes are computed once
@@ -32,16 +34,29 @@ def read_slowness(path: Path, gpu: Gpu) -> dict[int, float]:
         for row in read_lines(path):
             if (row.get("stage"), row.get("item")) == ("2b", "plain_2048"):
                 figures = row.get("figures", {})
-    batches = [batch for batch in _CHECKED if "pass_ms" in figures.get(f"b{batch}", {})]
+    found = {batch: figures.get(f"b{batch}", {}).get("pass_ms") for batch in _CHECKED}
+    batches = [batch for batch, value in found.items() if is_number(value) and value > 0]
     if len(batches) < len(_CHECKED):
         raise ValueError(
             f"--gpu-check {path}: has no pass_ms of all batches of item 2b.plain_2048, which needs a GPU"
         )
-    found = {}
+    slowness = {}
     for batch in batches:
         decoding = Decoding(model=QWEN_2_5_7B, num_gpus=1, batch=batch, context=2048)
-        found[batch] = 1e-3 * figures[f"b{batch}"]["pass_ms"] / decoding.pass_s(gpu, 1)
-    return found
+        slowness[batch] = 1e-3 * found[batch] / decoding.pass_s(gpu, 1)
+    return slowness
+
+
+def mean_prompt_tokens(config: RunConfig) -> float | None:
+    """Return the mean tokens of the prompts of `data.train`. None if they or the tokenizer are not
+    on this machine.
+    """
+    if not (config.data.train and Path(config.data.train).is_file()):
+        return None
+    if not any(Path(config.model.path).glob("tokenizer*")):
+        return None
+    prompts = load_prompts(config.data.train, load_tokenizer(config.model.path), config.data)
+    return float(np.mean([len(prompt.token_ids) for prompt in prompts.rows]))
 
 
 class ComputedMachine:
@@ -57,9 +72,11 @@ class ComputedMachine:
         *,
         accept_rate: float,
         slowness: Mapping[int, float],
+        prompt_tokens: float | None = None,
     ) -> None:
         """`accept_rate` is the chance that a pass accepts a depth if it accepts the one above.
-        `slowness` is that of `read_slowness`; {}: as fast as the roofline.
+        `slowness` is that of `read_slowness`; {}: as fast as the roofline. `prompt_tokens` is the
+        mean length of prompts; None: of the prompts in `data.train`, or else the longest.
 
         ValueError for a mixture of experts or a critic, whose passes are not computed.
         """
@@ -67,7 +84,12 @@ class ComputedMachine:
         self.accept_rate = accept_rate
         self.slowness = dict(sorted(slowness.items())) or {1: 1.0}
         scaled = ", scaled to measured passes of a 7B" if slowness else ", not measured"
-        self.source = f"computed{scaled}"
+        self.prompt_tokens = mean_prompt_tokens(config) if prompt_tokens is None else prompt_tokens
+        assumed = ""
+        if self.prompt_tokens is None:
+            self.prompt_tokens = float(config.data.max_prompt_tokens)
+            assumed = f", all prompts of {config.data.max_prompt_tokens} tokens"
+        self.source = f"computed{scaled}{assumed}"
         self.model = load_model_config(config.model.path)
         if self.model.experts is not None or config.has_critic:
             raise ValueError("--machine: computes neither mixtures of experts nor a critic")
@@ -79,7 +101,7 @@ class ComputedMachine:
         return [self.accept_rate**depth for depth in range(1, strategy.depth + 1)]
 
     def pass_seconds(self, strategy: SpeculationStrategy, batch_size: int, cached: float) -> float:
-        steps = round((self.config.data.max_prompt_tokens + cached / batch_size) / _CONTEXT_STEP)
+        steps = round((self.prompt_tokens + cached / batch_size) / _CONTEXT_STEP)
         return self._pass_s(strategy, batch_size, steps * _CONTEXT_STEP)
 
     def _compute(self, strategy: SpeculationStrategy, batch_size: int, context: int) -> float:
@@ -100,7 +122,7 @@ class ComputedMachine:
         """
         rollout, algorithm = self.config.rollout, self.config.algorithm
         replicas = self.ranks // self.config.ranks_per_engine
-        prompts = rollout.num_prompts * self.config.data.max_prompt_tokens
+        prompts = rollout.num_prompts * self.prompt_tokens
         trained = tokens * replicas + prompts * rollout.num_samples
         params = ModelSizes(self.model).total
         token_s = 2 * params / (self.gpu.peak * self.ranks)  # of a forward pass

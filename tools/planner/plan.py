@@ -11,33 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tlt_megatron.config.load import load_config
+from tlt_megatron.config.model_shape import load_model_config
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.runtime.memory_claim import MemoryLedger
 from tools.bench.measure import print_table
+from tools.planner.fit import Candidate
 from tools.planner.plan_figure import draw
 from tools.planner.recorded_machine import RecordedMachine, Recording, read_recording
 from tools.planner.simulation import PHASES, Machine, Prediction, Variant, simulate
-from tools.planner.steps import Batch, lognormal, resampled, steps_of, whole
+from tools.planner.steps import Batch, limits_of, lognormal, resampled, steps_of, whole
+from tools.run_report.files import parse_object, read_text
 
 _OFTEN = 0.05  # of the passes that bring a strategy into the advice
 _ERROR = 0.1  # of a prediction; see docs/planner.md
 _PLAIN = Variant(name="plain")
+_CONFIG = "config.json"
 Bars = dict[str, dict[str, float]]  # seconds of a step by phase, by the name of a bar
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A configuration to predict."""
-
-    name: str
-    config: RunConfig
-    ranks: int
-    ledger: MemoryLedger
-
-    @property
-    def replicas(self) -> int:
-        return self.ranks // self.config.ranks_per_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +71,9 @@ def variants(config: RunConfig, machine: Machine) -> list[Variant]:
 def predict(candidate: Candidate, machine: Machine, batches: Sequence[Batch]) -> Plan:
     """Predict the steps in which a candidate generates these batches."""
     config = candidate.config
-    steps, max_batch = steps_of(config.rollout, batches), config.rollout.max_batch_size
+    steps, limits = steps_of(config.rollout, batches), limits_of(config.rollout)
     found = {
-        each.name: simulate(
-            machine, each, steps, num_replicas=candidate.replicas, max_batch=max_batch
-        )
+        each.name: simulate(machine, each, steps, num_replicas=candidate.replicas, limits=limits)
         for each in variants(config, machine)
     }
     fixed = sorted((n for n in found if n.startswith("always")), key=lambda n: found[n].step_s)
@@ -120,12 +106,16 @@ def print_plan(
     if computed:
         machines = list(map(computed, candidates))
     else:
-        _check_layouts(candidates, runs)
+        for run, recording in zip(runs, recordings, strict=True):
+            check_recording(candidates, run, recording.config)
         machines: list[Machine] = [RecordedMachine(recordings)] * len(candidates)
     plans = []
     for each, machine in zip(candidates, machines, strict=True):
         rollout = each.config.rollout
-        batches = lognormal(rollout, lengths) if lengths else resampled(rollout, recorded)
+        if lengths:
+            batches = lognormal(rollout, lengths, machine.prompt_tokens)
+        else:
+            batches = resampled(rollout, recorded)
         plans.append(predict(each, machine, batches))
     _print_phases(plans[0], machines[0].source)
     _print_strategies(*list(plans[0].found.items())[-1])
@@ -141,14 +131,45 @@ def print_plan(
         Path(figure).with_suffix(".json").write_text(json.dumps(bars, indent=1) + "\n", "utf-8")
 
 
-def _check_layouts(candidates: Sequence[Candidate], runs: Sequence[str]) -> None:
-    for run in runs:
-        layout = load_config(Path(run) / "config.yaml").parallel
-        for each in candidates:
-            if each.config.parallel != layout:
-                raise ValueError(
-                    f"--simulate {run}: has {layout}, unlike {each.name}; record a run of each layout"
-                )
+def check_recording(candidates: Sequence[Candidate], run: str, recorded: RunConfig) -> None:
+    """Raise ValueError if the run is of another model, device or layout than a candidate."""
+    folder, device = Path(run) / "hf", _device_of(Path(run), recorded)
+    if not (folder / _CONFIG).is_file():
+        folder = Path(recorded.model.path)
+    for each in candidates:
+        planned = each.config
+        unlike = ""
+        if planned.parallel != recorded.parallel:
+            unlike = f"has {recorded.parallel}"
+        elif "auto" not in (device, planned.run.device) and (
+            (device == "cpu") != (planned.run.device == "cpu")
+        ):
+            unlike = f"ran on {device}, the plan is for run.device={planned.run.device}"
+        elif planned.rollout.dtype != recorded.rollout.dtype:
+            unlike = f"has rollout.dtype={recorded.rollout.dtype}"
+        elif planned.ranks_per_engine != recorded.ranks_per_engine:
+            unlike = f"has engines of {recorded.ranks_per_engine} ranks"
+        elif not _is_same_model(folder, Path(planned.model.path)):
+            unlike = f"has another model, {recorded.model.path}"
+        if unlike:
+            raise ValueError(
+                f"--simulate {run}: {unlike}, unlike {each.name}; record a run of each"
+            )
+
+
+def _device_of(run: Path, recorded: RunConfig) -> str:
+    """Return the device that a run names in its status, or else in its settings."""
+    status = read_text(run / "status" / "rank_00000.json")
+    known = parse_object(run, status).get("device") if status else None
+    return str(known or recorded.run.device)
+
+
+def _is_same_model(one: Path, other: Path) -> bool:
+    """Return whether two folders have models of one shape; without files, whether they are one."""
+    if not (one / _CONFIG).is_file():
+        return one == other
+    shapes = [replace(load_model_config(each), max_position_embeddings=0) for each in (one, other)]
+    return shapes[0] == shapes[1]
 
 
 def _print_phases(plan: Plan, source: str) -> None:
@@ -178,7 +199,7 @@ def _print_choice(plans: Sequence[Plan], memory_bytes: float) -> None:
     """Print all candidates and which of them to take: of those that fit, the one with most
     responses per rank and second.
     """
-    problems = [_problem(plan.candidate, memory_bytes) for plan in plans]
+    problems = [plan.candidate.problem(memory_bytes) for plan in plans]
     rows = []
     for plan, problem in zip(plans, problems, strict=True):
         tlt_s = plan.found["TLT"].step_s if "TLT" in plan.found else None
@@ -208,18 +229,9 @@ def _print_choice(plans: Sequence[Plan], memory_bytes: float) -> None:
         print("Partial rollouts are not lossless: they train on tokens of older policies.")
 
 
-def _problem(candidate: Candidate, memory_bytes: float) -> str:
-    """Return why a candidate does not fit; empty if it does, or if the memory is not known."""
-    try:
-        candidate.ledger.check(int(memory_bytes or 2 * candidate.ledger.peak_bytes))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def _print_errors(run: str, finished: Recording, machine: Machine) -> Bars:
     """Print a prediction beside its measured seconds, and return the bars of both."""
-    config = load_config(Path(run) / "config.yaml")
+    config = finished.config
     variant = _PLAIN
     if config.speculation.enabled:
         known = {each.name: each for each in variants(config, machine)}
@@ -232,7 +244,7 @@ def _print_errors(run: str, finished: Recording, machine: Machine) -> Bars:
         variant,
         list(map(whole, finished.batches)),
         num_replicas=finished.num_replicas,
-        max_batch=config.rollout.max_batch_size,
+        limits=limits_of(config.rollout),
     )
     rows = []
     for phase in ("gen", *(p for p in PHASES if found.phases[p]), "step"):

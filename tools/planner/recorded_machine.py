@@ -4,6 +4,7 @@ of the other phases.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +14,21 @@ from pathlib import Path
 
 import numpy as np
 
+from tlt_megatron.config.load import load_config
+from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tools.commands.compare_runs import Response, StepRecord, read_run
 from tools.planner.simulation import PHASES
-from tools.planner.steps import Batch, Group, cached_by_batch, shares, tokens_of, whole
+from tools.planner.steps import (
+    Batch,
+    Group,
+    Limits,
+    cached_by_batch,
+    limits_of,
+    shares,
+    tokens_of,
+    whole,
+)
 from tools.run_report.files import errors_named, read_lines
 
 _MIN_REQUESTS = 300  # of which acceptance is the mean; more only if a row has more
@@ -36,6 +48,14 @@ class PassTotals:
     accepted_by_depth: Sequence[int]
     cached: float = 0.0  # mean response tokens of all running requests, from the lengths
 
+    def __post_init__(self) -> None:
+        """ValueError for numbers that no run writes."""
+        counts = self.batch_size, self.passes, 1 + min(self.accepted_by_depth, default=0)
+        if min(counts) < 1 or not 0.0 <= self.seconds < math.inf:
+            raise ValueError(
+                f"batch_size={self.batch_size}, passes={self.passes}, seconds={self.seconds}: must be at least 1, 1 and 0"
+            )
+
     @property
     def requests(self) -> int:
         """Return the requests of all passes: one counts once per pass."""
@@ -49,6 +69,7 @@ _COLUMNS = [name for name in PassTotals.__dataclass_fields__ if name != "cached"
 class Recording:
     """A run: of each RL step its metrics, responses and passes."""
 
+    config: RunConfig
     metrics: Sequence[Mapping[str, float]]
     batches: Sequence[Batch]
     passes: Sequence[Sequence[PassTotals]]
@@ -73,12 +94,13 @@ class Recording:
 
 def read_recording(path: Path) -> Recording:
     """Read a run folder. ValueError names what it lacks."""
-    for name in ("metrics.jsonl", "speculation", "rollouts"):
+    for name in ("config.yaml", "metrics.jsonl", "speculation", "rollouts"):
         if not (path / name).exists():
             raise ValueError(
                 f"{path}: has no {name}; a run with speculation.enabled=true and logging.rollouts=true is needed"
             )
     with errors_named(path):
+        config = load_config(path / "config.yaml")
         run = read_run(path)
         passes: dict[int, list[PassTotals]] = {step: [] for step in run}
         for file in sorted((path / "speculation").glob("rank_?????.jsonl")):
@@ -90,10 +112,18 @@ def read_recording(path: Path) -> Recording:
         batches = list(map(_batch_of, run.values()))
         metrics = [record.metrics for record in run.values()]
         new_updates = (row.get("spot/updates", 0.0) for row in metrics[:-1])
+        seconds = (row[name] for row in metrics for name in row if name.startswith("timing_s/"))
+        if not all(0.0 <= each < math.inf for each in seconds):
+            raise ValueError("a timing_s/ of metrics.jsonl is no number of seconds")
+        kv_tokens = limits_of(config.rollout).kv_tokens
         return Recording(
+            config=config,
             metrics=metrics,
             batches=batches,
-            passes=list(map(_with_cached, passes.values(), batches)),
+            passes=[
+                _with_cached(own, batch, kv_tokens)
+                for own, batch in zip(passes.values(), batches, strict=True)
+            ],
             phases=list(map(_phases, metrics, passes.values())),
             updates=list(accumulate(new_updates, initial=0.0)),
         )
@@ -126,20 +156,22 @@ def _batch_of(step: StepRecord) -> Batch:
     return [
         Group(
             [len(token_ids) for token_ids, _ in own],
+            prompt=step.metrics.get("prompt_length/mean", 0.0),
             is_trained=not skips or len({reward for _, reward in own}) > 1,
         )
         for _, own in sorted(groups.items())
     ]
 
 
-def _with_cached(passes: Sequence[PassTotals], batch: Batch) -> list[PassTotals]:
+def _with_cached(passes: Sequence[PassTotals], batch: Batch, kv_tokens: float) -> list[PassTotals]:
     """Return the passes of a step with the tokens that their requests had."""
     ranks = sorted({row.rank for row in passes})
     found = []
     (requests,) = whole(batch).rounds
     for rank, own_requests in zip(ranks, shares(requests, len(ranks)), strict=True):
         own = [row for row in passes if row.rank == rank]
-        cached_B = cached_by_batch(own_requests, max(row.batch_size for row in own))
+        limits = Limits(max(row.batch_size for row in own), kv_tokens)
+        cached_B = cached_by_batch(own_requests, limits)
         found += [replace(row, cached=float(cached_B[row.batch_size])) for row in own]
     return found
 
@@ -166,6 +198,8 @@ class RecordedMachine:
         totals = ("bubble/used_s", "bubble/idle_s", "spot/updates")
         used_s, idle_s, updates = (sum(r.total(name) for r in recordings) for name in totals)
         self.updates_per_idle_s = updates / idle_s if used_s else 0.0
+        prompts = [group.prompt for r in recordings for batch in r.batches for group in batch]
+        self.prompt_tokens = sum(prompts) / len(prompts)
         self.max_updates = max(r.updates[-1] for r in recordings)
 
     def pass_seconds(self, strategy: SpeculationStrategy, batch_size: int, cached: float) -> float:
@@ -233,9 +267,10 @@ def _fit(
 
 
 def _fit_seconds(rows: Sequence[PassTotals]) -> list[float]:
-    """Return the plane with the least relative errors: short passes count as much as long ones."""
-    pass_s = [row.seconds / row.passes for row in rows]
-    weights = [row.passes / each**2 for row, each in zip(rows, pass_s, strict=True)]
+    """Return the plane with the least squared errors of the passes, so that it has the seconds of
+    all passes together.
+    """
+    pass_s, weights = [row.seconds / row.passes for row in rows], [row.passes for row in rows]
     return _fit([[row.batch_size for row in rows], [row.cached for row in rows]], pass_s, weights)
 
 

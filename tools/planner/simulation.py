@@ -13,7 +13,7 @@ import numpy as np
 
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.selector import StrategySelector, make_selector
-from tools.planner.steps import Request, Step, quotients, shares, stages, tokens_of
+from tools.planner.steps import Limits, Request, Step, quotients, shares, stages, tokens_of
 
 # The phases of a step after its rollouts, and "rest", which is what no phase names.
 PHASES = (
@@ -30,6 +30,7 @@ class Machine(Protocol):
 
     source: str  # where its numbers are from
     max_updates: float  # optimizer steps of the drafter at the end of the recordings
+    prompt_tokens: float  # mean length of a prompt
     updates_per_idle_s: float  # optimizer steps that an idle rank-second brings; 0.0: no training
 
     def pass_seconds(self, strategy: SpeculationStrategy, batch_size: int, cached: float) -> float:
@@ -93,20 +94,20 @@ class Prediction:
 
 
 def simulate(
-    machine: Machine, variant: Variant, steps: Sequence[Step], *, num_replicas: int, max_batch: int
+    machine: Machine, variant: Variant, steps: Sequence[Step], *, num_replicas: int, limits: Limits
 ) -> Prediction:
     """Predict these steps, whose responses have known lengths."""
     found = Prediction(num_steps=len(steps), trains_drafter=variant.trains_drafter)
     updates = variant.updates
     selectors = [
-        make_selector(variant.selector, variant.strategies, max_batch_size=max_batch)
+        make_selector(variant.selector, variant.strategies, max_batch_size=limits.max_batch)
         for _ in range(min(num_replicas, _NUM_CHOOSING))
     ]
     for step in steps:
         phases: defaultdict[str, float] = defaultdict(float)
         found.last_rounds = []
         for requests in step.rounds:
-            decode = _Decode(machine, updates, max_batch)
+            decode = _Decode(machine, updates, limits)
             own = shares(requests, num_replicas)
             lanes = [list(decode.run(*each)) for each in zip(own, selectors, strict=False)]
             seconds = [sum(each.seconds for each in lane) for lane in lanes]
@@ -136,14 +137,14 @@ def simulate(
 class _Decode:
     """The decode passes of a generation round."""
 
-    def __init__(self, machine: Machine, updates: float, max_batch: int) -> None:
-        self.machine, self.updates, self.max_batch = machine, updates, max_batch
-        self._seconds_B, self._tokens_B = np.zeros(max_batch + 1), np.zeros(max_batch + 1)
+    def __init__(self, machine: Machine, updates: float, limits: Limits) -> None:
+        self.machine, self.updates, self.limits = machine, updates, limits
+        self._seconds_B, self._tokens_B = np.zeros((2, limits.max_batch + 1))
 
     def run(self, requests: Sequence[Request], selector: StrategySelector) -> Iterator[Passes]:
         """Yield the passes of a replica. All its requests advance by the mean gain of a pass."""
         at = end = 0.0  # tokens of a request that runs from the start
-        for stage in stages(requests, self.max_batch):
+        for stage in stages(requests, self.limits):
             size, middle = stage.batch_size, end + stage.tokens / 2
             end += stage.tokens
             chosen: Counter[SpeculationStrategy] = Counter()
@@ -173,6 +174,6 @@ class _Decode:
         """
         token_s_B = quotients(self._seconds_B, self._tokens_B)
         return [
-            sum(stage.tokens * token_s_B[stage.batch_size] for stage in stages(own, self.max_batch))
+            sum(stage.tokens * token_s_B[stage.batch_size] for stage in stages(own, self.limits))
             for own in replicas
         ]

@@ -21,10 +21,23 @@ _P99 = 2.326  # standard deviations
 _T = TypeVar("_T")
 
 
+class Limits(NamedTuple):
+    """What an engine runs at once."""
+
+    max_batch: int
+    kv_tokens: float = math.inf  # of prompts and responses together
+
+
+def limits_of(rollout: RolloutSection) -> Limits:
+    """Return the limits of a replica. By default its KV has room for a full batch."""
+    return Limits(rollout.max_batch_size, rollout.kv_cache_tokens or math.inf)
+
+
 class Group(NamedTuple):
     """The responses to one prompt."""
 
     lengths: list[int]  # in tokens
+    prompt: float = 0.0  # tokens
     is_trained: bool = True  # False: all rewards are equal, so the update skips them
 
 
@@ -34,8 +47,9 @@ Batch = list[Group]  # of an RL step
 class Request(NamedTuple):
     """What a generation round does for one response, in tokens."""
 
-    cached: int  # that the response has before
-    new: int
+    cached: float  # that the response has before
+    new: float
+    prompt: float = 0.0  # its share of the prompt that its siblings read, too
 
 
 Round = list[list[Request]]  # of a generation round: the requests that one replica gets together
@@ -64,7 +78,11 @@ def tokens_of(phase: str, batch: Batch) -> int:
 
 def whole(batch: Batch) -> Step:
     """Return the step that generates its batch in one round."""
-    return Step([[[Request(0, length) for length in group.lengths] for group in batch]], batch)
+    rounds = [
+        [Request(0, length, group.prompt / len(group.lengths)) for length in group.lengths]
+        for group in batch
+    ]
+    return Step([rounds], batch)
 
 
 class _Open(NamedTuple):
@@ -80,7 +98,10 @@ class _Open(NamedTuple):
     def go_on(self, most: int) -> list[Request]:
         """Return the requests of a round, and count their tokens as done."""
         rest = [length - done for length, done in zip(self.group.lengths, self.done, strict=True)]
-        found = [Request(d, min(r, most)) for d, r in zip(self.done, rest, strict=True) if r]
+        prompt = self.group.prompt / len(rest)
+        found = [
+            Request(d, min(r, most), prompt) for d, r in zip(self.done, rest, strict=True) if r
+        ]
         self.done[:] = [done + min(left, most) for done, left in zip(self.done, rest, strict=True)]
         return found
 
@@ -131,13 +152,16 @@ def resampled(rollout: RolloutSection, batches: Sequence[Batch]) -> list[Batch]:
     return [list(map(resized, sized(batch, rollout.num_prompts))) for batch in batches]
 
 
-def lognormal(rollout: RolloutSection, text: str) -> list[Batch]:
-    """Return batches of lognormal lengths. `text` is "median,p99"; ValueError if it is not."""
+def lognormal(rollout: RolloutSection, text: str, prompt: float) -> list[Batch]:
+    """Return batches of lognormal lengths. `text` is "median,p99"; ValueError if it is not.
+
+    `prompt` is the mean length of prompts.
+    """
     try:
         median, p99 = (float(word) for word in text.split(","))
     except ValueError:
         median = p99 = 0.0
-    if not 1.0 <= median < p99:
+    if not 1.0 <= median < p99 < math.inf:
         raise ValueError(f"--lengths {text}: must be MEDIAN,P99 in tokens, as in 1200,18000")
     draw, sigma = random.Random(0), math.log(p99 / median) / _P99
 
@@ -145,10 +169,10 @@ def lognormal(rollout: RolloutSection, text: str) -> list[Batch]:
         tokens = round(draw.lognormvariate(math.log(median), sigma))
         return min(max(tokens, 1), rollout.max_new_tokens)
 
-    return [
-        [Group([length() for _ in range(rollout.num_samples)]) for _ in range(rollout.num_prompts)]
-        for _ in range(_NUM_STEPS)
-    ]
+    def group() -> Group:
+        return Group([length() for _ in range(rollout.num_samples)], prompt)
+
+    return [[group() for _ in range(rollout.num_prompts)] for _ in range(_NUM_STEPS)]
 
 
 def shares(requests: Round, num_replicas: int) -> list[list[Request]]:
@@ -159,33 +183,64 @@ def shares(requests: Round, num_replicas: int) -> list[list[Request]]:
     ]
 
 
-def stages(requests: Sequence[Request], max_batch: int) -> Iterator[Stage]:
+def stages(requests: Sequence[Request], limits: Limits) -> Iterator[Stage]:
     """Yield the stages of a replica whose requests all advance at the same speed.
 
-    Requests wait while `max_batch` run. The first token comes from the prefill.
+    Requests wait while `max_batch` run or the KV is full. A request takes KV as it grows. When the
+    KV is full, the newest one leaves and waits as the next, as in the engine's scheduler. It keeps
+    its tokens. The first token comes from the prefill.
     """
     waiting = deque(request for request in requests if request.new > 1)
-    running: list[tuple[float, float]] = []  # heap: where requests end and began, in tokens
-    at = began = 0.0
+    # Running requests by number, the newest last: with their end, in tokens of a request that runs
+    # from the start of the replica. Ended and interrupted ones stay in the heap.
+    running: dict[int, tuple[float, Request]] = {}
+    ends: list[tuple[float, int]] = []
+    at = began = prompts = 0.0
+    count = 0
+
+    def leave(number: int) -> tuple[float, Request]:
+        nonlocal began, prompts
+        end, request = running.pop(number)
+        began -= end + 1.0 - request.new - request.cached
+        prompts -= request.prompt
+        return end, request
+
     while running or waiting:
-        while waiting and len(running) < max_batch:
-            cached, new = waiting.popleft()
-            heapq.heappush(running, (at + new - 1.0, at - cached))
-            began += at - cached
-        end, start = running[0]
-        size = len(running)
-        if end > at:
-            yield Stage(size, end - at, size * (at + end) / 2 - began)
-        heapq.heappop(running)
-        at, began = end, began - start
+        while waiting and len(running) < limits.max_batch:
+            size, request = len(running), waiting[0]
+            held = size * at - began + prompts + request.prompt + request.cached
+            if running and held + size + 1 > limits.kv_tokens:
+                break
+            waiting.popleft()
+            end = at + request.new - 1.0
+            running[count] = end, request
+            heapq.heappush(ends, (end, count))
+            began, prompts, count = began + at - request.cached, prompts + request.prompt, count + 1
+        while ends[0][1] not in running:
+            heapq.heappop(ends)
+        (end, first), size = ends[0], len(running)
+        full = (limits.kv_tokens + began - prompts) / size
+        is_full = size > 1 and full < end
+        until = max(full, at) if is_full else end
+        if until > at:
+            yield Stage(size, until - at, size * (at + until) / 2 - began)
+        at = until
+        if is_full:
+            newest = next(reversed(running))
+            end, request = leave(newest)
+            gained = at - (end + 1.0 - request.new)
+            left = request.new - gained
+            waiting.appendleft(request._replace(cached=request.cached + gained, new=left))
+        else:
+            leave(first)
 
 
-def cached_by_batch(requests: Sequence[Request], max_batch: int) -> np.ndarray:
+def cached_by_batch(requests: Sequence[Request], limits: Limits) -> np.ndarray:
     """Return the mean cached response tokens of all running requests, by batch size; batch sizes
     that never run are interpolated.
     """
-    cached_B, tokens_B = np.zeros(max_batch + 1), np.zeros(max_batch + 1)
-    for stage in stages(requests, max_batch):
+    cached_B, tokens_B = np.zeros((2, limits.max_batch + 1))
+    for stage in stages(requests, limits):
         cached_B[stage.batch_size] += stage.tokens * stage.cached
         tokens_B[stage.batch_size] += stage.tokens
     return quotients(cached_B, tokens_B)

@@ -92,3 +92,21 @@ def test_a_file_is_one_module_whatever_settings_name_it_and_its_path(tmp_path: P
 def test_every_registered_name_exists(setting: str) -> None:
     for name in REGISTRY[setting].built_in:
         assert callable(load_extension(setting, name))
+
+
+def test_a_users_file_may_start_processes_that_import_it(tmp_path: Path) -> None:
+    """By spawn, a process imports the module of a function by its name."""
+    (tmp_path / "my.reward-1.py").write_text(
+        "import multiprocessing\nfrom concurrent.futures import ProcessPoolExecutor\n\n\n"
+        "def part(x):\n    return x + 1\n\n\n"
+        "def f(**_):\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    with ProcessPoolExecutor(1, mp_context=context) as pool:\n"
+        "        return pool.submit(part, 1).result()\n"
+    )
+    name = f"{tmp_path}/my.reward-1.py:f"
+    with RewardPool(name, num_workers=1, timeout_s=60.0, on_error="raise") as pool:
+        pool.submit("it", Prompt(prompt_id="1", draw_index=0, token_ids=(1,)), "text")
+        found = pool.collect()
+    assert found is not None
+    assert found["it"].score == 2.0

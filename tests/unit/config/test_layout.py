@@ -100,6 +100,7 @@ def test_layouts_that_fit_are_allowed(
         ("parallel.tensor=2", 2, MIXTURE, "parallel.expert=1 with parallel.tensor=2: must be > 1"),
         ("", 1, MIXTURE | {"num_experts_per_tok": 9}, "num_experts_per_tok=9: must be <= num_exp"),
         ("", 1, MIXTURE | {"num_experts_per_tok": 1, "norm_topk_prob": True}, "norm_topk_prob=True: must be false where num_experts_per_tok=1"),
+        ("", 1, GLM | {"num_experts_per_tok": 1}, "num_experts_per_tok=1: must be > 1 with norm_topk_prob=true"),
         ("", 1, GLM | {"n_group": 2}, "n_group=2 is not supported; only 1"),
         ("", 1, GLM | {"norm_topk_prob": False}, "norm_topk_prob=False is not supported; only True"),
         ("", 1, GLM | {"first_k_dense_replace": 4}, r"first_k_dense_replace=4: must be in 0\.\.3"),

@@ -61,6 +61,14 @@ def model(**config: object) -> Callable[[Path], object]:
     return lambda folder: write_model(folder / "model", **config)
 
 
+def nulled(key: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        file = folder / "model" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: None}))
+
+    return change
+
+
 def weights(file: str = "model.safetensors", drop: str = "", **extra) -> Callable[[Path], object]:
     """Write the model's weights without `drop` and with `extra`, a shape or a tensor by name (__
     for a dot).
@@ -112,11 +120,17 @@ CASES = [
     Case("no model folder", r"model\.path='': must be a folder with config\.json", overrides=("model.path=",)),
     Case("absent model folder", r"model\.path='/absent': must be a folder", overrides=("model.path=/absent",)),
     Case("config is not JSON", r"config\.json: cannot be read as JSON", text("model/config.json", "{")),
-    Case("config is nested too deeply", r"model/config\.json: cannot be read as JSON: .*recursion", text("model/config.json", "[" * 200_000)),
+    Case("config is nested too deeply", MODEL + r"config\.json: cannot be read as JSON: .*recursion", text("model/config.json", "[" * 200_000)),
     Case("config is a list", r"config\.json: must hold a JSON object, not a list", text("model/config.json", "[]")),
     Case("GGUF file", r"model\.path='[^']*/q4\.gguf': must be a folder with config\.json and safetensors \(GGUF cannot be trained", overrides=("model.path={0}/q4.gguf",)),
     Case("model type", MODEL + r"config\.json model_type='mixtral': must be one of llama, mistral, qwen2, qwen3", model(model_type="mixtral")),
     Case("sizes", MODEL + r"config\.json lacks vocab_size" , text("model/config.json", '{"model_type": "llama", "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}')),
+    Case("model type of another type", MODEL + r"config\.json model_type=\['llama'\]: must be one of", model(model_type=["llama"])),
+    Case("a flag as text", MODEL + r"config\.json tie_word_embeddings='false': must be true or false", model(tie_word_embeddings="false")),
+    *(
+        Case(f"{key} is null", MODEL + rf"config\.json (lacks )?{key}", nulled(key))
+        for key in ("vocab_size", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "model_type")
+    ),
     Case("size of another type", r"hidden_size='16': must be an integer >= 1", model(hidden_size="16")),
     Case("heads", r"num_attention_heads=4: must be a multiple of num_key_value_heads=3", model(num_key_value_heads=3)),
     Case("activation", r"hidden_act='gelu': must be 'silu'", model(hidden_act="gelu")),
@@ -127,7 +141,7 @@ CASES = [
     Case("layer_types of another type", r"layer_types='full_attention': must be a list", model(layer_types="full_attention")),
     Case("yarn without factor, as transformers 4 wrote it", r"rope_type='yarn' lacks factor", model(rope_parameters=None, rope_scaling={"type": "yarn"})),
     Case("yarn with an odd number", r"beta_fast=-1: must be a number > 0", model(rope_parameters={"rope_type": "yarn", "factor": 4.0, "beta_fast": -1})),
-    Case("Mistral's sliding window", r"sliding_window=4096: must be None", model(model_type="mistral", sliding_window=4096)),
+    Case("Mistral's sliding window", r"sliding_window=32: must be null \(max_position_embeddings=64\)", model(model_type="mistral", sliding_window=32)),
     Case("dynamic rope", r"rope_type='dynamic': must be one of default, linear, llama3, yarn", model(rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
     Case("linear rope without factor", r"rope_type='linear' lacks factor", model(rope_parameters={"rope_type": "linear"})),
     Case("partial rotation", r"partial_rotary_factor=0\.5: must be 1\.0", model(partial_rotary_factor=0.5)),
@@ -154,9 +168,9 @@ CASES = [
     Case("no tokenizer", MODEL + r"must hold a tokenizer, one of tokenizer\.json", remove("model/tokenizer.json")),
     # drafter
     Case("absent drafter", r"speculation\.drafter='[^']*/absent': must be a folder with config\.json", overrides=(*DRAFTS, "speculation.drafter={0}/absent")),
-    Case("drafter of another kind", r"drafter/config\.json: architectures='LlamaForCausalLM': must be one of", drafter(architectures=["LlamaForCausalLM"]), DRAFTS),
-    Case("drafter without a size", r"drafter/config\.json: lacks intermediate_size", drafter(intermediate_size=None), DRAFTS),
-    Case("drafter's rope", r"drafter/config\.json: rope_type='dynamic': must be one of default", drafter(rope_parameters={"rope_type": "dynamic"}), DRAFTS),
+    Case("drafter of another kind", r"drafter': config\.json: architectures='LlamaForCausalLM': must be one of", drafter(architectures=["LlamaForCausalLM"]), DRAFTS),
+    Case("drafter without a size", r"drafter': config\.json: lacks intermediate_size", drafter(intermediate_size=None), DRAFTS),
+    Case("drafter's rope", r"drafter': config\.json: rope_type='dynamic': must be one of default", drafter(rope_parameters={"rope_type": "dynamic"}), DRAFTS),
     Case("drafter of another policy", r"speculation\.drafter='[^']*/drafter': hidden_size=24 must be the policy's, 16", drafter(hidden_size=24), DRAFTS),
     Case("drafter without weights", r"speculation\.drafter=.*must hold \.safetensors files", remove("drafter/model.safetensors"), DRAFTS),
     Case("drafter by its old key", r"drafter\.path='x': unknown key; drafter\.path: here speculation\.drafter$", overrides=("drafter.path=x",)),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -60,3 +61,19 @@ def test_state_of_another_data_set_is_refused_naming_both() -> None:
     state = PromptSampler(make_set(name="old"), shuffle=True, seed=1).state_dict()
     with pytest.raises(ValueError, match=r"old\.jsonl.*of-old.*new\.jsonl.*of-new"):
         PromptSampler(make_set(name="new"), shuffle=True, seed=1).load_state_dict(state)
+
+
+def test_a_refused_state_names_the_part_that_differs() -> None:
+    before, now = make_set(name="old"), make_set(name="new")
+    parts = {"the rows": "a", "the chat template": "b", "data.template_date": "'2026-11-27'"}
+    before = dataclasses.replace(before, parts=parts)
+    now = dataclasses.replace(now, parts={**parts, "data.template_date": "'2026-11-28'"})
+    state = json.loads(json.dumps(PromptSampler(before, shuffle=True, seed=1).state_dict()))
+    message = r"\): data\.template_date \('2026-11-27' -> '2026-11-28'\) must be the same$"
+    with pytest.raises(ValueError, match=message):
+        PromptSampler(now, shuffle=True, seed=1).load_state_dict(state)
+    del state["parts"]  # of an older version
+    with pytest.raises(
+        ValueError, match=r"the rows, the chat template, data\.template_date must be"
+    ):
+        PromptSampler(now, shuffle=True, seed=1).load_state_dict(state)

@@ -14,9 +14,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.unit.data.conftest import write_rows, write_tokenizer
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.prompts import PromptSet, load_prompts
-from tlt_megatron.data.tokenizer import Tokenizer
+from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 
 Load = Callable[..., PromptSet]
 
@@ -59,7 +60,7 @@ def test_labels_become_text_and_numbers_their_plain_form(
     load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
     labels = ["x", 7, 0, True, "42.0", 42.0, 0.5, -3.0, 1e-7, 1e22]
-    expected = ["x", "7", "0", "True", "42.0", "42", "0.5", "-3", "0.0000001", "1" + 22 * "0"]
+    expected = ["x", "7", "0", "true", "42.0", "42", "0.5", "-3", "0.0000001", "1" + 22 * "0"]
     assert [
         row.ground_truth for row in load([{**ROW, "label": n} for n in labels]).rows
     ] == expected
@@ -136,6 +137,20 @@ def test_blank_lines_are_passed_over_and_counted(load: Load) -> None:
         ({"prompt": TURNS}, "prompt ends with a turn of the assistant"),
         ({"prompt": "\ud83d"}, "prompt .* surrogates not allowed"),
         ({"images": ["a.png"]}, "images is not empty"),
+        *[({key: [{"path": "a"}]}, f"{key} is not empty") for key in ("image", "video", "audio", "multi_modal_data")],
+        ({"tools": [{"name": "f"}]}, "tools is not empty, and prompt is a string"),
+        ({"system": "be brief"}, "system is not empty, and prompt is a string"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs is not empty, and prompt is a string"),
+        ({"prompt": USER, "system": 3}, "system=3 must be a string"),
+        ({"prompt": [{"role": "system", "content": "a"}, *USER], "system": "b"}, "system is not empty, and the messages have"),
+        ({"prompt": USER, "tools": "no json"}, "tools='no json' must be JSON"),
+        ({"prompt": USER, "tools": {"name": "f"}}, "tools=.* must be a list of objects"),
+        ({"prompt": USER, "chat_template_kwargs": [1]}, "chat_template_kwargs=.* must be an object"),
+        ({"prompt": USER, "tools": [{"name": "f"}]}, "prompt cannot be encoded: .* has no argument 'tools'"),
+        ({"prompt": USER, "chat_template_kwargs": {"tokenize": 1}}, "prompt cannot be encoded: .*tokenize: is set by the trainer"),
+        ({"id": "\ud83d"}, "id='.*' holds half of a surrogate"),
+        ({"data_source": "\udc00"}, "data_source='.*' holds half of a surrogate"),
+        ({"label": "\udc00"}, "label='.*' holds half of a surrogate"),
         ({"metadata": "m"}, "metadata='m' must be an object"),
         ({"extra_info": 3}, "extra_info=3 must be an object"),
         ({"data_source": 3}, "data_source=3 must be a string"),
@@ -218,3 +233,50 @@ def test_doubtful_rows_are_named_and_kept(load: Load, caplog: pytest.LogCaptureF
     assert "label is the text nan, as tables write a missing value, in 1 rows: 1" in caplog.text
     assert "metadata.x replaces another value of extra_info.x, in 1 rows: 2" in caplog.text
     assert caplog.text.count("extra_info") == 1
+
+
+TEMPLATE = (
+    "{% if tools %}[{% for t in tools %}{{ t.name }}{{ t.arguments | tojson }}{% endfor %}]{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eot>{% endfor %}<|assistant|>"
+    "{% if enable_thinking is defined and enable_thinking is false %}-{% else %}+{% endif %}{{ effort }}"
+)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_what_changes_a_prompt_is_rendered(suffix: str, tmp_path: Path) -> None:
+    """Tools as objects and as JSON text, template arguments of the row over those of the run."""
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "model", chat_template=TEMPLATE))
+    tools = [{"name": "f", "arguments": {"city": "text"}}], [{"name": "g", "arguments": {"n": 1}}]
+    empty = {"tools": None, "system": None, "chat_template_kwargs": None}
+    rows = [
+        {**ROW, **empty, "prompt": USER, "tools": tools[0], "system": "be brief"},
+        {**ROW, **empty, "prompt": USER, "tools": tools[1]},
+        {**ROW, **empty, "prompt": USER, "chat_template_kwargs": {"enable_thinking": True}},
+        {**ROW, **empty, "prompt": USER, "tools": []},
+    ]
+    path = write_rows(tmp_path / f"t{suffix}", rows)
+    section = DataSection(chat_template_kwargs={"enable_thinking": False, "effort": "low"})
+    found = load_prompts(path, tokenizer, section).rows
+    texts = [tokenizer.decode(row.token_ids, skip_special_tokens=False) for row in found]
+    user = "<|user|>1+1?<eot><|assistant|>"
+    assert texts == [
+        '[f{"city": "text"}]<|system|>be brief<eot>' + user + "-low",
+        '[g{"n": 1}]' + user + "-low",
+        user + "+low",
+        user + "-low",
+    ]
+    assert found[0].messages[0] == {"role": "system", "content": "be brief"}
+    as_text = [{**row, "tools": json.dumps(row["tools"] or [])} for row in rows]
+    again = load_prompts(write_rows(tmp_path / "u.jsonl", as_text), tokenizer, section).rows
+    assert [row.token_ids for row in again] == [row.token_ids for row in found]
+    for key in ("enable_thinkin", "tools2"):
+        section = DataSection(chat_template_kwargs={key: 1})
+        with pytest.raises(ValueError, match=f"row 1: prompt cannot .* no argument '{key}'"):
+            load_prompts(path, tokenizer, section)
+
+
+def test_template_arguments_of_the_run_warn_about_strings(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    load([ROW], chat_template_kwargs={"enable_thinking": False})
+    assert "prompt is a string, on which data.chat_template_kwargs has no effect" in caplog.text

@@ -9,6 +9,9 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.unit.data.conftest import write_rows
+from tlt_megatron.config.schema import DataSection
+from tlt_megatron.data.prompts import load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -192,3 +195,178 @@ def test_a_template_whose_text_after_a_turn_depends_on_earlier_ones_is_refused(
         ValueError, match="leaves out a turn, or what it writes after a turn depends"
     ):
         load_tokenizer(folder).check_turns()
+
+
+@pytest.mark.parametrize("kind", ["a BOS", "a BOS and an EOS", "nothing"])
+def test_a_string_begins_with_the_tokens_that_the_tokenizer_puts_before_a_text(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
+    """As in transformers, vLLM and SGLang, but once, and nothing behind it. Templates write
+    their own."""
+    fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if kind != "nothing":
+        ending = " <eos>" if "EOS" in kind else ""
+        fast.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"<pad> $A{ending}", special_tokens=[("<pad>", 0), ("<eos>", 1)]
+        )
+    fast.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    plain = tuple(tokenizer.encode_texts(["a b"])[0])
+    first = () if kind == "nothing" else (0,)
+    assert tokenizer.encode("a b") == (*first, *plain)
+    assert tokenizer.encode("<pad>a b") == (0, *plain)
+    text = "<|system|>be brief<eot><|user|>1+1?<eot><|assistant|>"
+    assert tokenizer.encode(MESSAGES) == tuple(tokenizer.encode_texts([text])[0])
+    path = write_rows(tmp_path / "t.jsonl", [{"prompt": "a b", "label": 1}])
+    (row,) = load_prompts(path, tokenizer, DataSection()).rows
+    assert row.token_ids == (*first, *plain)
+    notes = tokenizer.notes(has_strings=True)
+    assert [note.partition(",")[0] for note in notes] == (
+        [] if kind == "nothing" else ["string prompts begin with <pad>"]
+    )
+    assert tokenizer.notes(has_strings=False) == []
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_rewards_see_the_special_tokens_of_a_response_but_not_its_end(
+    is_special: bool, folder: Path
+) -> None:
+    """A stop token ends the text whether or not the tokenizer marks it as special."""
+    fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names = ["<think>", "</think>", "<|im_end|>"]
+    fast.add_tokens([tokenizers.AddedToken(name, special=is_special) for name in names])
+    fast.save(str(folder / "tokenizer.json"))
+    end = fast.token_to_id("<|im_end|>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, 2]}))
+    tokenizer = load_tokenizer(folder)
+    for text in ("<think>1</think>#### 42", "<|im_end|>7"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode_turn([*ids, end]) == text
+        assert tokenizer.decode_turn(ids) == text
+    assert tokenizer.decode_turn([end]) == ""
+    notes = tokenizer.notes(has_strings=True)
+    assert len(notes) == is_special
+    assert all("marks <think>, </think> as special" in note for note in notes)
+
+
+def test_a_template_that_writes_the_date_writes_the_given_one(folder: Path) -> None:
+    """Llama 3.2 and Mistral Small do so."""
+    (folder / "chat_template.jinja").write_text(
+        "\n{%- if strftime_now is defined %}{% set date = strftime_now('%d %b %Y, %H:%M') %}{% endif %}"
+        "{% for m in messages %}{{ strftime_now('%Y-%m-%d') }} {% endfor %}{{ date }}!"
+    )
+    text = load_tokenizer(folder, "2024-07-26").render(MESSAGES)
+    assert text == "2024-07-26 2024-07-26 26 Jul 2024, 00:00!"
+    assert load_tokenizer(folder).render(MESSAGES) != text
+
+
+def write_own(folder: Path, kind: str, tokenizer_class: str, **config: object) -> None:
+    """Write a BPE tokenizer of bytes, or one as SentencePiece's, under the name of a class."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    if kind == "ByteLevel":
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = tokenizers.decoders.ByteLevel()
+    else:
+        first = "first" if kind == "Metaspace" else "never"
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=first, split=False)
+        bpe.decoder = tokenizers.decoders.Sequence(
+            [
+                tokenizers.decoders.Replace("▁", " "),
+                tokenizers.decoders.ByteFallback(),
+                tokenizers.decoders.Fuse(),
+                *([tokenizers.decoders.Strip(" ", 1, 0)] if first == "first" else []),
+            ]
+        )
+        letters = [f"<0x{byte:02X}>" for byte in range(256)]
+    named = ["<unk>", "<s>", "</s>"]
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=[*named, *letters], vocab_size=400)
+    bpe.train_from_iterator(["What is 12 + 7? It is  19.\n"] * 9, trainer)
+    state = json.loads(bpe.to_str())
+    state["added_tokens"] = state["added_tokens"][:3]  # the letters and bytes are no special tokens
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    about = {"tokenizer_class": tokenizer_class, "bos_token": "<s>", "eos_token": "</s>"} | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokenizer_class"),
+    [
+        ("ByteLevel", "LlamaTokenizerFast"),  # DeepSeek-R1-Distill-Llama
+        ("ByteLevel", "Qwen2Tokenizer"),
+        ("ByteLevel", "PreTrainedTokenizerFast"),
+        ("Metaspace", "LlamaTokenizer"),
+        ("Metaspace", "Qwen2Tokenizer"),
+        ("Metaspace", "GPT2Tokenizer"),
+        ("Metaspace, none first", "LlamaTokenizerFast"),
+    ],
+)
+def test_texts_are_split_as_tokenizer_json_says_whatever_class_is_named(
+    kind: str, tokenizer_class: str, tmp_path: Path
+) -> None:
+    write_own(tmp_path, kind, tokenizer_class)
+    truth = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    for text in ("What is 12 + 7?", "  a\n b  é", "It is  19."):
+        ids = truth.encode(text, add_special_tokens=False).ids
+        assert loaded.encode_texts([text]) == [ids]
+        assert loaded.decode(ids) == truth.decode(ids)
+        assert loaded.decode(ids).lstrip() == text.lstrip()
+    assert loaded.stop_token_ids == (2,)
+
+
+def test_a_null_in_config_json_is_not_the_tokenizers_fault(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "mistral", "use_cache": null}')
+    with pytest.raises(ValueError, match=r"config\.json cannot be loaded: .*'use_cache'"):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_of_special_tokens_alone_is_refused(folder: Path) -> None:
+    state = json.loads((folder / "tokenizer.json").read_text())
+    state["model"]["vocab"] = {token["content"]: token["id"] for token in state["added_tokens"]}
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="no token but the special ones"):
+        load_tokenizer(folder)
+
+
+ZEPHYR = (
+    LOOP + "<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n" + PROMPT + "<|assistant|>\n{% endif %}"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["Metaspace", "Metaspace, none first", "ByteLevel"])
+def test_an_observation_gets_no_space_that_the_conversation_has_not(
+    kind: str, tmp_path: Path
+) -> None:
+    """SentencePiece puts a space before a text alone: "12+7=" and "19" was "12+7= 19"."""
+    write_own(tmp_path, kind, "LlamaTokenizer", legacy=False)
+    (tmp_path / "chat_template.jinja").write_text(ZEPHYR)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.check_turns()
+    asked = tokenizer.encode("12+7=")
+    for text in ("19", " 19", "\n\n19 is it."):
+        added = tokenizer.encode_observation([{"content": text}], asked[-1], is_chat=False)
+        assert tokenizer.decode([*asked, *added]) == f"12+7={text}"
+    (stop,) = tokenizer.stop_token_ids
+    for text in ("19", "a </s> <unk> b"):  # names of control tokens stay text
+        messages = [{"role": "user", "content": text}]
+        added = tokenizer.encode_observation(messages, stop, is_chat=True)
+        assert stop in added
+        written = tokenizer.decode([stop, *added], skip_special_tokens=False)
+        assert written == f"</s>\n<|user|>\n{text}</s>\n<|assistant|>\n"
+    turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "12"}]
+    whole = tokenizer.encode([*turn, {"role": "user", "content": "19"}])
+    added = tokenizer.encode_observation([{"role": "user", "content": "19"}], stop, is_chat=True)
+    assert whole[-len(added) :] == added
+
+
+def test_a_tokenizer_that_cannot_continue_a_conversation_is_refused(tmp_path: Path) -> None:
+    """It puts a space before each text between control tokens, also in the whole conversation."""
+    write_own(tmp_path, "Metaspace", "PreTrainedTokenizerFast")
+    (tmp_path / "chat_template.jinja").write_text(ZEPHYR)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.encode_observation = lambda *_, **__: (7, *tokenizer.encode("\nx"))
+    with pytest.raises(ValueError, match="in another way than within a conversation"):
+        tokenizer.check_turns()

@@ -1,6 +1,4 @@
-"""The buffer of drafter data: bytes, turns, the long tail, what is unseen, and a resume that
-changes nothing.
-"""
+"""The buffer of drafter data: bytes, turns, the long tail, and a resume that changes nothing."""
 
 from __future__ import annotations
 
@@ -175,23 +173,6 @@ def test_order_does_not_depend_on_the_order_of_arrival() -> None:
     assert names(lengths) == names(dict(reversed(lengths.items())))
 
 
-def test_a_drafter_is_measured_on_what_was_never_trained_on() -> None:
-    buffer = make_buffer(keep_steps=3)
-    assert buffer.unseen_batch(1000) is None
-    fill(buffer, 0, {n: 3 + n for n in range(20)})
-    trained = set(take(buffer, 60)[0])
-    unseen = names_in(buffer.unseen_batch(1000))
-    assert trained.isdisjoint(unseen)
-    assert trained | set(unseen) == set(range(20))
-    assert names_in(buffer.unseen_batch(1000)) == unseen  # measuring is no training
-    buffer.start_step(1)
-    assert names_in(buffer.unseen_batch(1000)) == unseen  # states came after the last session
-    fill(buffer, 1, dict.fromkeys(range(30, 40), 12))
-    assert set(names_in(buffer.unseen_batch(1000))) == set(range(30, 40))  # the newest alone
-    assert buffer.unseen_batch(35).num_rows == 30
-    assert buffer.unseen_batch(5).num_rows == 10  # at least one, and whole
-
-
 def test_the_same_tokens_replace_what_was_there() -> None:
     buffer = make_buffer()
     buffer.add(make_sequence(100, 6))
@@ -200,7 +181,6 @@ def test_the_same_tokens_replace_what_was_there() -> None:
     buffer.start_step(1)
     buffer.add(newer)
     assert buffer.num_bytes == bytes_of(6)
-    assert buffer.unseen_batch(9) is None  # these tokens were trained on
     assert torch.equal(buffer.next_batch(9).features, torch.ones(4, HIDDEN_SIZE))
     buffer.start_step(2)
     assert buffer.next_batch(9) is not None  # it is of step 1 now
@@ -238,9 +218,8 @@ def test_resume_equals_straight_run(has_final_hidden: bool) -> None:
             if turn % 9 == 8:
                 buffer.start_step(buffer.step + 1)
             buffer.add(sequence(100 + turn, chance.randint(3, 60)))
-            unseen = buffer.unseen_batch(80)
             names, batch = take(buffer, 80)
-            seen.append((unseen and names_in(unseen), names, batch.loss_mask.tolist()))
+            seen.append((names, batch.loss_mask.tolist()))
         return [*seen, buffer.state_dict()["values"]]
 
     straight = make_buffer(data_bytes=3 * bytes_of(300))

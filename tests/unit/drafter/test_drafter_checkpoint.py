@@ -98,7 +98,6 @@ def test_wrong_tensors_are_refused_by_name(tmp_path: Path) -> None:
             {"midlayer.self_attn.q.weight": torch.zeros(2)},
             r"Unexpected key.*midlayer\.self_attn\.q\.weight",
         ),
-        ({"d2t": torch.zeros(2)}, 'Unexpected key.*"d2t"'),
         ({"fc.weight": torch.zeros(2, 2)}, r"size mismatch for fc\.weight: .*\[2, 2\]"),
     )
     for change, message in changes:
@@ -118,7 +117,7 @@ def test_wrong_tensors_are_refused_by_name(tmp_path: Path) -> None:
         ({"num_hidden_layers": 2}, "num_hidden_layers=2"),
         ({"norm_output": True}, "norm_output=True"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope_type='dynamic'"),
-        ({"eagle_config": {}}, "aux_layer_ids"),
+        ({"eagle_config": {}}, "lacks eagle_config"),
     ],
 )
 def test_unsupported_configs_are_refused(
@@ -140,7 +139,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     del config["intermediate_size"]
     config["num_key_value_heads"] = None
     file.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="lacks intermediate_size, num_key_value_heads"):
+    with pytest.raises(ValueError, match="lacks intermediate_size"):
         load_draft_config(tmp_path)
 
 

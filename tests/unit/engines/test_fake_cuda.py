@@ -30,8 +30,10 @@ from tests.unit.engines.conftest import (
 )
 from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.drafter.acceptance import Replay
 from tlt_megatron.drafter.drafter_loss import draft_loss, make_objective
-from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, interruptible
+from tlt_megatron.drafter.drafter_trainer import interruptible
 from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.models.matrix import Matrix
@@ -249,18 +251,23 @@ def test_graphs_that_are_kept_replay_with_the_weights_of_an_update(
 
 
 @pytest.mark.parametrize("algorithm", ["hass", "eagle3"])
+@torch.no_grad()
 def test_a_drafter_is_judged(device: PretendDevice, algorithm: str) -> None:
-    """The loss with its unrolled attention. The backward pass is left out: there torch asks for
-    more of a GPU than is pretended.
+    """The loss with its unrolled attention, and the passes that an engine would need. The backward
+    pass is left out: there torch asks for more of a GPU than is pretended.
     """
     twin = make_draft_model("eagle3" if algorithm == "eagle3" else "eagle")
-    batch = pack_batch([make_sequence(twin, n, seed=n) for n in (9, 40)])
-    losses = []
+    sequences = [make_sequence(twin, n, seed=n, request=(n, 0, 0)) for n in (9, 40)]
+    batch, objective = pack_batch(sequences), make_objective(DrafterSection(algorithm=algorithm))
+    strategies = [SpeculationStrategy.parse(text) for text in ("4_1_4", "3_2_6")]
+    losses, starts = [], []
     for where in (torch.device("cpu"), CUDA):
-        trainer = DrafterTrainer(copy_drafter(twin, where), DrafterSection(algorithm=algorithm))
-        loss = trainer.evaluate(batch.to(where))
+        model = copy_drafter(twin, where)
+        loss = draft_loss(model, batch.to(where), objective)
         losses.append([float(loss.loss_sum), *loss.agreed_K.tolist(), *loss.accepted_K.tolist()])
+        starts.append(Replay(sequences, SamplingParams(), where).starts(model, strategies))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert all(torch.equal(one, other) for one, other in zip(*starts, strict=True))
 
 
 def test_the_host_is_at_most_two_matrices_ahead_of_a_pass(device: PretendDevice) -> None:

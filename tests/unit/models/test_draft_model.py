@@ -63,10 +63,13 @@ def draft(
     return results
 
 
-@pytest.mark.parametrize("architecture", ["eagle", "eagle3"])
-def test_steps_equal_the_definition(architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [("eagle", {}), ("eagle3", {}), ("eagle3", {"norm_before_residual": True})],
+)
+def test_steps_equal_the_definition(architecture: str, config: dict[str, bool]) -> None:
     """This is the engine's form of the layer. test_draft_loss.py compares the form for training."""
-    model = make_draft_model(architecture)
+    model = make_draft_model(architecture, **config)
     sequence = make_sequence(model, 12)
     view = DraftInference(model)
     view.rotary.reserve(64)

@@ -66,6 +66,10 @@ def test_the_index_says_which_file_a_tensor_comes_from(tmp_path: Path) -> None:
         HfReader(tmp_path)
     weight_map = {"a": "one.safetensors", "b": "two.safetensors"}
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"one\.safetensors holds b, which .* in two\.safetensors"):
+        HfReader(tmp_path)
+    save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(1)}, tmp_path / "two.safetensors")
     reader = HfReader(tmp_path)
     assert (reader["a"].item(), reader["b"].item()) == (1.0, 0.0)
     assert reader.names() == ["a", "b"]

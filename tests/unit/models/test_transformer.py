@@ -4,6 +4,8 @@ and out by name.
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.model_files import write_model
 from tests.tiny_models import KINDS, LLAMA3, make_tiny_hf
 from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.models.attention.paged import PrefillAttention, PrefillSegment
@@ -76,6 +79,55 @@ def test_logits_equal_transformers(kind: str, options: dict, tmp_path: Path) -> 
         logits = logits_of(load(path, torch.float32), tokens)
     assert expected.std() > 0.5
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+LENGTH = "original_max_position_embeddings"
+SCALED = {name: value for name, value in LLAMA3.items() if name not in (LENGTH, "rope_theta")}
+Change = dict[str, object]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("llama", {"rope_scaling": SCALED, LENGTH: 64, "rope_parameters": None}),
+        ("llama", {"rope_parameters": SCALED | {"rope_theta": 1e4}, LENGTH: 64}),
+        ("llama", {"rope_scaling": SCALED | {LENGTH: 64}, LENGTH: 64, "rope_parameters": None}),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}, LENGTH: 48}),
+        ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 5e5}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 512}),
+    ],
+)
+def test_a_config_as_others_write_it_gives_the_logits_of_transformers(
+    kind: str, change: Change, tmp_path: Path
+) -> None:
+    path = make_tiny_hf(tmp_path / "m", kind, num_layers=2, vocab_size=96)
+    settings = json.loads((path / "config.json").read_text()) | change
+    if change.get("sliding_window", 0) is None:  # the key is absent, and the context shorter
+        del settings["sliding_window"]
+    (path / "config.json").write_text(json.dumps(settings))
+    tokens = torch.randint(96, (150,), generator=torch.Generator().manual_seed(1))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = reference(tokens.unsqueeze(0)).logits[0].log_softmax(-1)
+        logprobs = logits_of(load(path, torch.float32), tokens).log_softmax(-1)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("llama", {"rope_scaling": SCALED | {LENGTH: 32}, LENGTH: 64}, f"{LENGTH}=64: must be 32,"),
+        ("mistral", {"max_position_embeddings": 8192}, "sliding_window=4096: must be null, without the key it is 4096"),
+        ("mistral", {"max_position_embeddings": 8192, "sliding_window": 4096}, "sliding_window=4096: must be null"),
+    ],
+)  # fmt: skip
+def test_a_config_that_transformers_computes_in_another_way_is_refused(
+    kind: str, change: Change, message: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path, model_type=kind, **change)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)

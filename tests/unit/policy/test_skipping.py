@@ -14,6 +14,7 @@ from tests.no_shortcuts import WithLogprobPass, WithoutSkipping
 from tests.policy_batches import data_parallel_groups, make_trainer
 from tests.ranks import run_ranks
 from tests.unit.policy.test_policy_trainer import FakeModel, lengths_of, scored_batch
+from tlt_megatron.config.extensions import REGISTRY
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.health import TrainingHealth, UnhealthyTrainingError
 from tlt_megatron.runtime.process_groups import ProcessGroups
@@ -191,3 +192,27 @@ def test_ranks_whose_advantages_differ_compute_the_same_responses(tmp_path: Path
         for rollout, reward in zip(group.rollouts, group.rewards, strict=True)
         if reward and i != 0
     )
+
+
+def test_a_loss_says_itself_whether_zero_advantage_is_no_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A registered loss that keeps log-probs near the old ones learns from all responses."""
+    body = "    return -advantages(batch) * logprobs + 0.1 * (logprobs - old_logprobs) ** 2, 0 * logprobs\n"
+    text = (
+        "from tlt_megatron.policy.policy_loss import zero_without_advantage\n"
+        "def advantages(batch):\n    return batch.advantages\n"
+        f"def near(logprobs, old_logprobs, batch, section):\n{body}"
+        "@zero_without_advantage\n"
+        "def plain(logprobs, old_logprobs, batch, section):\n"
+        "    return -advantages(batch) * logprobs, 0 * logprobs\n"
+    )
+    (tmp_path / "mine.py").write_text(text)
+    point = REGISTRY["algorithm.loss"]
+    built_in = {**point.built_in, "near": f"{tmp_path}/mine.py:near"}
+    monkeypatch.setitem(REGISTRY, "algorithm.loss", point._replace(built_in=built_in))
+    num_updated = {
+        loss: sum(map(len, updated(_train(AlgorithmSection(loss=loss))[0])))
+        for loss in ("ppo", "near", f"{tmp_path}/mine.py:plain", f"{tmp_path}/mine.py:near")
+    }
+    assert list(num_updated.values()) == [6, 15, 6, 15], num_updated

@@ -39,8 +39,19 @@ def test_unequal_as_mathematics(response: str) -> None:
     assert score_math("", response, "0.5") == 0.0
 
 
+FONTS = ("mathbf", "text", "textbf", "mathrm", "textit", "bm", "boldsymbol", "mbox", "underline")
 RIGHT = {
-    "39": ("39", "39.0", "+39", "(39)", "39\\text{ cm}", "\\$39", "x = 39", "22+17=39", "78/2"),
+    "39": (
+        *(f"\\{font}{{39}}" for font in FONTS),
+        *(
+            "\\mathbf{\\text{39}}",
+            "\\textbf{ 39.0 }",
+            "\\mathbf{x=39}",
+            "\\textcolor{red}{39}",
+            "\\mathbf{39}\\text{ cm}",
+        ),
+        *("39", "39.0", "+39", "(39)", "39\\text{ cm}", "\\$39", "x = 39", "22+17=39", "78/2"),
+    ),
     "13": ("\\frac{26}{2}",),
     "-0.5": ("-\\frac{1}{2}",),
     "1.5": ("1\\frac{1}{2}",),
@@ -51,7 +62,18 @@ RIGHT = {
     "\\frac{\\pi}{2}": ("\\frac{2\\pi}{4}",),
 }
 WRONG = {
-    "39": ("22+17", "22 + 17 + 0", "x = 22+17", "40-1", "3 \\cdot 13", "3*13", "|-39|"),
+    "39": (
+        "\\mathbf{22+17}",
+        "\\text{40}",
+        "\\mathbf{3}9+1",
+        "22+17",
+        "22 + 17 + 0",
+        "x = 22+17",
+        "40-1",
+        "3 \\cdot 13",
+        "3*13",
+        "|-39|",
+    ),
     "1024": ("2^{10}",),
     "13": ("\\frac{22+4}{2}", "\\sqrt{169}"),
     "120": ("5!",),
@@ -71,6 +93,15 @@ def test_answer_to_a_plain_number_must_be_a_number(
     answer: str, ground_truth: str, reward: float
 ) -> None:
     assert score_math("", f"so \\boxed{{{answer}}}", ground_truth) == reward
+
+
+def test_a_box_of_text_mode_and_a_ground_truth_in_a_font() -> None:
+    assert score_math("", "so \\fbox{42}", "42") == 1.0
+    assert score_math("", "so \\fbox{41}, not 42", "42") == 0.0
+    assert score_math("", "so \\boxed{42}", "\\mathbf{42}") == 1.0
+    assert score_math("", "so \\boxed{\\text{(A)}}", "\\text{(A)}") == 1.0
+    assert score_math("", "so \\boxed{\\text{(B)}}", "\\text{(A)}") == 0.0
+    assert score_math("", "so $\\mathbf{42}$", "42") == 1.0
 
 
 def test_restated_formula_outside_a_box_scores_nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,12 @@ class Letters:
     decode_turn = decode
 
     def encode_observation(
-        self, messages: Sequence[Message], last_token: int, *, is_chat: bool
+        self,
+        messages: Sequence[Message],
+        last_token: int,
+        *,
+        is_chat: bool,
+        template_kwargs: Mapping[str, object] | None = None,
     ) -> tuple[int, ...]:
         return tuple(ord(char) - 200 for message in messages for char in str(message["content"]))
 

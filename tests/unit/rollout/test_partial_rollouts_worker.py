@@ -19,8 +19,9 @@ from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.rollout.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.rollout.open_responses import load_carried, save_carried
 from tlt_megatron.rollout.rollout_worker import Collected
+from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.speculation.sampling import request_seed, sample
-from tlt_megatron.types import Prompt, Rollout, SamplingParams, ScoredGroup
+from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams, ScoredGroup
 
 PARAMS = SamplingParams(
     num_samples=3, max_new_tokens=40, top_p=0.95, stop_token_ids=(3, 4, 5), seed=7
@@ -67,8 +68,8 @@ def run(path: Path, folder: Path, **settings: bool) -> tuple[list[Collected], Re
         plan = BatchPlan(rules=RULES, draw=draw, carried=carried)
         prompts = draw(RULES.num_first(carried))
         steps.append(worker.collect(prompts, PARAMS, version, plan=plan))
-        save_carried(folder, steps[-1].carried)
-        carried = load_carried(folder, prompt_at)
+        save_carried(folder, steps[-1].carried, rank=0)
+        carried = load_carried(folder, prompt_at, SINGLE)
     return steps, rewards
 
 
@@ -114,19 +115,24 @@ def test_tokens_and_logprobs_are_those_of_the_policies_that_drew_them(
         assert rollout.kept.counts.numel() == len(versions)
 
 
-def test_routes_are_those_of_the_passes_that_drew_the_tokens(tmp_path: Path) -> None:
+def test_routes_are_those_of_the_pass_that_drew_the_newest_tokens(tmp_path: Path) -> None:
+    """It began with a prefill of all tokens before them, under the newest policy."""
     path = make_tiny_hf(tmp_path / "model", "qwen3_moe", num_layers=2, vocab_size=48)
     steps, _ = run(path, tmp_path, routing_replay=True)
     model, routes_of = open_mixture(path)
     weights = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    expected = []
     for version in range(NUM_STEPS):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights[name] * (1 + 0.1 * version))
-        expected.append([routes_of(rollout) for rollout in rollouts(steps)])
-    for i, rollout in enumerate(rollouts(steps)):
-        versions = [version for version, count in rollout.versions for _ in range(count)]
-        versions[:0] = versions[:1] * (len(rollout.prompt_ids) - 1)
-        for t, version in enumerate(versions):
-            assert torch.equal(rollout.routes[t].long().sort().values, expected[version][i][t])
+        for rollout in rollouts(steps):
+            if rollout.policy_version == version:
+                assert rollout.routes is not None
+                assert torch.equal(rollout.routes.long().sort().values, routes_of(rollout))
+    assert all(
+        r.routes is None
+        for s in steps
+        for g in s.carried
+        for r in g.rollouts
+        if r.finish_reason is FinishReason.CUT
+    )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.rollout_stand_ins import make_prompts, make_rollout
-from tlt_megatron.rollout.batch_rules import right_responses
+from tlt_megatron.rollout.batch_rules import BatchRules, right_responses, scores
 from tlt_megatron.rollout.evaluation import (
     Evaluator,
     by_data_source,
@@ -66,13 +66,25 @@ def test_rollout_metrics_by_hand() -> None:
 
 def test_right_is_a_score_and_not_the_punished_reward() -> None:
     group = scored((2, 4), (1 - 2e-16, 0.25), 8)
-    group = replace(group, details=({"overlong_reward": 0.0}, {"overlong_reward": -0.5}))
+    group = replace(group, punishments=(0.0, -0.5))
     for right_score, share in ((0.75, 1.0), (1.0, 0.0)):
         metrics = rollout_metrics([group], sums_of(group), 2, right_score)
         assert metrics["rollout/solve_all"] == share
     assert right_responses(group, 1.0) == [True, False]
-    unlucky = replace(group, rewards=(-1.0, 0.0), details=({"overlong_reward": -2.0}, {}))
+    unlucky = replace(group, rewards=(-1.0, 0.0), punishments=(-2.0, 0.0))
     assert rollout_metrics([unlucky], sums_of(unlucky), 2)["rollout/solve_none"] == 0
+
+
+@pytest.mark.parametrize("name", ["overlong_reward", "score", "reward", "accuracy", "rewards"])
+def test_a_further_number_of_any_name_changes_no_score(name: str) -> None:
+    """verl's managers return overlong_reward themselves, within the score."""
+    group = replace(scored((2, 4), (0.0, 1.0), 8), details=({name: -1.0}, {name: -1.0}))
+    assert right_responses(group, 1.0) == [False, True]
+    rules = BatchRules(num_prompts=1, max_new_tokens=4, overlong_tokens=2)
+    punished = rules.punish_overlong(group)
+    assert (punished.rewards, scores(punished)) == ((0.0, 0.0), [0.0, 1.0])
+    metrics = rollout_metrics([punished], sums_of(punished), 8)
+    assert metrics[f"reward/unknown/{name}/mean"] == -1.0
 
 
 def test_metrics_of_kept_sets_by_hand() -> None:
@@ -152,7 +164,7 @@ def test_rewards_and_further_numbers_of_reward_functions_by_data_source() -> Non
         replace(scored((1, 1), (1.0, 0.5), 8), details=({"acc": 7.0}, {"acc": 9.0})),
     ]
     metrics = rollout_metrics(groups, sums_of(*groups), 8)
-    assert metrics["reward/gsm8k/acc/mean"] == metrics["reward/gsm8k/tool/mean"] == 2.0
+    assert (metrics["reward/gsm8k/acc/mean"], metrics["reward/gsm8k/tool/mean"]) == (1.5, 0.5)
     assert metrics["reward/unknown/acc/mean"] == 8.0
     assert (
         by_data_source(groups).items()
@@ -161,7 +173,7 @@ def test_rewards_and_further_numbers_of_reward_functions_by_data_source() -> Non
             "val-core/gsm8k/reward/best@2/mean": 0.5,
             "val-core/unknown/reward/mean@2": 0.75,
             "val-core/unknown/reward/best@2/mean": 1.0,
-            "val-aux/gsm8k/acc/mean@2": 2.5,
+            "val-aux/gsm8k/acc/mean@2": 1.5,
             "val-aux/gsm8k/acc/best@2/mean": 2.75,
             "val-aux/unknown/acc/best@2/mean": 9.0,
         }.items()
@@ -185,3 +197,26 @@ def test_ranks_that_are_sent_other_weights_are_named() -> None:
 
     for message in run_ranks(3, push):
         assert message == "policy version 7: ranks [1] were sent other weights than rank 0"
+
+
+def test_a_number_that_only_right_responses_return_is_0_for_the_others() -> None:
+    group = scored((2, 4), (1.0, 0.0), 8)
+    groups = [replace(group, details=({"acc": 1.0}, {})), replace(group, rewards=(0.0, 0.0))]
+    metrics = rollout_metrics(groups, sums_of(*groups), 8)
+    assert metrics["reward/unknown/acc/mean"] == metrics["critic/rewards/mean"] == 0.25
+
+
+def test_names_of_sources_and_numbers_that_would_be_one_stay_two() -> None:
+    group = scored((2, 4), (1.0, 0.0), 8)
+    one, two = (
+        replace(
+            group,
+            prompt=replace(group.prompt, data_source=source),
+            details=({name: value, "x": value},) * 2,
+        )
+        for source, name, value in (("math", "algebra/acc", 1.0), ("math/algebra", "acc", 3.0))
+    )
+    metrics = rollout_metrics([one, two], sums_of(one, two), 8)
+    assert metrics["reward/math//algebra/acc/mean"] == 1.0
+    assert metrics["reward/math/algebra//acc/mean"] == 3.0
+    assert metrics["reward/math/algebra/x/mean"] == 3.0

@@ -22,20 +22,24 @@ from tests.policy_batches import make_rollout
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE
 from tests.spot_phases import make_drafter_trainer
 from tlt_megatron.config.schema import SpotSection
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.drafter.data_buffer import DataBuffer
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import load_drafter, load_trainer_state
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.engines.embedded.policy_weights import FreedWeights
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.spot.holdout import Comparison, Holdout
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout, SpotRanks
 from tlt_megatron.spot.session import version_of
 from tlt_megatron.spot.spot_trainer import SpotReport, merge_metrics
-from tlt_megatron.types import Rollout
+from tlt_megatron.types import Rollout, SamplingParams
 
 TWO = ReplicaLayout(2)
+STRATEGIES = [SpeculationStrategy.parse("3_1_3")]
 BATCH_TOKENS = 16
 
 
@@ -51,16 +55,14 @@ class Shelf:
         assert checksum_tensors(tensors.items()) == checksum
         self.loaded.append((version, {name: t.clone() for name, t in tensors.items()}))
 
+    def drafted_ids(self) -> None:
+        """All."""
+
 
 class WatchedBuffer(DataBuffer):
-    """Calls `before` with the number of batches of this step so far, ahead of each batch;
-    `measures` ahead of a measurement.
-    """
+    """Calls `before` with the number of batches of this step so far, ahead of each batch."""
 
     def before(self, count: int) -> None:
-        """Nothing, unless a test replaces it."""
-
-    def measures(self) -> None:
         """Nothing, unless a test replaces it."""
 
     def start_step(self, step: int) -> None:
@@ -72,9 +74,18 @@ class WatchedBuffer(DataBuffer):
         self.count += 1
         return super().next_batch(max_tokens)
 
-    def unseen_batch(self, max_rows: int) -> DraftBatch | None:
-        self.measures()
-        return super().unseen_batch(max_rows)
+
+class WatchedHoldout(Holdout):
+    """Calls `before` ahead of a measurement."""
+
+    def before(self) -> None:
+        """Nothing, unless a test replaces it."""
+
+    def compare(
+        self, trainer: DrafterTrainer, **weights: Mapping[str, Tensor]
+    ) -> Comparison | None:
+        self.before()
+        return super().compare(trainer, **weights)
 
 
 class Rank:
@@ -86,11 +97,12 @@ class Rank:
         self.trainer = make_drafter_trainer(batch_tokens=BATCH_TOKENS)
         section = SpotSection(enabled=True)
         self.buffer = WatchedBuffer(section, torch.float64)
+        self.holdout = WatchedHoldout(self.engine, SamplingParams(), STRATEGIES)
         self.lifecycle = DrafterLifecycle(
             self.trainer,
             self.buffer,
             self.engine,
-            section,
+            self.holdout,
             ranks=SpotRanks(store=self.store, layout=TWO, rank=0, phase_timeout_s=180.0),
             world=SINGLE,
             timeline=Timeline(None, 0),
@@ -169,7 +181,7 @@ def test_what_a_step_has_trained_reaches_the_engine_at_the_end_of_the_next(rank:
     second = rank.publish()
     ((version, loaded),) = rank.engine.loaded
     assert version == second["drafter/version"] == 1
-    assert second["drafter/holdout_rows"] > 0
+    assert second["drafter/holdout_tokens"] > 0
     assert same(loaded, trained)
     assert second["bubble/stall_s"] > 0
 
@@ -177,17 +189,17 @@ def test_what_a_step_has_trained_reaches_the_engine_at_the_end_of_the_next(rank:
 def test_an_idle_time_too_short_to_judge_the_candidate_publishes_nothing(rank: Rank) -> None:
     rank.run_steps(1)
     rank.begin(2)
-    rank.buffer.measures = rank.finish_other
+    rank.holdout.before = rank.finish_other
     report = rank.lifecycle.run_until_preempted(2)
     assert report.updates == ()
     before = rank.weights()
-    assert "drafter/holdout_rows" not in rank.publish()
+    assert "drafter/holdout_tokens" not in rank.publish()
     assert rank.engine.loaded == []
     assert same(rank.weights(), before)  # measuring swaps weights in and out
-    rank.buffer.measures = lambda: None
+    rank.holdout.before = lambda: None
     rank.begin(3)
     rank.train(1)
-    assert rank.publish()["drafter/holdout_rows"] > 0  # the same candidate is judged now
+    assert rank.publish()["drafter/holdout_tokens"] > 0  # the same candidate is judged now
 
 
 def test_passes_for_the_drafter_alone_run_only_if_the_engine_gives_no_states(rank: Rank) -> None:

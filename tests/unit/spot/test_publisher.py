@@ -1,4 +1,4 @@
-"""Which candidates are published, on accept lengths given by hand, and how they are measured."""
+"""Which candidates are published, on passes given by hand."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.slow_draft import make_draft_model, make_sequence
-from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
-from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.models.hf_io import checksum_tensors
-from tlt_megatron.spot.publisher import DrafterPublisher, HoldoutResult, measure_holdout
+from tlt_megatron.spot.holdout import Comparison
+from tlt_megatron.spot.publisher import DrafterPublisher
 
 
-def make_result(counts: list[float], accepted: list[float]) -> HoldoutResult:
-    """A result with these sums, by unroll step."""
-    return HoldoutResult(
-        counts_K=torch.tensor(counts, dtype=torch.float64),
-        accepted_K=torch.tensor(accepted, dtype=torch.float64),
-    )
+def make_comparison(
+    tokens: list[float], candidate: list[float], published: list[float]
+) -> Comparison:
+    """Passes by block."""
+    values = (torch.tensor(x, dtype=torch.float64) for x in (tokens, candidate, published))
+    return Comparison(**dict(zip(("tokens_B", "candidate_B", "published_B"), values, strict=True)))
 
 
 def weights(number: float) -> dict[str, Tensor]:
@@ -29,29 +26,14 @@ def weights(number: float) -> dict[str, Tensor]:
 
 
 def consider(publisher: DrafterPublisher, number: int, new: float, old: float) -> bool:
-    """Candidate `number` accepts `new`, and the published drafter `old`; nan: nothing was
-    measured.
-    """
+    """Candidate `number` needs `new` passes for 60 tokens, and the published drafter `old`."""
     candidate = weights(number)
-    measured, published = (
-        make_result([0.0], [0.0]) if math.isnan(x) else make_result([100.0], [(x - 1.0) * 100.0])
-        for x in (new, old)
-    )
-    checksum = checksum_tensors(candidate.items())
-    return publisher.consider(candidate, checksum, measured=measured, published=published)
+    comparison = make_comparison([60.0], [new], [old])
+    return publisher.consider(candidate, checksum_tensors(candidate.items()), comparison)
 
 
 @pytest.mark.parametrize(
-    "new, old, is_published",
-    [
-        (1.6, 1.5, True),
-        (1.5, 1.5, True),
-        (1.49, 1.5, False),
-        (math.nan, 1.5, False),
-        (math.nan, math.nan, False),
-        (1.1, math.nan, True),
-        (math.inf, 1.5, False),
-    ],
+    "new, old, is_published", [(20, 21, True), (20, 20, True), (21, 20, False)]
 )
 def test_a_candidate_that_accepts_no_less_is_published(
     new: float, old: float, is_published: bool
@@ -70,28 +52,18 @@ def test_old_numbers_are_not_compared_with_new_ones() -> None:
     does.
     """
     publisher = DrafterPublisher(weights(0))
-    assert consider(publisher, 1, 1.8, 1.4)
-    assert consider(publisher, 2, 1.5, 1.3)
+    assert consider(publisher, 1, 30, 40)
+    assert consider(publisher, 2, 35, 45)
 
 
-def test_accept_length_is_of_the_sums() -> None:
-    """Two steps: 12 of 20 rows accept the first, then 3 of 10 the second."""
-    parts = [make_result([8.0, 4.0], [4.0, 1.0]), make_result([12.0, 6.0], [8.0, 2.0])]
-    merged = HoldoutResult.merge(parts)
-    assert merged.num_rows == 20
-    assert merged.accept_length == pytest.approx(1 + 0.6 + 0.6 * 0.3)
-
-
-def test_holdout_is_measured_with_the_given_weights_and_leaves_the_trainer_alone() -> None:
-    trainer = DrafterTrainer(make_draft_model("eagle"), DrafterSection(algorithm="hass"))
-    other = make_draft_model("eagle", seed=1).state_dict()
-    own = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    batch = pack_batch([make_sequence(trainer.model, n, seed=n) for n in (9, 6, 12)])
-    mine, theirs = (measure_holdout(trainer, w, batch) for w in (own, other))
-    assert mine.counts_K.tolist() == theirs.counts_K.tolist() == [21.0, 18.0, 15.0]
-    assert mine.accept_length != pytest.approx(theirs.accept_length)
-    for name, tensor in trainer.model.state_dict().items():
-        assert torch.equal(tensor, own[name])
-    assert mine.accept_length == pytest.approx(trainer.step(batch).accept_length)
-    broken = own | {"fc.weight": torch.full_like(own["fc.weight"], math.nan)}
-    assert math.isnan(measure_holdout(trainer, broken, batch).accept_length)
+def test_accept_lengths_are_of_the_blocks_of_all_ranks() -> None:
+    """The blocks save 2, 0, 1 and 1 passes, where 1 is the mean."""
+    parts = [
+        make_comparison([30.0, 30.0], [8.0, 10.0], [10.0, 10.0]),
+        make_comparison([30.0, 30.0], [9.0, 9.0], [10.0, 10.0]),
+    ]
+    merged = Comparison.merge(parts)
+    assert merged.num_tokens == 120
+    assert merged.accept_lengths == pytest.approx((120 / 36, 3.0))
+    # d(T / N) = T / N^2 dN, and the sum of four blocks with deviations 1, -1, 0, 0
+    assert merged.standard_error == pytest.approx(math.sqrt(2) * 120 / (36 * 40))

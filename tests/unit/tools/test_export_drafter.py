@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.model_files import write_model
 from tests.sealed_checkpoint import seal
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model
 from tests.unit.trainer.test_run_checkpoint import flip_bit
@@ -198,9 +199,9 @@ def test_a_run_is_exported_from_the_checkpoint_that_a_resume_takes(
     with pytest.raises(ValueError, match="--target: "):
         main()
     (run / "config.yaml").touch()
-    (run / "hf").mkdir()  # the trained policy is the target of the run's drafter
-    embedding = model.embedding_VD.float().contiguous()
-    save_file({"model.embed_tokens.weight": embedding}, run / "hf" / "model.safetensors")
+    tensors = write_model(run / "hf")  # the trained policy is the target of the run's drafter
+    tensors["model.embed_tokens.weight"] = model.embedding_VD.float().contiguous()
+    save_file(tensors, run / "hf" / "model.safetensors")
     main()
     assert (out / "model.safetensors").is_file()
     assert "iter_0000001 is the newest intact checkpoint" in caplog.text

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.tiny_models import make_tiny_hf
+from tests.unit.config.test_example_settings import EXAMPLES, QWEN_7B
 from tlt_megatron import cli
 
 LENGTHS = [[[3, 5], [9, 2]], [[4, 4], [4, 4]]]  # of two steps of two prompts of two responses
@@ -29,7 +30,9 @@ SETTINGS = (
 )
 
 
-def _record(folder: Path, *, spot: bool = True, cached_s: float = 0.0) -> Path:
+def _record(
+    folder: Path, *, spot: bool = True, cached_s: float = 0.0, settings: str = SETTINGS
+) -> Path:
     """Write a run of two ranks whose passes and phases follow the constants above. A drafter of u
     updates has both tokens right with chance min(u / 100, 1).
     """
@@ -51,6 +54,7 @@ def _record(folder: Path, *, spot: bool = True, cached_s: float = 0.0) -> Path:
         metrics.append(
             {
                 "step": step,
+                "prompt_length/mean": 4.0,
                 "timing_s/gen": gen_s,
                 "timing_s/update_actor": update_s,
                 "timing_s/step": gen_s + update_s,
@@ -71,7 +75,8 @@ def _record(folder: Path, *, spot: bool = True, cached_s: float = 0.0) -> Path:
         own = [row for row in rows if row["rank"] == rank]
         _write(folder / "speculation" / f"rank_{rank:05d}.jsonl", own)
     _write(folder / "metrics.jsonl", metrics)
-    (folder / "config.yaml").write_text(SETTINGS)
+    model = make_tiny_hf(folder.parent / "model", "qwen2")
+    (folder / "config.yaml").write_text(f"model: {{path: {model}}}\n{settings}")
     return folder
 
 
@@ -232,12 +237,21 @@ def test_longer_responses_take_longer(plan, tmp_path: Path) -> None:
     [
         (["--lengths", "9,4"], "--lengths 9,4: must be MEDIAN,P99"),
         (["--lengths", "many"], "--lengths many: must be MEDIAN,P99"),
+        (["--lengths", "1,inf"], "--lengths 1,inf: must be MEDIAN,P99"),
+        (["--lengths", "nan,9"], "--lengths nan,9: must be MEDIAN,P99"),
+        (["--memory", "nan"], "--memory nan: must be a number of GiB above 0"),
+        (["--memory", "-1"], "--memory -1: must be a number of GiB above 0"),
+        (["--prompt-tokens", "nan"], "--prompt-tokens nan: must be a number >= 1"),
+        (["--prompt-tokens", "9"], "--gpu-check and --prompt-tokens need --machine"),
+        (["--compare", "ranks=9999999999"], "--compare ranks=9999999999: must be >= 1 and <= "),
+        (["run.device=cuda"], "ran on cpu, the plan is for run.device=cuda, unlike as given"),
+        (["rollout.dtype=bfloat16"], "has rollout.dtype=float32, unlike as given"),
         (["speculation.strategies=[4_1_4]"], "4_1_4 did not run in the recorded runs"),
         (["--compare", "ranks=none"], "--compare ranks=none: must be >= 1"),
-        (["parallel.context=2"], "unlike as given; record a run of each layout"),
+        (["parallel.context=2"], "unlike as given; record a run of each"),
         (["--machine", "h100"], "--machine needs --lengths and --accept-rate, and no --simulate"),
-        (["--gpu-check", "none"], "--gpu-check needs --machine"),
-        (["--against", "nowhere"], "nowhere: has no metrics.jsonl"),
+        (["--gpu-check", "none"], "--gpu-check and --prompt-tokens need --machine"),
+        (["--against", "nowhere"], "nowhere: has no config.yaml"),
     ],
 )
 def test_what_is_missing_is_named(plan, tmp_path: Path, words: list[str], message: str) -> None:
@@ -252,3 +266,88 @@ def test_a_thousand_replicas_decode_at_the_speed_of_the_first_ones(plan, tmp_pat
     _, _, few = plan(*words, "rollout.num_prompts=8", "--ranks", "8")
     _, _, many = plan(*words, "rollout.num_prompts=1024", "--ranks", "1024")
     assert many["gen"][0] == pytest.approx(few["gen"][0], rel=0.1)
+
+
+def test_a_recording_of_another_model_is_refused(plan, tmp_path: Path) -> None:
+    run = _record(tmp_path / "other" / "run")
+    make_tiny_hf(run / "hf", "qwen2", hidden_size=32)
+    code, text, _ = plan("--simulate", str(run))
+    assert code == 2
+    assert "has another model" in text
+    assert "record a run of each" in text
+    status = run / "status" / "rank_00000.json"
+    status.parent.mkdir()
+    status.write_text('{"device": "NVIDIA H100"}')
+    code, text, _ = plan("--simulate", str(run))
+    assert (code, "ran on NVIDIA H100, the plan is for run.device=cpu" in text) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("passes", 0), ("batch_size", 0), ("seconds", float("nan")), ("accepted_by_depth", [-1])],
+)
+def test_passes_that_no_run_writes_are_refused(
+    plan, tmp_path: Path, key: str, value: object
+) -> None:
+    run = _record(tmp_path / "run")
+    file = run / "speculation" / "rank_00000.jsonl"
+    first, *rows = map(json.loads, file.read_text().splitlines())
+    _write(file, [first | {key: value}, *rows])
+    code, text, _ = plan("--simulate", str(run))
+    assert code == 2
+    assert "must be at least 1, 1 and 0" in text.splitlines()[-1]
+
+
+def test_seconds_that_no_run_writes_are_refused(plan, tmp_path: Path) -> None:
+    run = _record(tmp_path / "run")
+    first, *rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    _write(run / "metrics.jsonl", [first | {"timing_s/gen": -1.0}, *rows])
+    code, text, _ = plan("--simulate", str(run))
+    assert code == 2
+    assert "a timing_s/ of metrics.jsonl is no number of seconds" in text.splitlines()[-1]
+
+
+def test_requests_wait_while_the_kv_is_full(plan, tmp_path: Path) -> None:
+    """Two requests of 101 tokens, with prompts of 4 that siblings share, do not fit in 192 slots
+    together to their ends: the newer one is interrupted when both have 94 tokens.
+    """
+    run = str(_record(tmp_path / "run"))
+    one, two = OFF_S + SLOPE_S, OFF_S + 2 * SLOPE_S
+    words = ("--simulate", run, "--lengths", "101,101.0001", "rollout.max_new_tokens=101")
+    words += ("data.max_prompt_tokens=16", "rollout.num_prompts=2")
+    _, _, roomy = plan(*words)
+    _, text, table = plan(*words, "rollout.kv_cache_tokens=192")
+    assert roomy["gen"][0] == pytest.approx(100 * two, rel=0.01), text
+    assert table["gen"][0] == pytest.approx(94 * two + (6 + 6) * one, rel=0.005), text
+
+
+def test_the_passes_of_a_recording_take_as_long_as_they_took(plan, tmp_path: Path) -> None:
+    """Long passes count as much as they take: a stalled one is in the mean."""
+    run = _record(tmp_path / "run")
+    for rank in range(2):
+        file = run / "speculation" / f"rank_{rank:05d}.jsonl"
+        rows = list(map(json.loads, file.read_text().splitlines()))
+        for row in rows:
+            row["seconds"] *= 3.0 if row["strategy"] == "off" and row["step"] == 2 else 1.0
+        _write(file, rows)
+    _, _, table = plan("--simulate", str(run))
+    _, _, before = plan("--simulate", str(_record(tmp_path / "before")))
+    assert table["gen"][0] == pytest.approx(2 * before["gen"][0], rel=0.2)  # the mean of both steps
+
+
+def test_a_verdict_says_whether_it_fits_and_what_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B), encoding="utf-8")
+    example = str(EXAMPLES / "qwen2_5_7b_8gpu.yaml")
+    words = ["plan", example, "--ranks", "8", f"model.path={tmp_path}", "--memory"]
+    assert cli.main([*words, "80"]) == 0
+    assert "\nfits 80 GiB: memory of a rank: " in capsys.readouterr().out
+    assert cli.main([*words, "40"]) == 1
+    _, problem, advice = capsys.readouterr().out.splitlines()[-3:]
+    assert problem.startswith("does not fit 40 GiB: memory: the ")
+    assert advice.startswith("it fits with ")
+    settings = advice.removeprefix("it fits with ").split()
+    assert cli.main([*words, "40", *settings]) == 0
+    assert cli.main([*words, "0.5"]) == 1
+    assert "nothing was found with which it fits" in capsys.readouterr().out

@@ -12,6 +12,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,28 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
             get(f"{url}/0/", Host="127.0.0.1") == page
         )  # of port 80 a browser leaves the number out
     assert sorted(path for path in run_dir.rglob("*")) == before
+
+
+def test_200_clients_at_once_are_all_served(tmp_path: Path) -> None:
+    """The page is rendered once for all of them, and again when its files have changed."""
+    run_dir = make_run(tmp_path / "run")
+    run = LiveRun(run_dir)
+    reads: list[Path] = []
+    read = run.read
+    run.read = lambda: reads.append(run_dir) or read()
+    with WatchServer([run], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.port}/0/"
+            with ThreadPoolExecutor(200) as pool:
+                pages = list(pool.map(lambda _: get(url), range(200)))
+                versions = list(pool.map(lambda _: get(f"{url}version"), range(200)))
+        finally:
+            server.shutdown()
+            thread.join()
+    assert all("RL steps are done" in page for page in (*pages, *versions))
+    assert len(reads) < 100
 
 
 def test_several_runs_are_drawn_in_the_same_figures(tmp_path: Path) -> None:

@@ -21,7 +21,13 @@ from tlt_megatron.engines.embedded.lane_steps import Committed, LaneBatch, Repor
 from tlt_megatron.engines.embedded.outputs import Outputs
 from tlt_megatron.engines.embedded.scheduler import DrawnTokens, Request, Scheduler, longest_of
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.speculation.sampling import NoiseWindow, is_searched, kept_ids, sample
+from tlt_megatron.speculation.sampling import (
+    NoiseWindow,
+    is_searched,
+    kept_ids,
+    sample,
+    sample_each,
+)
 from tlt_megatron.speculation.tree import chain_tree
 
 _FIRST_GROWING = Rows._fields.index("position")
@@ -110,6 +116,9 @@ class DecodeBatch:
         self._layout.set_changed()
         self._noise.start()
         self._rows = Rows(*self._state[:, : len(self.requests)])
+        usual = self._models.params.distribution
+        is_usual = all(each.params.distribution == usual for each in self.requests)
+        self._sampling = () if is_usual else tuple(each.params for each in self.requests)
 
     # ---- one pass
 
@@ -130,6 +139,15 @@ class DecodeBatch:
         """Return the tokens of a running request, after `sample`."""
         return self._outputs.read(request, request.position - request.state.num_tokens + 1)
 
+    def take_news(self) -> list[tuple[Request, DrawnTokens]]:
+        """Return the tokens of each row since the last call, after `sample`."""
+        spans = []
+        for request in self.requests:
+            end = request.position - request.state.num_tokens + 1
+            spans.append((request, request.num_reported, end))
+            request.num_reported = end
+        return list(zip(self.requests, self._outputs.read_spans(spans), strict=True))
+
     def _draw(self, first_row: int) -> list[bool]:
         """Sample and record the next token of the rows from `first_row` on. Return which of them
         ended.
@@ -143,9 +161,14 @@ class DecodeBatch:
         is_made = logits_BV.is_cuda or is_searched(
             len(requests), logits_BV.shape[1], logits_BV.device
         )
-        if first_row == 0 and params.temperature > 0.0 and not is_made:
+        is_noisy = bool(self._sampling) or params.temperature > 0.0
+        if first_row == 0 and is_noisy and not is_made:
             noise_BV = self._noise.window(rows.seed, rows.count, 1)[:, 0]
-        sampled = sample(logits_BV, rows.seed, rows.count, params, noise_BV=noise_BV)
+        if self._sampling:
+            each = self._sampling[first_row:]
+            sampled = sample_each(logits_BV, rows.seed, rows.count, each, noise_BV)
+        else:
+            sampled = sample(logits_BV, rows.seed, rows.count, params, noise_BV=noise_BV)
         rows.token.copy_(sampled.token_ids_B)
         self._outputs.write(
             rows.out, sampled.token_ids_B, sampled.logprobs_B, sampled.policy_logprobs_B
@@ -187,7 +210,7 @@ class DecodeBatch:
 
     def _lane_batch(self) -> LaneBatch:
         view = self._layout.view(len(self.requests))
-        return LaneBatch(view, self._state_FB, self._rows)
+        return LaneBatch(view, self._state_FB, self._rows, sampling=self._sampling)
 
     @property
     def _state_FB(self) -> Tensor:

@@ -28,6 +28,8 @@ from tlt_megatron.engines.embedded.memory_plan import MemoryPlan, num_routes, pl
 from tlt_megatron.engines.embedded.policy_weights import PolicyWeights
 from tlt_megatron.engines.embedded.prefill import features_of
 from tlt_megatron.engines.embedded.scheduler import Scheduler
+from tlt_megatron.engines.embedded.scoring import TokenScore, score_tokens
+from tlt_megatron.engines.embedded.serving import Clients, serve_clients
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import checksum_tensors
@@ -114,6 +116,10 @@ class EmbeddedEngine:
         """See `RolloutEngine`. RuntimeError before the first `load_weights`."""
         model = self._weights.model
         return model.embedding, model.lm_head
+
+    def drafted_ids(self) -> Tensor | None:
+        draft = None if self._speculation is None else self._speculation.draft
+        return None if draft is None else draft.ids_C
 
     def set_speculation(self, speculation: Speculation | None) -> None:
         """Start speculation with the next `generate`, or stop it (None). Tokens stay the same; the
@@ -242,7 +248,7 @@ class EmbeddedEngine:
         the states after `tap_layers`.
         """
         self._require_awake()
-        model = self._weights.model_of(policy_version)
+        self._weights.model_of(policy_version)
         started = time.perf_counter()
         intake = Intake(prompts, params, more_prompts)
         longest_later = 0
@@ -258,12 +264,7 @@ class EmbeddedEngine:
             prefill_chunk_tokens=self._section.prefill_chunk_tokens,
             longest_later=longest_later,
         )
-        speculation = self._speculation
-        draft = speculation.draft if speculation is not None else None
-        models = Models(policy=model, draft=draft, cache=cache, graphs=self._graphs, params=params)
-        wait = self._device.synchronize
-        run = Generation(models, scheduler, speculation=speculation, wait=wait)
-        self._passes = run.passes
+        models, run = self._start(cache, scheduler, params)
         rollouts: dict[int, Rollout] = {}
         while intake.is_open or not run.is_done:
             if should_stop is not None and should_stop():
@@ -285,6 +286,50 @@ class EmbeddedEngine:
         self._stats = run.stats(time.perf_counter() - started)
         ordered = [rollouts[order] for order in range(len(rollouts))]
         return group_rollouts(intake.prompts, params, ordered)
+
+    def _start(
+        self, cache: KvCache, scheduler: Scheduler, params: SamplingParams
+    ) -> tuple[Models, Generation]:
+        speculation, wait = self._speculation, self._device.synchronize
+        models = Models(
+            policy=self._weights.model,
+            draft=speculation.draft if speculation is not None else None,
+            cache=cache,
+            graphs=self._graphs,
+            params=params,
+        )
+        run = Generation(models, scheduler, speculation=speculation, wait=wait)
+        self._passes = run.passes
+        return models, run
+
+    @torch.inference_mode()
+    def serve(
+        self, clients: Clients, params: SamplingParams, *, longest: int, policy_version: int
+    ) -> None:
+        """Answer requests as they come, until `clients.take` returns None.
+
+        Every request has the stop tokens of `params`, at most its `max_new_tokens`, and with its
+        prompt at most `longest` positions. Passes over rows that sample as `params` say can be
+        graphs. RuntimeError as for `generate`.
+        """
+        self._require_awake()
+        self._weights.model_of(policy_version)
+        cache = self._ready_cache([], params, longest, keeps_features=False)
+        scheduler = Scheduler(
+            [],
+            cache,
+            max_batch_size=self._section.max_batch_size,
+            prefill_chunk_tokens=self._section.prefill_chunk_tokens,
+            longest_later=longest,
+            is_serving=True,
+        )
+        _, run = self._start(cache, scheduler, params)
+        serve_clients(run, scheduler, clients, params)
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int], num_top: int) -> list[TokenScore]:
+        """See `score_tokens`. The thread of `serve` may call it between two passes."""
+        return score_tokens(self._weights.model, token_ids, num_top)
 
     def _ready_cache(
         self,

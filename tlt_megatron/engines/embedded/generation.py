@@ -15,7 +15,12 @@ from tlt_megatron.engines.base import EngineStats, MorePrompts, PassRecord
 from tlt_megatron.engines.embedded.decode import Advance, DecodeBatch, Ended
 from tlt_megatron.engines.embedded.graph_pool import Models
 from tlt_megatron.engines.embedded.prefill import prefill, routes_of
-from tlt_megatron.engines.embedded.scheduler import Scheduler, make_requests
+from tlt_megatron.engines.embedded.scheduler import (
+    DrawnTokens,
+    Request,
+    Scheduler,
+    make_requests,
+)
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.speculation.verify import accepted_by_depth
 from tlt_megatron.types import FinishReason, KeptTokens, Prompt, Rollout, SamplingParams
@@ -120,8 +125,14 @@ class Generation:
         yield
         self._step_s += time.perf_counter() - started
 
-    def advance(self, ended: Sequence[Ended]) -> None:
-        """Remove complete responses and run one pass over the others."""
+    def take_news(self) -> list[tuple[Request, DrawnTokens]]:
+        """Return the tokens of each running response since the last call, after `sample`."""
+        return self._batch.take_news() if self._batch.requests else []
+
+    def advance(self, ended: Sequence[Ended], stopped: Sequence[Request] = ()) -> None:
+        """Remove complete responses, and running ones that nobody needs, and run one pass over the
+        others.
+        """
         batch = self._batch
         for end in ended:
             token_ids = end.tokens.token_ids_T.tolist()
@@ -130,7 +141,9 @@ class Generation:
                 self._speculation.finish(end.request, token_ids)
             self._scheduler.keep_turn(end.request, token_ids)
             self._scheduler.finish(end.request)
-        batch.remove([end.request for end in ended])
+        for request in stopped:
+            self._scheduler.finish(request)
+        batch.remove([*(end.request for end in ended), *stopped])
         batch.grow()
         self._step = None
         if batch.requests:
@@ -197,9 +210,13 @@ class Generation:
         )
 
 
+def finish_reason_of(end: Ended, params: SamplingParams) -> FinishReason:
+    has_stopped = int(end.tokens.token_ids_T[-1]) in params.stop_token_ids
+    return FinishReason.STOP if has_stopped else FinishReason.LENGTH
+
+
 def make_rollout(end: Ended, models: Models, policy_version: int) -> Rollout:
     prompt, (token_ids_T, logprobs_T, policy_logprobs_T) = end.request.state.prompt, end.tokens
-    has_stopped = int(token_ids_T[-1]) in models.params.stop_token_ids
     routes = None
     if models.cache.has_routes:
         routes = routes_of(end.request, models.cache, models.policy.config)
@@ -211,7 +228,7 @@ def make_rollout(end: Ended, models: Models, policy_version: int) -> Rollout:
         token_ids=token_ids_T,
         logprobs=logprobs_T,
         policy_logprobs=policy_logprobs_T,
-        finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
+        finish_reason=finish_reason_of(end, models.params),
         versions=((policy_version, token_ids_T.numel()),),
         accept_lengths=tuple(end.request.accept_lengths),
         kept=_join_kept(end.request.kept),

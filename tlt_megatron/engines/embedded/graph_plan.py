@@ -51,6 +51,7 @@ class EagerReason(StrEnum):
     ROWS = "more rows than planned for this batch size"
     LENGTH = "sequences longer than planned"
     PAGES = "sequences lie in pages, not in lanes"
+    SAMPLING = "rows that sample differently"
     LAGGING = "rows that the drafter brings up to date apart from the others"
 
 

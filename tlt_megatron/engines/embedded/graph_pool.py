@@ -128,8 +128,8 @@ class GraphPool:
         """Return the planned capture of a step. Without one, count the step as eager and return
         None.
         """
-        found = EagerReason.OFF
-        if self.has_graphs:
+        found = EagerReason.SAMPLING if batch.sampling else EagerReason.OFF
+        if self.has_graphs and not batch.sampling:
             found = self.plan.find(strategy, num_rows, batch.view.num_rows, longest)
         if isinstance(found, GraphKey):
             return self._in_lanes(found)

@@ -30,7 +30,7 @@ from tlt_megatron.models.attention.lanes import (
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.speculation.sampling import Sampled, kept_ids, sample
+from tlt_megatron.speculation.sampling import Sampled, kept_ids, sample, sample_each
 from tlt_megatron.speculation.tree import (
     ROOT,
     UNUSED,
@@ -66,6 +66,8 @@ class LaneBatch(NamedTuple):
     rows: Rows
     # of the positions after the roots; None: noise is made where it is used
     noise_BSV: Tensor | None = None
+    # of each row, if not all of them sample as the steps do; a drafter ranks as the steps do
+    sampling: tuple[SamplingParams, ...] = ()
 
 
 class Report(NamedTuple):
@@ -304,7 +306,7 @@ class LaneSteps:
         """Sample the target's token after every node, as plain decoding does. The noise of a node
         at depth d is `noise_BSV[:, d]`.
         """
-        noise_BSV, noise_PV = batch.noise_BSV, None
+        noise_BSV, noise_PV = None if batch.sampling else batch.noise_BSV, None
         seeds_P, positions_P = batch.rows.seed, batch.rows.count
         if noise_BSV is None:
             positions_BR = positions_P.unsqueeze(1) + 1 + tree.row_depths_BR
@@ -318,6 +320,9 @@ class LaneSteps:
                 rows_B1 = torch.arange(num_rows, device=noise_BSV.device).unsqueeze(1)
                 noise_PV = noise_BSV[rows_B1, tree.row_depths_BR].view(-1, vocab_size)
         logits_PV = self._model.logits(hidden_PD)
+        if batch.sampling:
+            each = [one for one in batch.sampling for _ in range(tree.num_rows)]
+            return sample_each(logits_PV, seeds_P, positions_P, each)
         return sample(logits_PV, seeds_P, positions_P, self.params, noise_BV=noise_PV)
 
     def _settle(self, rows: Rows, tree: DraftTree, verdict: Verdict, features_PF: Tensor) -> None:

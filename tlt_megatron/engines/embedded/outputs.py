@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,16 @@ class Outputs:
         """Return copies of the first `count` entries of a request."""
         part = slice(self._starts[request], self._starts[request] + count)
         return DrawnTokens(*(output[part].cpu().clone() for output in self._tensors))
+
+    def read_spans(self, spans: Sequence[tuple[Request, int, int]]) -> list[DrawnTokens]:
+        """Return copies of the entries `start` to `end` - 1 of each (request, start, end)."""
+        index = [
+            self._starts[request] + place for request, *span in spans for place in range(*span)
+        ]
+        index_P = torch.tensor(index, device=self._tensors[0].device)
+        lengths = [end - start for _, start, end in spans]
+        values = [output.index_select(0, index_P).cpu().split(lengths) for output in self._tensors]
+        return [DrawnTokens(*parts) for parts in zip(*values, strict=True)]
 
     def latest(self, index_B: Tensor, count: int) -> list[list[int]]:
         """Return the `count` token ids up to each index; undefined before the start of a range."""

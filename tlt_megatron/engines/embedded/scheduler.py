@@ -8,7 +8,7 @@ running request frees its pages and is recomputed later, so the oldest always ma
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ from tlt_megatron.models.kv_cache import KvCache, SequenceKv
 from tlt_megatron.speculation.ngram import IndexedText
 from tlt_megatron.speculation.sampling import request_seed
 from tlt_megatron.types import Prompt, SamplingParams
+
+ResponseKey = tuple[str, int]  # prompt_id and sample_index
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,8 +56,10 @@ class Request:
     """
 
     order: int  # position in the queue of all requests; lower is older
+    key: ResponseKey
     state: PromptState
     sample_index: int
+    params: SamplingParams
     seed: int
     max_new_tokens: int
     kv: SequenceKv
@@ -67,6 +71,7 @@ class Request:
     # the ids that top-p and top-k kept at each token so far; empty without them
     kept: list[Tensor] = field(default_factory=list)
     text: IndexedText | None = None  # what the n-gram drafter has of it
+    num_reported: int = 0  # tokens that `DecodeBatch.take_news` has returned
 
     @property
     def num_saved(self) -> int:
@@ -96,9 +101,7 @@ class PrefillChunk(NamedTuple):
 def make_requests(
     prompts: Sequence[Prompt], params: SamplingParams, *, first_order: int = 0
 ) -> list[Request]:
-    """Return the requests of prompts, siblings together. ValueError for a limit outside [1,
-    params.max_new_tokens].
-    """
+    """Return the requests of prompts, siblings together."""
     requests: list[Request] = []
     for prompt in prompts:
         samples = prompt.sample_indices(params)
@@ -107,8 +110,10 @@ def make_requests(
             requests.append(
                 Request(
                     order=first_order + len(requests),
+                    key=(prompt.prompt_id, sample_index),
                     state=state,
                     sample_index=sample_index,
+                    params=params,
                     seed=request_seed(
                         params.seed, prompt.draw_index, sample_index, prompt.first_position
                     ),
@@ -142,14 +147,17 @@ class Scheduler:
         max_batch_size: int,
         prefill_chunk_tokens: int,
         longest_later: int = 0,
+        is_serving: bool = False,
     ) -> None:
         """`longest_later`: most positions of a request that `add` brings; 0 if none comes.
 
-        No more requests run at once than were given at the start.
+        No more requests run at once than at the start, except with `is_serving`: then any number
+        comes, and none continues another.
         """
         self._waiting = deque(requests)
         self._cache = cache
-        self.max_batch_size = min(max_batch_size, len(requests))
+        self.max_batch_size = max_batch_size if is_serving else min(max_batch_size, len(requests))
+        self._keeps_turns = not is_serving
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._longest_later = longest_later
         self._lanes_end = 0  # pages of all lanes; 0 without lanes
@@ -304,9 +312,19 @@ class Scheduler:
         """
         self.running.remove(request)
         self._release(request)
-        request.state.num_unfinished -= 1
-        if request.state.num_unfinished == 0:
-            self._drop_prompt(request.state)
+        self._leave_prompt(request.state)
+
+    def drop_waiting(self, keys: Collection[ResponseKey]) -> None:
+        """Drop waiting requests, with their pages."""
+        for request in [each for each in self._waiting if keys and each.key in keys]:
+            self._waiting.remove(request)
+            self._cache.free(request.kv.pages)
+            self._leave_prompt(request.state)
+
+    def _leave_prompt(self, state: PromptState) -> None:
+        state.num_unfinished -= 1
+        if state.num_unfinished == 0:
+            self._drop_prompt(state)
 
     def _release(self, request: Request) -> None:
         self._cache.free(request.kv.pages)
@@ -342,7 +360,8 @@ class Scheduler:
 
         None continues a response that has all its tokens.
         """
-        if not self._longest_later or len(token_ids) == request.max_new_tokens:
+        is_last = len(token_ids) == request.max_new_tokens
+        if not self._longest_later or not self._keeps_turns or is_last:
             return
         cache, state = self._cache, request.state
         known = (*state.prompt.token_ids, *token_ids[:-1])

@@ -193,7 +193,7 @@ class Speculator:
             self._num_seen.clear()
         num_unseen = [each.position - self._num_seen.get(each, 0) for each in requests]
         num_left = self._catch_up(batch, requests, num_unseen)
-        self._num_seen.update((request, request.position) for request in requests)
+        self._num_seen = {request: request.position for request in requests}
         longest = longest_of(requests) + strategy.topk * (strategy.num_steps - 1)
         return self._models.graphs.draft(batch, strategy, num_left, longest)
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tlt_megatron.config.draft_folder import read_draft_settings
+from tlt_megatron.config.draft_folder import read_architecture
 from tlt_megatron.config.layout import draft_slack
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
 from tlt_megatron.config.strategy import SpeculationStrategy
@@ -70,10 +70,9 @@ def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
             "speculative_num_draft_tokens": drafting[0].num_retrieved + 1,
         }
     else:
-        settings = read_draft_settings(section.drafter, needs_whole_head=False)
         widest = max(drafting, key=lambda strategy: strategy.num_steps)
         options = {
-            "speculative_algorithm": _ALGORITHMS[settings["architectures"][0]],
+            "speculative_algorithm": _ALGORITHMS[read_architecture(section.drafter)],
             "speculative_draft_model_path": section.drafter,
             "speculative_num_steps": widest.num_steps,
             "speculative_eagle_topk": widest.topk,

@@ -128,6 +128,9 @@ class SglangEngine:
         RuntimeError without a learned drafter or before `load_weights`."""
         return self._weights.target_tensors()
 
+    def drafted_ids(self) -> Tensor | None:
+        return None
+
     @torch.no_grad()
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int

@@ -1,7 +1,8 @@
 """Differentiable causal attention over packed sequences, and over the steps of an unrolled draft.
 
 Keys are one per token, and optionally one more per token and later step of a draft, which only the
-token's own query sees. The parts are merged by log-sum. The score matrix is never stored.
+token's own query sees. The parts are merged by log-sum. The score matrix is never stored. Drafts
+that branch, which have no gradients, have a class of their own.
 """
 
 from __future__ import annotations
@@ -41,16 +42,52 @@ class UnrolledAttention:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = list(lengths)
-        self._steps: list[Tensor] = []  # kv_PKH of each step
+        self.steps: list[Tensor] = []  # kv_PKH of each step
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         """See `Attention`. Differentiable in queries, and in keys and values of all steps."""
         assert layer == 0, "a drafter has one layer"
-        self._steps.append(kv_PKH)
-        key, value = self._steps[0].chunk(2, dim=1)
-        later = self._steps[1:]
+        self.steps.append(kv_PKH)
+        key, value = self.steps[0].chunk(2, dim=1)
+        later = self.steps[1:]
         out = _PackedAttention.apply(self._lengths, None, query_PNH, key, value, *later)
         return out.flatten(1)
+
+
+class BranchAttention:
+    """Attention of drafts that branch off from packed tokens. Each call of `attend` is one depth.
+
+    A draft attends to the tokens that its root sees and to its own ancestors.
+    """
+
+    def __init__(self, trunk_PKH: Tensor, is_seen_RP: Tensor) -> None:
+        """`trunk_PKH` are keys and values of the tokens. `is_seen_RP` is for the R roots."""
+        bias_RP = trunk_PKH.new_zeros(is_seen_RP.shape).masked_fill_(~is_seen_RP, -torch.inf)
+        self._trunk, self._bias_RP = trunk_PKH, bias_RP
+        self._ancestors: list[Tensor] = []  # kv_QKH of each depth above, for the current drafts
+
+    def follow(self, parents_Q: Tensor) -> None:
+        """Begin the next depth with one draft after each of these rows of the last one. At first
+        they are rows of `is_seen_RP`.
+        """
+        self._bias_RP = self._bias_RP[parents_Q]
+        self._ancestors = [kv_QKH[parents_Q] for kv_QKH in self._ancestors]
+
+    def attend(self, layer: int, query_QNH: Tensor, kv_QKH: Tensor) -> Tensor:
+        """See `Attention`."""
+        assert layer == 0, "a drafter has one layer"
+        self._ancestors.append(kv_QKH)
+        repeat = 2 * query_QNH.shape[1] // kv_QKH.shape[1]
+        key, value = (
+            _for_queries(x, repeat).transpose(0, 1)[None] for x in self._trunk.chunk(2, dim=1)
+        )
+        query, bias = query_QNH.transpose(0, 1)[None], self._bias_RP[None, None]
+        out_1NQH, lse_1NQ = attend_with_lse(query, key, value, bias)
+        own_QN = [_own_scores(query_QNH, kv, None) for kv in self._ancestors]
+        weights_MQN = torch.stack([lse_1NQ[0].t(), *own_QN]).softmax(dim=0).unsqueeze(-1)
+        values = [_for_queries(kv.chunk(2, dim=1)[1], repeat) for kv in self._ancestors]
+        parts_MQNH = torch.stack([out_1NQH[0].transpose(0, 1), *values])
+        return (weights_MQN * parts_MQNH).sum(dim=0).to(query_QNH.dtype).flatten(1)
 
 
 class _PackedAttention(torch.autograd.Function):

@@ -11,12 +11,14 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import fingerprint_weights
+from tlt_megatron.runtime.collectives import broadcast_object
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.speculation.noise import DEFINITION
 from tlt_megatron.trainer.saving.run_checkpoint import SavedRun, find_saved_run
@@ -39,6 +41,9 @@ _FREE = (
     "reward.right_score",
     "data.train",
     "data.eval",
+    # the prompts' fingerprint compares their effect
+    "data.template_date",
+    "data.chat_template_kwargs",
 )
 
 
@@ -55,6 +60,16 @@ def saved_run_of(config: RunConfig, run_dir: Path, world: Group) -> SavedRun | N
         rule += " (tlt evaluate measures a checkpoint)"
         config.run.require(config.run.num_steps >= saved.step, "num_steps", rule)
     return saved
+
+
+def with_template_date(config: RunConfig, saved: SavedRun | None, world: Group) -> RunConfig:
+    """Return the settings with the date that chat templates write: the day on which the run was
+    started. A collective of all ranks.
+    """
+    before = saved.state.get(_SETTINGS, {}).get("data.template_date") if saved else None
+    day = config.data.template_date or before or date.today().isoformat()
+    day = broadcast_object(day, world)  # ranks may start on two sides of midnight
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, template_date=day))
 
 
 def describe_run(

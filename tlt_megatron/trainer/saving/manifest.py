@@ -20,7 +20,9 @@ from tlt_megatron.runtime.durable import replace_text
 MANIFEST = "manifest.json"
 POINTER = "latest_checkpointed_iteration.txt"
 _FOLDER_NAME = re.compile(r"iter_(\d{7,})(\.tmp)?")
-_FILE_OF_RANK = re.compile(r"(?:policy/__|critic/__|drafter_data/rank_|engine_)0*(\d+)[._]")
+_FILE_OF_RANK = re.compile(
+    r"(?:policy/__|critic/__|drafter_data/rank_|engine_|carried_)0*(\d+)[._]"
+)
 
 
 def engine_file(checkpoint: Path, rank: int) -> Path:

@@ -1,0 +1,61 @@
+"""What a chat template writes besides the messages: the date of the run, and its arguments."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.tiny_task import rollouts, run, run_ending
+
+pytestmark = pytest.mark.e2e
+
+TEMPLATE = (
+    "{{ strftime_now('%d%m') }}{% if mode is defined %}{{ mode }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}="
+)
+
+
+@pytest.fixture
+def chat(config: Path, tmp_path: Path) -> Path:
+    """The config of a task with chat prompts, whose template writes day and month."""
+    folder = shutil.copytree(config.parent, tmp_path / "task")
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    rows = [{"prompt": [{"role": "user", "content": f"t{i}"}], "label": "5"} for i in range(24)]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = (folder / "config.yaml").read_text().replace(str(config.parent), str(folder))
+    (folder / "config.yaml").write_text(text)
+    return folder / "config.yaml"
+
+
+def prompts(run_dir: Path) -> set[str]:
+    """Return the begin of each prompt, whose characters the tokenizer may separate by spaces."""
+    return {row["prompt"].replace(" ", "")[:6] for row in rollouts(run_dir)}
+
+
+def test_a_run_keeps_its_date_and_another_one_is_named(chat: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    data = (f"data.train={chat.parent}/chat.jsonl", "data.eval=", "logging.trackers=[]")
+    first = (*data, "data.template_date=2024-07-26", "data.chat_template_kwargs.mode=7")
+    run(1, chat, run_dir, *first, "run.num_steps=1")
+    assert prompts(run_dir) == {"26077t"}
+    config = run_dir / "config.yaml"
+    assert yaml.safe_load(config.read_text())["data"]["template_date"] == "2024-07-26"
+    later = ("run.num_steps=2", "checkpoint.resume=auto", "data.chat_template_kwargs.mode=7")
+    run(1, chat, run_dir, *data, *later)  # on another day
+    assert prompts(run_dir) == {"26077t"}
+    other = (*data, "run.num_steps=3", "checkpoint.resume=auto")
+    for settings, message in (
+        (
+            ("data.template_date=2024-07-27", later[-1]),
+            "): data.template_date ('2024-07-26' -> '2024-07-27') must be the same",
+        ),
+        (
+            ("data.chat_template_kwargs.mode=8",),
+            "): data.chat_template_kwargs ({'mode': 7} -> {'mode': 8}) must be the same",
+        ),
+    ):
+        assert message in run_ending(2, 1, chat, run_dir, *other, *settings)

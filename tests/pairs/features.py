@@ -1,0 +1,142 @@
+"""The features of a run that `make pairs` combines, and the check of a combination.
+
+A combination runs two steps on two ranks. It must equal, token for token: itself resumed after step
+1 and, with speculation, itself without (weights bit for bit), and itself on one rank (weights to
+rounding). Or the program refuses it, with one line that names a setting of every feature.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.case import compare
+from tests.tiny_task import TLT, make_tiny_task, run_forked, write_environment
+from tlt_megatron.trainer.saving.manifest import POINTER
+
+FEATURES = {  # overrides of each
+    "critic": "algorithm.advantage=gae critic.lr=1e-3",
+    "KL in the loss": "algorithm.kl_coef=0.1",
+    "KL in the reward": "algorithm.kl_coef=0.1 algorithm.kl_placement=reward",
+    "partial rollouts": "algorithm.tis_cap=2 rollout.over_sampling_prompts=4"
+    " rollout.partial_rollout_tokens=5",
+    "conversations": "rollout.environment={task}/environment.py:answer rollout.max_turns=3"
+    " rollout.max_observation_tokens=12",
+    "dynamic sampling": "algorithm.filter_groups=score",
+    "experts": "parallel.expert=2",
+    "routing replay": "rollout.routing_replay=true",
+    "context parallelism": "parallel.context=2",
+    "speculation": " ".join(TLT),
+    "batch invariance": "rollout.batch_invariant=true rollout.dtype=float32",
+}
+ON_A_MIXTURE = {"experts", "routing replay"}
+ONE_RANK = ("parallel.expert=1", "parallel.context=1")
+PLAIN = ("speculation.enabled=false", "spot.enabled=false")
+BASE = (
+    "run.num_steps=2 checkpoint.interval=1 checkpoint.keep=0 data.eval= logging.trackers=[]"
+    " rollout.num_samples=2 rollout.num_prompts=4 rollout.max_new_tokens=16"
+    " optimizer.eps=1e-5"  # so that Adam does not enlarge the rounding of another layout
+)
+# Two values of one setting: there is no run of both.
+EXCLUSIVE = ("KL in the loss", "KL in the reward")
+
+# Combinations of which `make test` checks every pair, 29 in all.
+CHOSEN = {
+    "dense": (
+        *("critic", "KL in the reward", "dynamic sampling"),
+        *("conversations", "speculation"),
+    ),
+    "mixture": (
+        *("KL in the loss", "experts", "routing replay"),
+        *("speculation", "batch invariance"),
+    ),
+    "context": (
+        *("KL in the loss", "partial rollouts", "dynamic sampling"),
+        *("context parallelism", "batch invariance"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tasks:
+    """The configs of a dense policy's task and of a mixture's."""
+
+    dense: Path
+    mixture: Path
+
+
+def make_tasks(root: Path) -> Tasks:
+    """Write both below `root`. Their policies end turns early."""
+    configs = []
+    for kind in ("qwen2", "qwen3_moe"):
+        configs.append(make_tiny_task(root / kind, kind=kind))
+        write_environment(root / kind)
+    return Tasks(dense=configs[0], mixture=configs[1])
+
+
+def all_pairs() -> list[tuple[str, str]]:
+    """Return every two features that one run can have."""
+    return [pair for pair in itertools.combinations(FEATURES, 2) if pair != EXCLUSIVE]
+
+
+def check(features: Sequence[str], tasks: Tasks, root: Path) -> tuple[str, list[str]]:
+    """Run a combination and its references below the empty folder `root`.
+
+    Returns the line with which it is refused, or "" if it runs, and in words what differs from the
+    references.
+    """
+    config = tasks.mixture if ON_A_MIXTURE.intersection(features) else tasks.dense
+    own = [*BASE.split(), *_settings(features, config)]
+    straight = root / "straight"
+
+    def start(num_ranks: int, name: str, *further: str) -> tuple[int, str]:
+        arguments = ["--config", config, f"run.dir={root / name}", *own, *further]
+        results = run_forked(num_ranks, *arguments)
+        said = "".join(text for _, text in results)
+        return max(code for code, _ in results), said
+
+    code, said = start(2, "straight")
+    if code:
+        return _refusal(features, config, code, said)
+    _copy_after_step_1(straight, root / "resumed")
+    references = {"resumed": (2, ("--resume", "auto")), "one rank": (1, ONE_RANK)}
+    if "speculation" in features:
+        references["plain"] = 2, PLAIN
+    found = []
+    for name, (num_ranks, further) in references.items():
+        code, said = start(num_ranks, name, *further)
+        if code:
+            found.append(f"{name}: exit code {code}: {said[-3000:]}")
+        else:
+            differing = compare(root / name, straight, is_rounded=name == "one rank")
+            found += [f"{name}: {each}" for each in differing]
+    return "", found
+
+
+def _settings(features: Collection[str], config: Path) -> list[str]:
+    words = " ".join(overrides for name, overrides in FEATURES.items() if name in features)
+    return words.replace("{task}", str(config.parent)).split()
+
+
+def _refusal(features: Sequence[str], config: Path, code: int, said: str) -> tuple[str, list[str]]:
+    """Return the line that refuses a combination, and what is wrong with it."""
+    lines = [line for line in said.splitlines() if line.startswith("pretrain_rl: ")]
+    line = lines[0].removeprefix("pretrain_rl: ") if lines else ""
+    unnamed = [
+        name
+        for name in features
+        if not any(s.partition("=")[0] in line for s in _settings([name], config))
+    ]
+    if code != 2 or not line or unnamed or "Traceback" in said:
+        return "", [f"exit code {code}, not refused by name: {said[-3000:]}"]
+    return line.replace(f"{config.parent}/", ""), []
+
+
+def _copy_after_step_1(straight: Path, run_dir: Path) -> None:
+    """Copy a run of two steps as it was when it had saved the first."""
+    later = ("summary.json", "trace.json", "hf", "iter_0000002", "step_0000002.*")
+    shutil.copytree(straight, run_dir, ignore=shutil.ignore_patterns(*later))
+    (run_dir / "checkpoints" / POINTER).write_text("1")

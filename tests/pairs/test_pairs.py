@@ -1,0 +1,23 @@
+"""Features two by two, through the whole program: see features.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.pairs.features import CHOSEN, Tasks, check, make_tasks
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
+    return make_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_run_of_several_features_equals_its_references(
+    tasks: Tasks, tmp_path: Path, name: str
+) -> None:
+    assert check(CHOSEN[name], tasks, tmp_path) == ("", [])
