@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
+from tlt_megatron.config.preflight import foreign_code
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.durable import replace_text
 from tlt_megatron.runtime.progress import Progress, format_number
 from tlt_megatron.runtime.timeline import merge_timelines
+from tlt_megatron.saved_files import read_json
 from tlt_megatron.trainer.model_card import model_card
 from tlt_megatron.trainer.run import Run
 from tlt_megatron.trainer.summary import read_metrics, summarize
@@ -59,9 +61,10 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
         return
     path, rows = run_dir / "summary.json", read_metrics(run_dir / "metrics.jsonl")
     summary = summarize(rows, seconds=run.report.seconds(), gain=gain)
+    summary["is_stopped"] = run.is_stopped
     if not run.num_new_steps and path.exists():
         # No step since a resume: the speedup that was measured at the run's end stays true.
-        summary = json.loads(path.read_text(encoding="utf-8")) | summary
+        summary = read_json(path) | summary
     replace_text(path, json.dumps(summary, indent=2) + "\n")
     if config.checkpoint.export_hf and is_complete and not run.is_stopped:
         card = model_card(config, summary, has_drafter=trainer.drafter is not None)
@@ -87,7 +90,8 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     tlt, folder = Path(sys.executable).with_name("tlt"), shlex.quote(str(run_dir))
     progress.message(f"next: {tlt} report {folder}")
     if config.checkpoint.export_hf:
-        progress.message(f"      {tlt} evaluate {folder} --data FILE")
+        trust = " --trust-run" if foreign_code(config) else ""
+        progress.message(f"      {tlt} evaluate {folder} --data FILE{trust}")
     if trainer.drafter is not None:
         progress.message(f"      {tlt} export-drafter --from {folder} --to FOLDER --format sglang")
 
