@@ -29,9 +29,12 @@ TABLE_COLUMNS = (
     "eval/accuracy",
     "response_length/mean",
     "response_length/max",
+    "response_length/clip_ratio",
     "actor/grad_norm",
+    "rollout/entropy",
     "actor/entropy",
     "timing_s/gen",
+    "timing_s/wait",
     "timing_s/update_actor",
     "timing_s/step",
 )
@@ -85,11 +88,15 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
             progress.message(f"{name:<22} {format_number(value)}")
     progress.message(f"run folder: {run_dir.resolve()}")
     tlt, folder = Path(sys.executable).with_name("tlt"), shlex.quote(str(run_dir))
-    progress.message(f"next: {tlt} report {folder}")
+    words = [f"report {folder}", f"watch {folder}"]
     if config.checkpoint.export_hf:
-        progress.message(f"      {tlt} evaluate {folder} --data FILE")
+        data = shlex.quote((config.data.eval_files or {"": config.data.train}).popitem()[1])
+        words += [f"chat {folder}", f"evaluate {folder} --data {data}"]
     if trainer.drafter is not None:
-        progress.message(f"      {tlt} export-drafter --from {folder} --to FOLDER --format sglang")
+        served = shlex.quote(f"{run_dir}-drafter")
+        words.append(f"export-drafter --from {folder} --to {served} --format sglang")
+    for number, command in enumerate(words):
+        progress.message(f"{'      ' if number else 'next: '}{tlt} {command}")
 
 
 def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:
