@@ -28,7 +28,8 @@ from tlt_megatron.runtime.stop import SIGNALS
 from tlt_megatron.trainer.before.command_line import read_command
 
 _TAKEN = (*SIGNALS, signal.SIGHUP)
-_LOOK_S = 1.0  # seconds between two checks for started ranks
+_LOOK_S = 1.0  # seconds between two checks of the ranks
+_SIGTERM_BIT = 1 << (signal.SIGTERM - 1)
 _NODES_COME_S = 180.0  # a dry run waits for other nodes; --rdzv-conf timeout=SECONDS sets another
 
 
@@ -136,11 +137,14 @@ class _Forwarder:
         threading.Thread(target=self._forward, args=(taken,), daemon=True).start()
 
     def _forward(self, taken: tuple[signal.Signals, ...]) -> None:
-        has_started, trainer = False, int(os.environ.get(TRAINER_PID, "0"))
+        has_started = has_forwarded = False
+        trainer = int(os.environ.get(TRAINER_PID, "0"))
         while True:
             info = signal.sigtimedwait(taken, _LOOK_S)
             ranks = _ranks()
             has_started = has_started or bool(ranks)
+            if info is None and not has_forwarded:
+                self._end_frozen(ranks)
             if trainer and os.getppid() != trainer:  # the script or notebook has ended
                 trainer = 0
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -161,9 +165,27 @@ class _Forwarder:
                 number = signal.SIGKILL
             elif number == signal.SIGHUP:
                 number = signal.SIGTERM
+            has_forwarded = True
             for rank in ranks:
                 with suppress(ProcessLookupError):
                     os.killpg(rank, number)
+
+    def _end_frozen(self, ranks: list[int]) -> None:
+        """Kill the ranks whose process is stopped and that torchrun has asked to end.
+
+        torchrun asks them by SIGTERM when a rank has failed, and waits for 30 s, whatever
+        --shutdown-timeout says: it uses that for signals to itself alone. A stopped process takes
+        no signal but SIGKILL.
+        """
+        for rank in ranks:
+            if _is_frozen(rank):
+                print(
+                    f"torchrun.py: the process {rank} is stopped and cannot end by itself: killed",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                with suppress(ProcessLookupError):
+                    os.killpg(rank, signal.SIGKILL)
 
     def _say_killed(self) -> None:
         self.has_killed = True
@@ -181,6 +203,16 @@ def _ranks() -> list[int]:
         with suppress(FileNotFoundError, ProcessLookupError):  # that thread has just ended
             pids += map(int, path.read_text().split())
     return [pid for pid in pids if _leads_group(pid)]
+
+
+def _is_frozen(pid: int) -> bool:
+    """Return whether a process is stopped while SIGTERM waits for it."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        waiting = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
+        return status["State"].startswith("T") and bool(waiting & _SIGTERM_BIT)
+    return False
 
 
 def _leads_group(pid: int) -> bool:

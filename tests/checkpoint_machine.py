@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.faults.file_faults import damage_file
 from tlt_megatron.runtime.process_groups import SINGLE
-from tlt_megatron.trainer.saving.manifest import POINTER, read_pointer
+from tlt_megatron.trainer.saving.manifest import MANIFEST, POINTER, read_pointer
 from tlt_megatron.trainer.saving.run_checkpoint import CheckpointManager, SavedRun, find_saved_run
 
 KEEP = 2
@@ -154,6 +154,10 @@ class CheckpointMachine(RuleBasedStateMachine):
         folder = self.manager.restore(saved)
         assert folder.suffix != ".tmp", "a resume finishes the rename of a sealed checkpoint"
         assert self.model.value == value
+        assert read_pointer(self.root) == saved.step, "a resume moves the pointer"
+        self.is_pointer_ours = True
+        left = [path for path in self.root.rglob("*.tmp") if not (path / MANIFEST).exists()]
+        assert not left, "a resume removes what a save has left"
         self.intact[folder] = value
         self.step = saved.step
 

@@ -28,6 +28,7 @@ class FakeHub:
     url: str = ""
     created: list[dict[str, object]] = field(default_factory=list)  # repositories
     uploads: dict[str, bytes] = field(default_factory=dict)  # by name
+    fault: str = ""  # of a download of weights: "breaks off", or "wrong bytes" of the right size
 
     def downloads(self) -> list[str]:
         """Return the names of the files that were sent, in order."""
@@ -97,6 +98,8 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
             if file.is_file():
                 content = file.read_bytes()
                 tag = hashlib.sha256(content).hexdigest()
+                if hub.fault == "wrong bytes" and file.suffix == ".safetensors":
+                    content = content[:-1] + bytes([content[-1] ^ 1])
                 self._send(200, content, {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT})
             else:
                 self._send(404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
@@ -110,7 +113,12 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            if self.command != "HEAD":
+            if self.command == "HEAD":
+                return
+            if hub.fault == "breaks off" and len(content) > 10_000:
+                self.wfile.write(content[: len(content) // 2])
+                self.close_connection = True
+            else:
                 self.wfile.write(content)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -83,12 +83,13 @@ def make_tiny_task(folder: Path, *, kind: str = "qwen2", num_layers: int = 2) ->
     """Write model/, train.jsonl, eval.jsonl, reward.py and config.yaml; returns the path of the
     config.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {c: i for i, c in enumerate(["<pad>", "<eos>", *ALPHABET])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
     model = make_tiny_hf(
         folder / "model", kind, vocab_size=48, num_layers=num_layers, eos_token_id=1, pad_token_id=0
     )

@@ -11,14 +11,15 @@ from tlt_megatron.version import __version__
 if TYPE_CHECKING:
     from tlt_megatron.api.drafting import Drafter
     from tlt_megatron.api.text_engine import Completion, Engine
-    from tlt_megatron.api.training import FinishedRun, Trainer
+    from tlt_megatron.api.training import FinishedRun, RunStopped, Trainer
 
-__all__ = ["Completion", "Drafter", "Engine", "FinishedRun", "Trainer", "__version__"]
+__all__ = ["Completion", "Drafter", "Engine", "FinishedRun", "RunStopped", "Trainer", "__version__"]
 _MODULES = {
     "Completion": "text_engine",
     "Drafter": "drafting",
     "Engine": "text_engine",
     "FinishedRun": "training",
+    "RunStopped": "training",
     "Trainer": "training",
 }
 

@@ -1,7 +1,8 @@
 """The first minutes on a GPU: what works, how fast, and why not. It installs nothing.
 
-    python tools/gpu_check.py --out results                     # every stage
-    python tools/gpu_check.py --stage 0 1 2a --budget 330       # some stages, at most 330 s
+    python tools/gpu_check.py --first-day --out results    # the most valuable items, at most 560 s
+    python tools/gpu_check.py --second-day --out results   # all others
+    python tools/gpu_check.py --stage 2b 0.rates           # some, in this order
     python tools/gpu_check.py --device cpu --tiny  # shows that the items run, on a pretended GPU
 
 Each item is a process of its own with a time limit. As it ends, a JSON line with its figures goes
@@ -64,6 +65,30 @@ def read_items() -> list[Item]:
 
 
 ITEMS = read_items()
+_FIRST_DAY_S = 560.0  # of a lease of 15 minutes with its start, and of a command of 10
+
+
+def first_day() -> list[Item]:
+    """Return the rows of tools/gpu/first_day.txt: items in order, with limits for a cold start."""
+    by_key, items = {item.key: item for item in ITEMS}, []
+    for line in (REPO / "tools" / "gpu" / "first_day.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            key, limit_s, _ = line.split()
+            items.append(by_key[key]._replace(limit_s=float(limit_s)))
+    return items
+
+
+def choose(options: argparse.Namespace) -> list[Item]:
+    """Return the items that are asked for, in the order in which they are named."""
+    also = (text.rsplit(":", 1) for text in options.also)
+    items = [*ITEMS, *(Item("also", f.split(":")[1], f, float(s)) for f, s in also)]
+    if options.first_day:
+        return first_day()
+    if options.second_day:
+        early = {item.key for item in first_day()}
+        return [item for item in items if item.key not in early]
+    words = options.stage or list(dict.fromkeys(item.stage for item in items))
+    return [item for word in words for item in items if word in (item.stage, item.key)]
 
 
 class Runner:
@@ -243,7 +268,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="items: " + " ".join(item.key for item in ITEMS),
     )
     add = parser.add_argument
-    add("--stage", nargs="+", default=[], help="stages, or items such as 2b.plain_2048")
+    add("--stage", nargs="+", default=[], help="stages, or items such as 2b.plain_2048, in order")
+    add("--first-day", action="store_true", help="the items of tools/gpu/first_day.txt, in 560 s")
+    add("--second-day", action="store_true", help="all other items")
     add("--budget", type=float, default=0.0, help="seconds, after which no item starts or goes on")
     add("--out", default=str(REPO / "build" / "gpu_check"), help="folder of results.jsonl")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a pretended GPU")
@@ -255,6 +282,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     known = {name for item in ITEMS for name in (item.stage, item.key)} | {"also"}
     if unknown := sorted(set(options.stage) - known):
         parser.error(f"--stage {' '.join(unknown)}: must be of {' '.join(sorted(known))}")
+    if options.first_day + options.second_day + bool(options.stage) > 1:
+        parser.error("--first-day, --second-day and --stage: must be one of them")
+    if options.first_day and not options.budget and options.device == "cuda":
+        options.budget = _FIRST_DAY_S
     return options
 
 
@@ -263,9 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.
     """
     options = _parse(arguments)
-    also = (text.rsplit(":", 1) for text in options.also)
-    items = [*ITEMS, *(Item("also", f.split(":")[1], f, float(s)) for f, s in also)]
-    chosen = [i for i in items if not options.stage or {i.stage, i.key} & set(options.stage)]
+    chosen = choose(options)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     runner = Runner(options)
     for item in chosen:

@@ -12,14 +12,13 @@ import torch.distributed as dist
 
 from tests.slow_draft import make_draft_model, make_sequence
 from tests.spot_phases import make_drafter_trainer, run_spot_ranks, world_group
-from tests.unit.spot.test_lifecycle import STRATEGIES, Shelf
+from tests.unit.spot.test_lifecycle import STRATEGIES, Shelf, WatchedHoldout
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.holdout import Holdout
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 from tlt_megatron.types import SamplingParams
@@ -35,7 +34,7 @@ def make_lifecycle(engine: Shelf, run_dir: Path) -> DrafterLifecycle:
         make_drafter_trainer(batch_tokens=16),
         DataBuffer(SpotSection(enabled=True), torch.float64),
         engine,
-        Holdout(engine, SamplingParams(), STRATEGIES),
+        WatchedHoldout(engine, SamplingParams(), STRATEGIES),
         ranks=SpotRanks(
             store=open_job_store(world, 20.0).part("spot"),
             layout=ReplicaLayout(world.size),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -122,7 +123,7 @@ def test_bad_input_is_said_in_one_error(
         assert "my mistake" in lines[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
 def test_a_run_is_saved_when_its_script_is_stopped(
     config: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -147,9 +148,15 @@ def test_a_run_is_saved_when_its_script_is_stopped(
         time.sleep(0.1)
     (launcher,) = psutil.Process(process.pid).children()
     family = [launcher, *launcher.children(recursive=True)]
-    process.send_signal(number)
-    code = process.wait(60)
-    assert code == -number or number == signal.SIGINT
+    if number == signal.SIGTERM:  # of the machine, to the run
+        launcher.terminate()
+        assert process.wait(60) == 1
+        last = (tmp_path / "output").read_text().splitlines()[-1]
+        assert re.search(r"RunStopped: .*/run: stopped on request after step \d+ and saved", last)
+    else:
+        process.send_signal(number)
+        code = process.wait(60)
+        assert code == -number or number == signal.SIGINT
     _, alive = psutil.wait_procs(family, timeout=120)
     assert not alive
     assert any((run_dir / "checkpoints").iterdir()), (tmp_path / "output").read_text()

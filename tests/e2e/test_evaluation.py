@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_task import metric_rows, run, run_forked
+from tlt_megatron.cli import run_tool
 from tlt_megatron.config.load import dump_config, load_config
 from tools.commands.evaluate import evaluation_command
 
@@ -41,7 +42,7 @@ def test_a_finished_run_is_evaluated_with_its_settings(config: Path, tmp_path: P
             assert row[f"eval/{name}"] == pytest.approx(sum(parts) / 2)
         for name in ("eval", "train"):
             assert row[f"val-core/{name}/reward/mean@2"] == row[f"eval/{name}/accuracy"]
-    given = f"{trained} --data {data} --samples 4 run.seed=7".split()
+    given = f"{trained} --trust-run --data {data} --samples 4 run.seed=7".split()
     result = evaluate(given, tmp_path / "result")
     assert (result["model"], result["data"]) == (str(trained / "hf"), str(data))
     assert (result["num_samples"], result["seed"]) == (4, 7)
@@ -95,6 +96,54 @@ def test_what_only_training_needs_is_off_in_an_evaluation(tmp_path: Path) -> Non
     (tmp_path / "config.yaml").write_text(dump_config(trained))
     (tmp_path / "hf").mkdir()
     assert f"model.path={tmp_path}/hf" in evaluation_command([str(tmp_path), "--data", "a.jsonl"])
+
+
+CODE = """
+from pathlib import Path
+Path(__file__).with_suffix(".ran").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "again"),
+    [
+        ("reward.function={0}:f", "reward.function=math"),
+        ("reward.function={{math: 1.0, {0}:f: 0.5}}", "reward.function=exact"),
+        ("rollout.environment={0}:f", "rollout.environment="),
+        ("algorithm.advantage={0}:f", "algorithm.advantage=grpo"),
+        ("algorithm.loss=os:system", "algorithm.loss=ppo"),
+        ("speculation.selector={0}:f", "speculation.selector=fixed"),
+        ("logging.trackers=[tensorboard, {0}:f]", "logging.trackers=[]"),
+        ("rollout.engine={0}:f", "rollout.engine=embedded"),
+        ("sglang.engine_args.trust_remote_code=true", "sglang.engine_args={{}}"),
+    ],
+)
+def test_code_that_a_run_folder_names_runs_only_if_the_user_trusts_it(
+    setting: str, again: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the command: it becomes the run only with --trust-run, or if the setting is given."""
+    file = tmp_path / "theirs.py"
+    file.write_text(CODE)
+    settings = [setting.format(file)]
+    if setting.startswith("sglang"):
+        settings.append("rollout.engine=sglang")
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(None, settings)))
+    (tmp_path / "hf").mkdir()
+    words, started = ["evaluate", str(tmp_path), "--data", "a.jsonl"], []
+    monkeypatch.setattr("os.execv", lambda *command: started.append(command))
+    key = setting.partition("=")[0].removesuffix(".trust_remote_code")
+    refusal = rf"names code outside of the package: {key}=.*--trust-run"
+    for more in ([], ["reward.num_workers=2"], [f"{key}.more=1"][: key.count("args")]):
+        with pytest.raises(ValueError, match=refusal):
+            run_tool("evaluate", [*words[1:], *more])
+    assert not started
+    run_tool("evaluate", [*words[1:], "--trust-run"])
+    run_tool("evaluate", [*words[1:], again.format()])
+    run_tool(
+        "evaluate", [*words[1:], "--config", str(tmp_path / "config.yaml")]
+    )  # named by the user
+    assert len(started) == 3
+    assert not file.with_suffix(".ran").exists()
 
 
 def test_top_k_of_one_is_greedy_in_an_evaluation(config: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ speaks its protocol.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,31 @@ def test_what_the_hub_lacks_is_refused_in_one_line(
     assert line.startswith(f"pretrain_rl: {key}={value!r}: is no "), output
     assert reason in line
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("breaks off", "and the Hugging Face Hub does not give it: "),
+        ("wrong bytes", "model.safetensors has the SHA-256 .*: it was deleted from the cache"),
+    ],
+)
+def test_a_download_that_fails_is_one_line_and_works_the_next_time(
+    hub: FakeHub, config: Path, tmp_path: Path, fault: str, reason: str
+) -> None:
+    words = ("train", config, *IDS, "--dry-run", f"run.dir={tmp_path / 'run'}")
+    hub.fault = fault
+    _, output = tlt(hub, tmp_path / "hf", *words)
+    (line,) = (line for line in output.splitlines() if "model.path='tiny/policy': " in line)
+    assert re.search(reason, line), output
+    assert "Traceback" not in output
+    blobs = [path for path in (tmp_path / "hf").rglob("blobs/*") if path.stat().st_size > 10_000]
+    assert not [path for path in blobs if "incomplete" not in path.name]
+    hub.fault = ""
+    code, output = tlt(hub, tmp_path / "hf", *words)
+    assert code == 0, output
+    code, output = tlt(hub, tmp_path / "hf", *words, offline=True)
+    assert code == 0, output
 
 
 def test_without_a_network_the_line_says_how_to_get_the_folder(

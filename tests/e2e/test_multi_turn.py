@@ -115,7 +115,7 @@ def test_a_chat_whose_tool_writes_control_tokens(task: Path, tmp_path: Path) -> 
     own += ("rollout.max_observation_tokens=80",)
     run(1, task, tmp_path / "run", *own, f"rollout.environment={tmp_path}/tool.py:answer")
     found = rollouts(tmp_path / "run")
-    assert any("<|endoftext|>" in m["content"] for row in found for m in row["messages"])
+    assert any("<pad>" in m["content"] for row in found for m in row["messages"])
     found = [row for row in found if "loss_mask" in row]
     assert found
     for row in found:

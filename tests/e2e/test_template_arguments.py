@@ -31,17 +31,22 @@ def chat(config: Path, tmp_path: Path) -> Path:
     return folder / "config.yaml"
 
 
+def prompts(run_dir: Path) -> set[str]:
+    """Return the begin of each prompt, whose characters the tokenizer may separate by spaces."""
+    return {row["prompt"].replace(" ", "")[:6] for row in rollouts(run_dir)}
+
+
 def test_a_run_keeps_its_date_and_another_one_is_named(chat: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     data = (f"data.train={chat.parent}/chat.jsonl", "data.eval=", "logging.trackers=[]")
     first = (*data, "data.template_date=2024-07-26", "data.chat_template_kwargs.mode=7")
     run(1, chat, run_dir, *first, "run.num_steps=1")
-    assert all(row["prompt"].startswith("26077t") for row in rollouts(run_dir))
+    assert prompts(run_dir) == {"26077t"}
     config = run_dir / "config.yaml"
     assert yaml.safe_load(config.read_text())["data"]["template_date"] == "2024-07-26"
     later = ("run.num_steps=2", "checkpoint.resume=auto", "data.chat_template_kwargs.mode=7")
     run(1, chat, run_dir, *data, *later)  # on another day
-    assert all(row["prompt"].startswith("26077t") for row in rollouts(run_dir))
+    assert prompts(run_dir) == {"26077t"}
     other = (*data, "run.num_steps=3", "checkpoint.resume=auto")
     for settings, message in (
         (

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +15,6 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.pretend_cuda import pretend_device
 from tests.tiny_models import random_weights, tiny_config
-from tests.tiny_task import REPO
 from tests.unit.engines.conftest import checksum, speculate
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
@@ -167,10 +161,3 @@ def test_an_engine_on_a_pretended_gpu_does_what_it_does_on_a_cpu(
     for here, there in zip(found, expected, strict=True):
         assert torch.equal(here.token_ids, there.token_ids)
         torch.testing.assert_close(here.logprobs, there.logprobs, atol=1e-6, rtol=1e-6)
-
-
-def test_kernels_compile(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(REPO), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_kernels"]
-    subprocess.run(command, env=environment, cwd=tmp_path, check=True)

@@ -47,6 +47,19 @@ class FinishedRun:
         return self.folder / "hf_drafter"
 
 
+class RunStopped(Exception):
+    """A run was stopped on request, by SIGTERM say, before its last step. It has saved a
+    checkpoint.
+    """
+
+    def __init__(self, run: FinishedRun) -> None:
+        super().__init__(
+            f"{run.folder}: stopped on request after step {run.summary.get('num_steps')} and saved;"
+            f' continue with overrides={{"run.dir": "{run.folder}", "checkpoint.resume": "auto"}}'
+        )
+        self.run = run  # its `policy` is not there yet
+
+
 class Trainer:
     """One run of a configuration.
 
@@ -99,8 +112,9 @@ class Trainer:
         """Run to the end and return what is left.
 
         KeyboardInterrupt stops the run, which first saves a checkpoint; a second one does not wait
-        for it. The run also stops and saves if this process ends. RuntimeError with the last line
-        of the output if the run fails, ValueError if its settings are refused.
+        for it. The run also stops and saves if this process ends. RunStopped if something else
+        stopped it. RuntimeError with the last line of the output if the run fails, ValueError if
+        its settings are refused.
         """
         # Ranks are stopped by one signal to the launcher, not by the terminal's to everyone.
         process = subprocess.Popen(
@@ -128,7 +142,10 @@ class Trainer:
         if code:
             raise (ValueError if code == 2 else RuntimeError)(last or f"exit code {code}")
         summary = self.folder / "summary.json"
-        return FinishedRun(folder=self.folder, summary=json.loads(summary.read_text("utf-8")))
+        run = FinishedRun(folder=self.folder, summary=json.loads(summary.read_text("utf-8")))
+        if run.summary["is_stopped"]:
+            raise RunStopped(run)
+        return run
 
 
 def _write_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_megatron.config.model_folder import EMBEDDING, HEAD, check_shapes, name_setting
-from tlt_megatron.config.model_shape import ModelConfig, read_json, rope_config
+from tlt_megatron.config.model_shape import ModelConfig, rope_config
 from tlt_megatron.config.ranges import read_number, read_size, require
 from tlt_megatron.config.weight_files import (
     StoredTensor,
@@ -22,6 +22,7 @@ from tlt_megatron.config.weight_files import (
     has_same_values,
     read_bytes,
 )
+from tlt_megatron.saved_files import MALFORMED, read_json
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def read_draft_settings(
     raw = read_json(file)
     try:
         return _settings(raw, num_layers, needs_whole_head)
-    except ValueError as error:
+    except MALFORMED as error:
         raise ValueError(f"{file}: {error}") from error
 
 
@@ -147,6 +148,7 @@ def _architecture(hf: Mapping[str, Any]) -> str:
     found = names[0] if isinstance(names, list) and names else names
     known = [*ARCHITECTURES.values(), *_FOREIGN_ARCHITECTURES]
     require(found in known, "architectures", found, f"one of {', '.join(known)}")
+    assert isinstance(found, str)
     return _FOREIGN_ARCHITECTURES.get(found, found)
 
 

@@ -85,4 +85,4 @@ def _read_glm(hf: Mapping[str, Any], num_layers: int) -> ExpertsConfig:
 
 def _num_experts(hf: Mapping[str, Any], name: str) -> int:
     """Transformers 5 writes `num_local_experts` for some families."""
-    return read_size(hf, "num_local_experts" if "num_local_experts" in hf else name, 128)
+    return read_size(hf, "num_local_experts" if "num_local_experts" in hf else name, 128, most=4096)

@@ -15,13 +15,16 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.saved_files import one_line
 
 _NAME = r"[\w-][\w.-]*"
 _MODEL = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[\w./-]+))?")
@@ -31,6 +34,7 @@ _DATA = re.compile(
 CONFIG = ("config.json",)
 TOKENIZER = ("*.json", "*.model", "*.txt", "*.jinja")
 WHOLE = (*TOKENIZER, "*.safetensors")
+_SHA256 = re.compile("[0-9a-f]{64}")
 # Where this project's commands and examples put models: a name that begins so is a path, and is not
 # sent to the Hub.
 _LOCAL = ("build/", "models/", "runs/")
@@ -58,7 +62,6 @@ def fetch_model(key: str, name: str, patterns: tuple[str, ...] = WHOLE) -> Path:
         advice = f": {made} makes it" if made else " (an id of the Hub is owner/name)"
         raise ValueError(f"{key}={name!r}: is no folder of this machine{advice}")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         folder = snapshot_download(
@@ -67,9 +70,58 @@ def fetch_model(key: str, name: str, patterns: tuple[str, ...] = WHOLE) -> Path:
             allow_patterns=list(patterns),
             ignore_patterns=list(_LEFT_OUT),
         )
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except _hub_errors() as error:
         raise _unreachable(key, name, "folder", f"hf download {match['repo']}", error) from error
+    _check_weights(f"{key}={name!r}", Path(folder))
     return Path(folder)
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """Return what the Hub's library raises: HTTPError of a connection that breaks off, RuntimeError
+    of its storage.
+    """
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+    found = (OSError, ValueError, RuntimeError, HTTPError)
+    if "datasets" not in sys.modules:
+        return found
+    from datasets.exceptions import DatasetsError
+
+    return (*found, DatasetsError)
+
+
+def _check_weights(setting: str, folder: Path) -> None:
+    """Raise ValueError for a file of weights whose SHA-256 is not the one that the Hub states, and
+    delete it from the cache.
+
+    The cache names each such file by that SHA-256. A file is read once: a mark says that it was.
+    """
+    from huggingface_hub.constants import HF_HOME
+
+    marks = Path(HF_HOME) / "tlt_megatron" / "checked"
+    for link in sorted(folder.glob("*.safetensors")):
+        file = link.resolve()
+        stated, about = file.name, file.stat()
+        if not _SHA256.fullmatch(stated):  # a file system without links: the cache has no names
+            continue
+        mark, written = marks / stated, f"{about.st_size} {about.st_mtime_ns}"
+        if mark.is_file() and mark.read_text() == written:
+            continue
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if found != stated:
+            end = "it was deleted from the cache. Start again to fetch it anew"
+            try:
+                link.unlink()
+                file.unlink()
+            except OSError as error:
+                end = f"delete {file}, which this process cannot: {error.strerror}"
+            raise ValueError(
+                f"{setting}: {link.name} has the SHA-256 {found}, the Hugging Face Hub states {stated}: {end}"
+            )
+        with suppress(OSError):  # of a cache that cannot be written: the next start reads it again
+            marks.mkdir(parents=True, exist_ok=True)
+            mark.write_text(written)
 
 
 def check_push(name: str) -> None:
@@ -86,13 +138,12 @@ def push_folder(folder: Path, name: str) -> str:
     ValueError if the Hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         HfApi().create_repo(name, private=True, exist_ok=True)
         return HfApi().upload_folder(repo_id=name, folder_path=folder).commit_url
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except _hub_errors() as error:
+        reason = one_line(error, 300)
         raise ValueError(
             f"--push-to-hub {name}: {folder} is written, but not uploaded: {reason}. Log in by `hf auth login`,"
             f" then: hf upload {name} {folder}"
@@ -131,7 +182,7 @@ def fetch_data(key: str, name: str) -> Path:
     stem = re.sub(r"[^\w.-]+", "_", f"{Path(source[0]).name}-{split}")
     try:
         return _write_split(source, split, stem)
-    except (OSError, ValueError, RuntimeError) as error:
+    except _hub_errors() as error:
         command = f"hf download --repo-type dataset {source[0]}"
         raise _unreachable(key, name, ".jsonl or .parquet file", command, error) from error
 
@@ -231,7 +282,7 @@ def _found(config: RunConfig, patterns: tuple[str, ...]) -> dict[str, str | list
 
 
 def _unreachable(key: str, name: str, kind: str, command: str, error: Exception) -> ValueError:
-    reason = " ".join(str(error).split())[:300]
+    reason = one_line(error, 300) or type(error).__name__
     advice = f"on a machine with a network: {command} --local-dir FOLDER, then copy FOLDER here and set {key} to it"
     if Path(name).parent.is_dir():  # so it is a path, most likely
         advice = f"the folder {Path(name).parent} is here, and has no {Path(name).name}"

@@ -1,4 +1,6 @@
-"""Reads YAML and `a.b=v` overrides into a RunConfig, the typed sections of schema.py."""
+"""Reads YAML and `a.b=v` overrides into a RunConfig, the typed sections of schema.py, and checks
+the JSON of a checkpoint by sections of the same kind.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,18 @@ import typing
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 
 from tlt_megatron.config.other_names import our_name
 from tlt_megatron.config.ranges import Section
 from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.saved_files import one_line, read_bytes
 
+T = TypeVar("T", bound=Section)
+
+_MAX_FILE_BYTES = 1 << 20
 _MAX_VALUES = 100_000  # of a file with its aliases written out; ten lines can stand for 10^10
 _INT = "tag:yaml.org,2002:int"
 
@@ -52,6 +58,19 @@ class _Loader(yaml.SafeLoader):
                 )
             lines[key.tag, key.value] = line
         return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Write the mappings of `<<` out. ValueError where they stand for too many values."""
+        num_values = 0
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                for part in {id(p): p for p in parts if isinstance(p, yaml.MappingNode)}.values():
+                    self.flatten_mapping(part)
+                num_values += sum(len(part.value) for part in parts)
+        if num_values > _MAX_VALUES:
+            raise ValueError(f"its << stand for {num_values} values: must be at most {_MAX_VALUES}")
+        super().flatten_mapping(node)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -92,7 +111,7 @@ def load_config(
     """
     raw: dict[str, Any] = {}
     for file in (path,) if isinstance(path, str | Path) else path or ():
-        for section, content in _read(Path(file)).items():
+        for section, content in read_sections(Path(file)).items():
             earlier = raw.get(section)
             if isinstance(earlier, dict) and isinstance(content, dict | None):
                 content = earlier | (content or {})
@@ -107,18 +126,34 @@ def dump_config(config: RunConfig) -> str:
     return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_sections(path: Path) -> dict[str, Any]:
+    """Return the sections of a YAML file, unchecked. ValueError names the file."""
     name = f"config={str(path)!r}"
     if not path.is_file():
         raise ValueError(f"{name}: no such file")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bytes(path, _MAX_FILE_BYTES).decode()
+    except (OSError, ValueError) as error:
         raise ValueError(f"{name}: cannot be read: {error}") from error
+    return parse_sections(text, name)
+
+
+def parse_sections(text: str, name: str) -> dict[str, Any]:
+    """Return the sections in the YAML `text` of the file that messages call `name`."""
     sections = _parse(text, name) or {}
     if not isinstance(sections, dict):
         raise ValueError(f"{name}: must hold a mapping of sections, not {_kind(sections)}")
     return sections
+
+
+def check_record(record: type[T], raw: object, source: object) -> T:
+    """Return JSON as a `Section`. ValueError names its source, a file say, and the key that is
+    missing or unknown, or has another type or a value outside its range.
+    """
+    try:
+        return _build(record, raw, "")
+    except ValueError as error:
+        raise ValueError(f"{source} is damaged: {one_line(error)}") from error
 
 
 def _parse(text: str, name: str) -> Any:
@@ -196,6 +231,10 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
         if key not in known or (isinstance(value, dict) and hints[key] is str):
             raise ValueError(f"{name}={value!r}: unknown key; {_meant(name, value, known)}")
         values[key] = _convert(value, hints[key], name)
+    fields, absent = dataclasses.fields(section_type), dataclasses.MISSING
+    needed = [f.name for f in fields if f.default is absent and f.default_factory is absent]
+    if missing := [name for name in needed if name not in values]:
+        raise ValueError(f"{prefix or 'it'} lacks {', '.join(missing)}")
     return section_type(**values)
 
 

@@ -6,7 +6,6 @@ loaded. Defaults of absent keys are those of transformers.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from tlt_megatron.config.experts_shape import ExpertsConfig, read_experts
 from tlt_megatron.config.ranges import read_flag, read_number, read_size, require
+from tlt_megatron.saved_files import MALFORMED, read_json
 
 ROPE_KINDS = {  # and what config.json must say of each
     "default": (),
@@ -22,6 +22,7 @@ ROPE_KINDS = {  # and what config.json must say of each
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+_MOST_LAYERS = 2_000  # each tensor of a model is named: a crafted number would fill the memory
 _DEFAULT_THETA = 10000.0
 _MISTRAL_WINDOW = 4096
 ROUTER_BIAS = "e_score_correction_bias"  # in float32 whatever the other tensors are
@@ -108,17 +109,6 @@ class ModelConfig:
         return self.experts is not None and layer in self.experts.layers
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. ValueError names the file."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: must hold a JSON object, not a {type(value).__name__}")
-    return value
-
-
 def load_model_config(path: str | Path, key: str = "model.path") -> ModelConfig:
     """Read `config.json` in the folder `path`. ValueError for an unsupported family or option.
 
@@ -130,7 +120,7 @@ def load_model_config(path: str | Path, key: str = "model.path") -> ModelConfig:
     hf = read_json(file)
     try:
         return _model_config(hf)
-    except ValueError as error:
+    except MALFORMED as error:
         raise ValueError(f"{key}={str(path)!r}: config.json {error}") from error
 
 
@@ -161,7 +151,7 @@ def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
         vocab_size=read_size(hf, "vocab_size"),
         hidden_size=hidden,
         ffn_size=read_size(hf, "intermediate_size"),
-        num_layers=read_size(hf, "num_hidden_layers"),
+        num_layers=read_size(hf, "num_hidden_layers", most=_MOST_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -222,7 +212,7 @@ def rope_config(hf: Mapping[str, Any], partial_rotary_factor: float = 1.0) -> Ro
     require(isinstance(rope, dict), "rope_parameters", rope, "an object")
     rope = {"rope_theta": hf.get("rope_theta", _DEFAULT_THETA)} | rope
     kind = rope.get("rope_type", rope.get("type", "default"))
-    require(kind in ROPE_KINDS, "rope_type", kind, f"one of {', '.join(ROPE_KINDS)}")
+    require(kind in [*ROPE_KINDS], "rope_type", kind, f"one of {', '.join(ROPE_KINDS)}")
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     partial = partial_rotary_factor if partial is None else partial
     is_known = partial in (1, partial_rotary_factor)

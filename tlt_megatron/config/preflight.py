@@ -5,7 +5,7 @@ The launcher calls it, so that a mistake is reported at once and in one line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,6 +50,41 @@ def named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
             value = config.reward.weights
         for spec in filter(None, [value] if isinstance(value, str) else value):
             yield key, spec
+
+
+def foreign_code(config: RunConfig) -> list[tuple[str, str]]:
+    """Return every setting that names code outside of the package, and the setting with its value.
+
+    Built-in names are none.
+    """
+    found = [
+        (setting, f"{setting}={spec!r}")
+        for setting, spec in named_code(config)
+        if spec not in REGISTRY[setting].built_in
+    ]
+    if config.rollout.engine == "sglang" and config.sglang.engine_args:  # such as trust_remote_code
+        found.append(("sglang.engine_args", f"sglang.engine_args={config.sglang.engine_args!r}"))
+    return found
+
+
+def check_trusted(config: RunConfig, run: str, named: Collection[str], key: str = "") -> None:
+    """Raise ValueError if a setting of `config`, read from the run folder `run`, is `foreign_code`.
+
+    `named` are the settings that the command line has given again. `key` is the one setting that
+    will be used; "" stands for all of them.
+    """
+    foreign = [
+        text
+        for setting, text in foreign_code(config)
+        if key in ("", setting)
+        and not any(f"{setting}.".startswith(f"{given}.") for given in named)
+    ]
+    if foreign:
+        again = "" if key else ", or name them again on the command line"
+        raise ValueError(
+            f"{run}/config.yaml names code outside of the package: {', '.join(foreign)}."
+            f" If you trust it, give --trust-run{again}"
+        )
 
 
 def _check_trackers(names: Sequence[str]) -> None:

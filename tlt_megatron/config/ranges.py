@@ -24,6 +24,7 @@ def one_of(*values: str) -> Range:
 
 
 NonNegativeInt = Annotated[int, Range(lambda value: value >= 0, ">= 0")]
+Count = Annotated[int, Range(lambda value: 0 <= value < 2**63, "in [0, 2**63)")]  # of a file
 PositiveInt = Annotated[int, Range(lambda value: value >= 1, ">= 1")]
 Seed = Annotated[int, Range(lambda value: 0 <= value < 2**32, "in [0, 2**32)")]
 NonNegative = Annotated[float, Range(lambda value: value >= 0, ">= 0")]
@@ -69,7 +70,11 @@ def require_divides(number: int, size: int, name: str, whole: str) -> None:
 
 
 def read_size(
-    hf: Mapping[str, Any], name: str, absent: int | None = None, null: int | None = None
+    hf: Mapping[str, Any],
+    name: str,
+    absent: int | None = None,
+    null: int | None = None,
+    most: int = 2**31,
 ) -> int:
     """Return a size of a config.json: `absent` where it lacks the key, `null` where that is null.
 
@@ -79,7 +84,10 @@ def read_size(
     value = null if value is None else value
     if value is None:
         raise ValueError(f"lacks {name}")
-    require(type(value) is int and value >= 1, name, value, "an integer >= 1")
+    rule = (
+        f"an integer in [1, {most}]" if type(value) is int and value > most else "an integer >= 1"
+    )
+    require(type(value) is int and 1 <= value <= most, name, value, rule)
     return value
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from tlt_megatron.config.model_shape import read_json
+from tlt_megatron.saved_files import open_regular, read_json
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -102,7 +102,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one file. ValueError if it is not a whole safetensors file."""
     tensors: dict[str, StoredTensor] = {}
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             first = stream.read(8)
         if first.startswith(b"version "):
             raise ValueError(f"{file}: is a git-lfs pointer; fetch the file with git lfs pull")

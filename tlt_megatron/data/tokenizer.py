@@ -19,8 +19,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tlt_megatron.config.model_shape import read_eos_token_ids, read_json
+from tlt_megatron.config.model_shape import read_eos_token_ids
 from tlt_megatron.data.tokenizer_file import as_in_file
+from tlt_megatron.saved_files import read_json
 from tlt_megatron.types import Message
 
 log = logging.getLogger(__name__)

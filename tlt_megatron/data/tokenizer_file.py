@@ -71,5 +71,5 @@ def _differing_text(hf: PreTrainedTokenizerBase, truth: tokenizers.Tokenizer) ->
     return None
 
 
-def _pieces(hf: PreTrainedTokenizerBase, text: str) -> list[str]:
-    return hf.convert_ids_to_tokens(hf.encode(text, add_special_tokens=False))
+def _pieces(hf: PreTrainedTokenizerBase, text: str) -> list[object]:
+    return [hf.decode([token]) for token in hf.encode(text, add_special_tokens=False)]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.packing import DraftBatch, pack_batch
+from tlt_megatron.saved_files import amount
 from tlt_megatron.types import DraftSequence
 
 log = logging.getLogger(__name__)
@@ -162,13 +163,18 @@ class DataBuffer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the content with the result of `state_dict`. Evicts what does not fit."""
         tensors, values = state["tensors"], state["values"]
-        self.step, self._num_batches = values["step"], values["num_batches"]
-        self._samples, self.num_bytes, self._given = {}, 0, []
+        counts = [int(amount(values[name])) for name in ("step", "num_batches")]
+        samples = []
         for record in values["samples"]:
             parts = {name: tensors.get(f"{record['key']}.{name}") for name in _TENSORS}
-            sequence = DraftSequence(loss_start=record["loss_start"], **parts)
-            sample = self._sample(sequence, record["step"])
-            sample.is_tail, sample.num_uses = record["is_tail"], record["num_uses"]
+            sequence = DraftSequence(loss_start=int(amount(record["loss_start"])), **parts)
+            sample = self._sample(sequence, int(amount(record["step"])))
+            sample.is_tail = bool(record["is_tail"])
+            sample.num_uses = int(amount(record["num_uses"]))
+            samples.append(sample)
+        self.step, self._num_batches = counts
+        self._samples, self.num_bytes, self._given = {}, 0, []
+        for sample in samples:
             self._insert(sample)
 
     def _sample(self, sequence: DraftSequence, step: int) -> _Sample:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_megatron.config.draft_folder import (
@@ -28,8 +27,9 @@ from tlt_megatron.config.draft_folder import (
 )
 from tlt_megatron.config.model_shape import rope_config
 from tlt_megatron.models.draft_model import DraftConfig, DraftModel, fingerprint_target
-from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.models.hf_io import HfReader, read_tensors
 from tlt_megatron.runtime.durable import save_tensors
+from tlt_megatron.saved_files import errors_named
 
 WEIGHTS_FILE = "model.safetensors"
 # In a subfolder: SGLang reads every .safetensors file next to config.json as weights.
@@ -126,13 +126,16 @@ def load_draft_config(path: str | Path, num_layers: int | None = None) -> DraftC
     """
     hf = read_draft_settings(path, num_layers=num_layers)
     names = {theirs: ours for ours, theirs in ARCHITECTURES.items()}
-    target = (hf.get(_OWN_KEY) or {}).get("target")
+    with errors_named(Path(path) / "config.json"):
+        target = (hf.get(_OWN_KEY) or {}).get("target")
+        fingerprint = target["embedding_hash"] if target else None
+        int(fingerprint or "0", base=16)  # raises for what is no fingerprint
     return DraftConfig(
         architecture=names[hf["architectures"][0]],
         rope=rope_config(hf),
         aux_layer_ids=tuple(hf[AUX_LAYER_IDS]),
         norm_before_residual=hf[NORM_BEFORE_RESIDUAL],
-        target=target["embedding_hash"] if target else None,
+        target=fingerprint,
         **{ours: hf[theirs] for ours, theirs in SIZES.items()},
     )
 
@@ -180,4 +183,4 @@ def load_trainer_state(path: str | Path) -> dict[str, Tensor] | None:
     only.
     """
     file = Path(path) / TRAINER_FILE
-    return load_file(file) if file.is_file() else None
+    return read_tensors(file) if file.is_file() else None

@@ -9,6 +9,7 @@ of Transformer Engine's layers) are rejected: no load needs one.
 
 from __future__ import annotations
 
+import io
 import pickle
 from enum import Enum
 from pathlib import Path, PurePath
@@ -16,6 +17,9 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from tlt_megatron.saved_files import one_line, read_bytes
 
 COMMON_FILE = "common.pt"
 # The classes that torch 2.11 to 2.14 pickle into `.metadata`. Only Python 3.13 names pathlib's
@@ -72,16 +76,36 @@ def read_metadata(path: Path) -> Metadata:
     """
     file = path / ".metadata"
     try:
-        with file.open("rb") as stream:
-            metadata = _MetadataUnpickler(stream).load()
+        metadata = _MetadataUnpickler(io.BytesIO(read_bytes(file))).load()
+        _check_index(metadata)
         # Shards are files of the folder itself.
         names = {info.relative_path for info in metadata.storage_data.values()}
         strange = sorted(name for name in names if PurePath(name).name != name)
     except Exception as error:  # damaged bytes make an unpickler raise any type
-        raise ValueError(f"{file} is not loaded: {error}") from error
+        raise ValueError(f"{file} is not loaded: {one_line(error)}") from error
     if strange:
         raise ValueError(f"{file} is not loaded: {strange[0]!r} is not a file name")
     return metadata
+
+
+def _check_index(metadata: Metadata) -> None:
+    """Raise an error for an index with values that no save writes."""
+    for name, about in metadata.state_dict_metadata.items():
+        if isinstance(about, BytesStorageMetadata):
+            continue
+        sizes = [about.size]  # type: ignore[union-attr]
+        for chunk in about.chunks:
+            sizes += (chunk.offsets, chunk.sizes)
+        is_whole = all(
+            len(size) == len(about.size) and all(type(n) is int and 0 <= n < 2**48 for n in size)
+            for size in sizes
+        )
+        if not (is_whole and isinstance(about.properties.dtype, torch.dtype)):
+            raise ValueError(f"tensor {name} has no sizes or no dtype")
+    for index, info in metadata.storage_data.items():
+        places = (info.offset, info.length)
+        if not all(type(place) is int and 0 <= place < 2**63 for place in places):
+            raise ValueError(f"tensor {index.fqn} lies at {places}: must be bytes of a file")
 
 
 class MetadataReader(FileSystemReader):
@@ -98,9 +122,13 @@ def read_common(path: Path) -> dict[str, Any]:
     """
     file = path / COMMON_FILE
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        data = io.BytesIO(read_bytes(file))
+        common = torch.load(data, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes make torch.load raise any type
-        raise ValueError(f"{file} is not loaded: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{file} is not loaded: {one_line(error)}") from error
+    if not isinstance(common, dict):
+        raise ValueError(f"{file} is not loaded: must hold a dict, not a {type(common).__name__}")
+    return common
 
 
 def load_state(state: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tlt_megatron.mcore.optimizer_state import load_optimizer_state, sharded_opt
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
+from tlt_megatron.saved_files import MALFORMED, amount, errors_named, one_line
 
 _EXTRA = "_extra_state"  # how such keys of a state dict end
 
@@ -100,24 +101,36 @@ def load_checkpoint(path: Path, stage: Sequence[GPTModel], optimizer: PolicyOpti
     """
     from megatron.core.dist_checkpointing import check_is_distributed_checkpoint
 
-    if not check_is_distributed_checkpoint(str(path)):
+    with errors_named(path / "metadata.json", MALFORMED):
+        is_complete = check_is_distributed_checkpoint(str(path))
+    if not is_complete:
         raise ValueError(f"checkpoint path={str(path)!r}: holds no complete torch_dist checkpoint")
     common = read_common(path)
     read_metadata(path)  # refused here in one line; torch's loader would log a traceback of its own
     state = _sharded_state(stage, optimizer, is_loading=True)
+    saved = common.get("identity")
     for name, value in state["identity"].items():
-        if common["identity"][name] != value:
+        found = saved.get(name) if isinstance(saved, dict) else None
+        if found != value:
             raise ValueError(
-                f"checkpoint {path} was written with {name}={common['identity'][name]!r}: "
+                f"checkpoint {path} was written with {name}={one_line(repr(found))}: "
                 f"must equal this run's {value!r}"
             )
     for chunk in state["model"].values():
         for name in [name for name in chunk if name.endswith(_EXTRA)]:
             del chunk[name]
+    with errors_named(path, MALFORMED):
+        _load_into(stage, optimizer, state, path)
+
+
+def _load_into(
+    stage: Sequence[GPTModel], optimizer: PolicyOptimizer, state: dict[str, Any], path: Path
+) -> None:
     try:
         loaded = load_state(state, path)
     except CheckpointException as error:
         raise ValueError(f"checkpoint {path} is not loaded: {first_failure(error)}") from None
+    amount(loaded["lr_schedule"]["num_steps"])
     for number, chunk in enumerate(stage):
         extra = {n: value for n, value in chunk.state_dict().items() if n.endswith(_EXTRA)}
         chunk.load_state_dict(loaded["model"][number] | extra)
@@ -169,7 +182,7 @@ def first_failure(error: CheckpointException) -> str:
     """
     rank, (cause, _) = min(error.failures.items())
     lines = str(cause).splitlines()
-    return f"rank {rank}: {lines[0] if lines else type(cause).__name__}"
+    return f"rank {rank}: {one_line(lines[0]) if lines else type(cause).__name__}"
 
 
 def _write_shards(path: Path, sharded: Any) -> None:

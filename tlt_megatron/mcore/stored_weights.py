@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +44,7 @@ from tlt_megatron.mcore.weight_map import (
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import HfReader, dtype_of
 from tlt_megatron.runtime.process_groups import SINGLE
+from tlt_megatron.saved_files import errors_named, open_regular
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)local_experts\.(\d+)\.")
@@ -163,6 +165,7 @@ class _StoredTensors:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._metadata = read_metadata(path)
+        self._num_bytes = sum(file.stat().st_size for file in path.glob("*.distcp"))
         self.num_left = sum(  # numbers that were not read
             about.size.numel()
             for name, about in self._metadata.state_dict_metadata.items()
@@ -174,12 +177,16 @@ class _StoredTensors:
         for name, place in itertools.chain.from_iterable(map(_places, row.mcore_names)):
             about = self._metadata.state_dict_metadata.get(name)
             if isinstance(about, TensorStorageMetadata):
-                return self._assemble(name, about, place)
+                with errors_named(self._path):
+                    return self._assemble(name, about, place)
         raise ValueError(f"checkpoint {self._path}: has no tensor for {', '.join(row.hf_names)}")
 
     def _assemble(self, name: str, about: TensorStorageMetadata, place: tuple[int, ...]) -> Tensor:
         """Return the part of a tensor that has these indices on its first axes."""
-        whole = torch.empty(about.size[len(place) :], dtype=about.properties.dtype)
+        shape, dtype = about.size[len(place) :], about.properties.dtype
+        if math.prod(shape) * dtype.itemsize > self._num_bytes:
+            raise ValueError(f"checkpoint {self._path}: {name} is larger than its files")
+        whole = torch.empty(shape, dtype=dtype)
         num_filled = 0
         for chunk in about.chunks:
             offsets = tuple(chunk.offsets)
@@ -197,7 +204,7 @@ class _StoredTensors:
         info = self._metadata.storage_data[MetadataIndex(name, offsets)]
         file = self._path / info.relative_path
         try:
-            with file.open("rb") as stream:
+            with open_regular(file) as stream:
                 stream.seek(info.offset)
                 data = io.BytesIO(stream.read(info.length))
             return torch.load(data, map_location="cpu", weights_only=True)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_megatron.config.model_folder import ADAPTER_CONFIG
 from tlt_megatron.config.model_shape import ROUTER_BIAS, ModelConfig, tensor_shapes
-from tlt_megatron.config.weight_files import INDEX_NAME, SINGLE_NAME, find_tensors
+from tlt_megatron.config.weight_files import INDEX_NAME, SINGLE_NAME, find_tensors, read_header
 from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.runtime.durable import new_folder, save_tensors
 
@@ -62,6 +63,12 @@ class HfReader:
         """Yield all tensors, one at a time."""
         for name in self.names():
             yield name, self[name]
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of one safetensors file. ValueError if it is damaged or is none."""
+    read_header(file)  # refuses in one line
+    return load_file(file)
 
 
 def policy_tensors(

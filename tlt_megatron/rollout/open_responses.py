@@ -10,6 +10,7 @@ the same. The rollout worker uses this file in all runs; without a limit nothing
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from tlt_megatron.policy.batching import join_kept
 from tlt_megatron.policy.exchange import gather_rows
 from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.saved_files import amount, errors_named, is_number, read_bytes
 from tlt_megatron.types import (
     FinishReason,
     KeptTokens,
@@ -28,6 +30,8 @@ from tlt_megatron.types import (
     ScoredGroup,
     ScoredResponse,
 )
+
+_MAX_BYTES = 1 << 40  # of carried responses: those of a large batch with their routes
 
 
 class OpenResponses:
@@ -216,9 +220,12 @@ def load_carried(
     """
     own: list[ScoredResponse] = []
     for path in sorted(folder.glob("carried_*.pt"))[ranks.rank :: ranks.size]:
-        saved = torch.load(path, weights_only=True)
-        for rows, (rewards, details) in zip(saved["rollouts"], saved["scores"], strict=True):
-            own += map(ScoredResponse, map(_from_row, rows), rewards, details)
+        with errors_named(path):
+            saved = torch.load(io.BytesIO(read_bytes(path, _MAX_BYTES)), weights_only=True)
+            for rows, (rewards, details) in zip(saved["rollouts"], saved["scores"], strict=True):
+                for row, reward, more in zip(rows, rewards, details, strict=True):
+                    own.append(ScoredResponse(_from_row(row), reward, more))
+                    _check_response(own[-1])
     by_draw: dict[int, list[ScoredResponse]] = {}
     for part in gather_rows(own, ranks):
         by_draw.setdefault(part.rollout.draw_index, []).append(part)
@@ -238,3 +245,23 @@ def _from_row(row: dict[str, Any]) -> Rollout:
     row["finish_reason"] = FinishReason(row["finish_reason"])
     row["kept"] = row["kept"] and KeptTokens(**row["kept"])
     return Rollout(**row)
+
+
+def _check_response(response: ScoredResponse) -> None:
+    """Raise ValueError for a response of other lengths or types than a run carries."""
+    rollout = response.rollout
+    tensors = (rollout.token_ids, rollout.logprobs, rollout.policy_logprobs)
+    num_tokens = rollout.token_ids.numel()
+    masks = [] if rollout.loss_mask is None else [rollout.loss_mask]
+    drawn = [int(amount(number)) for pair in rollout.versions for number in pair]
+    places = [int(amount(each)) for each in (rollout.draw_index, rollout.sample_index)]
+    is_good = (
+        all(tensor.shape == (num_tokens,) for tensor in (*tensors, *masks))
+        and rollout.token_ids.dtype == torch.int64
+        and bool((rollout.token_ids >= 0).all())
+        and all(each.is_floating_point() and each.isfinite().all() for each in tensors[1:])
+        and sum(drawn[1::2]) == num_tokens
+        and all(map(is_number, (response.reward, *response.details.values())))
+    )
+    if not is_good:
+        raise ValueError(f"the response of draw and sample {places} is not as a run carries it")

@@ -233,7 +233,7 @@ class RolloutWorker:
             )
             passes = self.engine.take_passes()
             if drafter:
-                drafter.holdout.add_passes(passes)
+                drafter.add_passes(passes)
             add_pass_spans(self.phases.timeline, passes)
             for start_s, end_s in self.engine.stats().drafter_refreshes:
                 self.phases.timeline.add_span("REFRESH-DRAFTER", start_s, end_s)

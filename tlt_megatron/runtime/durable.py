@@ -8,10 +8,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tlt_megatron.saved_files import MAX_BYTES, is_number, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,19 +74,32 @@ def replace_text(path: Path, text: str) -> None:
     sync_path(path.parent)
 
 
-def read_json_lines(path: Path, key: str) -> list[dict[str, Any]]:
-    """Return the rows of a file: objects with the integer `key`.
+def has_step(row: Mapping[str, object]) -> bool:
+    """Return whether an object is a row of a step."""
+    return type(row.get("step")) is int
 
-    Other lines that are not empty are counted and logged; a killed run tears one.
+
+def is_metrics_row(row: Mapping[str, object]) -> bool:
+    """Return whether an object is a row of metrics.jsonl: finite numbers, or null, of a step."""
+    return has_step(row) and all(each is None or is_number(each) for each in row.values())
+
+
+def read_json_lines(
+    path: Path, fits: Callable[[Mapping[str, object]], bool]
+) -> list[dict[str, Any]]:
+    """Return the rows of a file: the objects for which `fits` is true.
+
+    Other lines that are not empty are counted and logged; a killed run tears one. ValueError if the
+    file is not a regular one.
     """
     rows, num_others = [], 0
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+    with open_regular(path) as file:
+        while line := file.readline(MAX_BYTES):
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, RecursionError):
+            except (ValueError, RecursionError):
                 row = None
-            if isinstance(row, dict) and isinstance(row.get(key), int):
+            if isinstance(row, dict) and fits(row):
                 rows.append(row)
             elif line.strip():
                 num_others += 1

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tlt_megatron.runtime.durable import read_json_lines, replace_text
+from tlt_megatron.runtime.durable import has_step, is_metrics_row, read_json_lines, replace_text
 from tlt_megatron.runtime.trackers import Row, Tracker
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "metrics.jsonl"
         self._trackers = dict(trackers)
-        keep_rows(self.path, resume_step)
+        keep_rows(self.path, resume_step, is_metrics_row)
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -74,18 +74,22 @@ class MetricsWriter:
                 )
 
 
-def keep_rows(path: Path, resume_step: int | None) -> None:
+def keep_rows(
+    path: Path,
+    resume_step: int | None,
+    fits: Callable[[Mapping[str, object]], bool] = has_step,
+) -> None:
     """Keep the rows of a jsonl file, if any, whose "step" is before `resume_step`. None: rename the
     file.
 
     A crash leaves the old or the new file. A damaged file is copied to another name first.
     """
-    if not path.is_file():
+    if not path.exists():
         return
     if resume_step is None:
         set_aside(path)
         return
-    rows = read_json_lines(path, "step")
+    rows = read_json_lines(path, fits)
     if len(rows) < path.read_bytes().count(b"\n"):  # the line of a killed run has no end
         log.warning("%s is a copy of the damaged file", shutil.copyfile(path, _free_name(path)))
     kept = [json.dumps(row) + "\n" for row in rows if row["step"] < resume_step]

@@ -97,7 +97,12 @@ class JobRendezvous(StaticTCPRendezvous):
             self._ranks_store = None  # closes that of the start before
             self._ranks_store = self._open(self.master_port if is_alone else 0)
             store.set("port", str(self._ranks_store.port))
-        place = RendezvousStoreInfo(self.master_addr, int(store.get("port")))
+        port = store.get("port")
+        if not (port.isdigit() and len(port) < 6):
+            raise OSError(
+                f"{self.master_addr} answers as another program: no port in {port[:20]!r}"
+            )
+        place = RendezvousStoreInfo(self.master_addr, int(port))
         return RendezvousInfo(store, self.rank, self.world_size, place)
 
     def _open(self, port: int) -> dist.TCPStore:

@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,13 +119,20 @@ def merge_timelines(run_dir: Path) -> Path:
     if not files:
         raise ValueError(f"{run_dir / 'timeline'}: must hold rank_*.jsonl of a run with a trace")
     ranks = {
-        int(file.stem.removeprefix("rank_")): read_json_lines(file, "start_ns") for file in files
+        int(file.stem.removeprefix("rank_")): read_json_lines(file, _is_span) for file in files
     }
     origin_ns = min((event["start_ns"] for events in ranks.values() for event in events), default=0)
     trace = [row for rank, events in ranks.items() for row in _rank_trace(rank, events, origin_ns)]
     path = run_dir / "trace.json"
     replace_text(path, json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
     return path
+
+
+def _is_span(row: Mapping[str, object]) -> bool:
+    """Return whether an object is a row that `Timeline` wrote."""
+    kinds = {"start_ns": int, "dur_ns": int, "name": str, "lane": str}
+    args = row.get("args", {})
+    return all(type(row.get(n)) is kind for n, kind in kinds.items()) and isinstance(args, dict)
 
 
 def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list[dict[str, Any]]:

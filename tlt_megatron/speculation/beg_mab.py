@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.saved_files import amount
 from tlt_megatron.speculation.selector import Decision, fits
 
 
@@ -122,8 +123,9 @@ class BegMabSelector:
         """See `StrategySelector`."""
         if not fits(state, self._identity()):
             return
-        for strategy in self._strategies:
-            self._rewards[strategy].clear()
-            self._rewards[strategy].extend(state["rewards"][str(strategy)])
+        rewards = {s: [*map(amount, state["rewards"][str(s)])] for s in self._strategies}
         version, words, gauss = state["rng"]
-        self._rng.setstate((version, tuple(words), gauss))
+        self._rng.setstate((version, tuple(words), gauss))  # refuses what is no state
+        for strategy, latest in rewards.items():
+            self._rewards[strategy].clear()
+            self._rewards[strategy].extend(latest)

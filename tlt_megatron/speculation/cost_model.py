@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
+from tlt_megatron.saved_files import amount
 from tlt_megatron.speculation.pass_cost import PassCost
 from tlt_megatron.speculation.selector import Decision, fits
 
@@ -220,12 +221,22 @@ class CostModelSelector:
         """See `StrategySelector`."""
         if not fits(state, self._identity()):
             return
-        for kind, saved in zip(self._kinds, state["kinds"], strict=True):
-            tried, right, widths, kind.ran_at, kind.rest = saved
-            kind.acceptance, kind.widths = _Acceptance(list(tried), list(right)), dict(widths)
-        self._cost.load_state_dict(state["cost"])
-        self._current = SpeculationStrategy.parse(state["current"])
+        kinds = []
+        for tried, right, widths, ran_at, rest in state["kinds"]:  # all is read before any is kept
+            learned = _Acceptance([*map(amount, tried)], [*map(amount, right)])
+            learned.rates(0)  # compares the two
+            known = {str(name): amount(width) for name, width in widths.items()}
+            kinds.append((learned, known, int(amount(ran_at)), amount(rest)))
+        if len(kinds) != len(self._kinds):
+            raise ValueError(f"kinds: must be {len(self._kinds)}, not {len(kinds)}")
         name, size = state["last"]
-        self._last = SpeculationStrategy.parse(name), size
-        self._num_observed = state["num_observed"]
+        current, before = (SpeculationStrategy.parse(text) for text in (state["current"], name))
+        if strangers := {current, before} - {OFF, *self._kind_of}:
+            raise ValueError(f"strategies that this run does not have: {strangers}")
+        last = before, int(amount(size))
+        num_observed = int(amount(state["num_observed"]))
+        self._cost.load_state_dict(state["cost"])
+        for kind, saved in zip(self._kinds, kinds, strict=True):
+            kind.acceptance, kind.widths, kind.ran_at, kind.rest = saved
+        self._current, self._last, self._num_observed = current, last, num_observed
         self._probe = None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.saved_files import amount
 
 _WINDOW = 9  # passes of a median: it survives 4 disturbed ones
 _STALE = 300  # passes after which a median is forgotten: machine and context lengths change
@@ -58,12 +59,14 @@ class PassCost:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
-        self._num_passes = state["num_passes"]
-        self._latest, self._seen_at = {}, {}
+        num_passes, all_latest, all_seen_at = int(amount(state["num_passes"])), {}, {}
         for text, octave, latest, seen_at in state["table"]:
-            place = SpeculationStrategy.parse(text), octave
-            self._latest[place] = deque(latest, maxlen=_WINDOW)
-            self._seen_at[place] = seen_at
+            place = SpeculationStrategy.parse(text), int(amount(octave))
+            all_latest[place] = deque(map(amount, latest), maxlen=_WINDOW)
+            all_seen_at[place] = int(amount(seen_at))
+            if not all_latest[place]:
+                raise ValueError(f"table: {text} has no pass")
+        self._num_passes, self._latest, self._seen_at = num_passes, all_latest, all_seen_at
 
 
 def _octave(batch_size: int) -> int:

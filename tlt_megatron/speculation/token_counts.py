@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tlt_megatron.saved_files import amount
+
 
 class TokenCounts:
     """Counts by token id. A count loses a quarter of itself, at least 1, with every `fade`."""
@@ -52,9 +54,11 @@ class TokenCounts:
         self._add_saved(self._counts_V, state)
 
     def _add_saved(self, counts_V: Tensor, state: Mapping[str, Sequence[int]]) -> None:
-        vocab_size, largest = len(counts_V), max(state["ids"], default=0)
-        if largest >= vocab_size:
-            raise ValueError(f"token_counts: token id {largest}: must be in [0, {vocab_size})")
+        vocab_size = len(counts_V)
+        for token_id, count in zip(state["ids"], state["counts"], strict=True):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"token_counts: token id {token_id}: must be in [0, {vocab_size})")
+            amount(count)
         ids_N, counts_N = (
             torch.tensor(state[name], dtype=torch.int64) for name in ("ids", "counts")
         )

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
+from tlt_megatron.config.ranges import Count, Section
 from tlt_megatron.drafter.eagle_folder import (
     WEIGHTS_FILE,
     load_draft_config,
@@ -29,9 +29,11 @@ from tlt_megatron.drafter.eagle_folder import (
     write_drafter,
 )
 from tlt_megatron.models.draft_model import DraftConfig
+from tlt_megatron.models.hf_io import read_tensors
 from tlt_megatron.runtime.device import HostCopies
 from tlt_megatron.runtime.durable import new_folder
 from tlt_megatron.runtime.log import FILE_ONLY
+from tlt_megatron.saved_files import read_json
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,22 @@ def logging_failed_writes(path: Path) -> Iterator[None]:
         log.info("the failed write", exc_info=error, extra=FILE_ONLY)
         if path.is_file():
             path.unlink()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherSection(Section):
+    """The state of `spot.publisher.DrafterPublisher` except the weights."""
+
+    version: Count
+    num_refused: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSection(Section):
+    """What training/record.json must hold: see `spot.lifecycle`."""
+
+    publisher: PublisherSection
+    has_candidate: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +87,22 @@ class DrafterCheckpoint:
 
     @staticmethod
     def load(folder: Path) -> DrafterCheckpoint:
-        """Read a folder of `write`. ValueError for any other folder."""
+        """Read a folder of `write`. ValueError for any other folder, and for weights that are not
+        finite.
+        """
         state = load_trainer_state(folder)
         if state is None or not (folder / _RECORD_FILE).is_file():
             raise ValueError(f"{folder}: must be a folder with {_RECORD_FILE}")
+        weights = read_tensors(folder / WEIGHTS_FILE)
+        broken = [n for n, t in [*weights.items(), *state.items()] if not t.isfinite().all()]
+        broken += [name for name, tensor in state.items() if name.startswith("num_") and tensor < 0]
+        if broken:
+            raise ValueError(f"{folder}: not finite, or negative: {', '.join(broken[:3])}")
         return DrafterCheckpoint(
             config=load_draft_config(folder),
-            weights=load_file(folder / WEIGHTS_FILE),
+            weights=weights,
             state=state,
-            record=json.loads((folder / _RECORD_FILE).read_text(encoding="utf-8")),
+            record=read_json(folder / _RECORD_FILE),
         )
 
 

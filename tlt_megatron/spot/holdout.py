@@ -71,7 +71,8 @@ class Holdout:
     """This rank's newest responses and passes, on which drafters are compared.
 
     It keeps a random sample of the responses. A text that came before counts too: the engines will
-    draft it again.
+    draft it again. A rank that finishes last has no time to compare. It takes its responses, among
+    them the long tail, to the next step. Nobody has trained on them before.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class Holdout:
         self._tokens: Counter[SpeculationStrategy] = Counter()  # of this step's passes
         self._sample: dict[int, DraftSequence] = {}  # by seed, which is random
         self._is_old = True  # the sample is of the last step
+        self._is_compared = True
+        self._late: dict[int, DraftSequence] = {}  # the sample of the last step, if not compared
 
     def start_step(self) -> None:
         """Forget the passes of the last step, and its responses once there are new ones."""
@@ -95,7 +98,8 @@ class Holdout:
     def add(self, sequence: DraftSequence) -> None:
         """Add a response. Its tensors must not change."""
         if self._is_old:
-            self._sample, self._is_old = {}, False
+            self._late = {} if self._is_compared else self._sample
+            self._sample, self._is_old, self._is_compared = {}, False, False
         if sequence.request is not None:
             self._sample[request_seed(self._params.seed, *sequence.request)] = sequence
         while len(self._sample) > 1 and sum(s.num_rows for s in self._sample.values()) > _ROWS:
@@ -127,7 +131,7 @@ class Holdout:
         """Compare two drafters, and restore the trainer's own. None without responses."""
         if not self._sample:
             return None
-        sequences = [sequence for _, sequence in sorted(self._sample.items())]
+        sequences = [each for _, each in sorted((self._late | self._sample).items())]
         replay = Replay(sequences, self._params, trainer.device, self._engine.drafted_ids())
         shares = self.shares
         passes = []
@@ -135,6 +139,7 @@ class Holdout:
             with trainer.holding(weights):
                 starts = replay.starts(trainer.model, [*shares])
             passes.append(sum(share * x for share, x in zip(shares.values(), starts, strict=True)))
+        self._is_compared = True
         tokens_B, candidate_B, published_B = map(_by_block, (replay.is_committed_P, *passes))
         return Comparison(tokens_B=tokens_B, candidate_B=candidate_B, published_B=published_B)
 

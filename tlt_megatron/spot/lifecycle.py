@@ -18,26 +18,30 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tlt_megatron.config.load import check_record
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, PassAbandoned, interruptible
 from tlt_megatron.drafter.eagle_folder import config_of, write_drafter
 from tlt_megatron.drafter.packing import draft_sequence
-from tlt_megatron.engines.base import RolloutEngine
+from tlt_megatron.engines.base import PassRecord, RolloutEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap
-from tlt_megatron.models.hf_io import checksum_tensors
+from tlt_megatron.models.hf_io import checksum_tensors, read_tensors
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.durable import new_folder, save_tensors
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.saved_files import errors_named, parse_object
 from tlt_megatron.spot.drafter_checkpoint import (
     AsyncDrafterCheckpointer,
     DrafterCheckpoint,
+    RecordSection,
     logging_failed_writes,
 )
 from tlt_megatron.spot.holdout import Comparison, Holdout
@@ -103,6 +107,10 @@ class DrafterLifecycle:
         """
         hidden_size = self.trainer.model.config.hidden_size
         self._add(draft_sequence(rollout, features, hidden_size, first_position))
+
+    def add_passes(self, passes: Sequence[PassRecord]) -> None:
+        """Add the passes of this rank's engine, which say how it drafts."""
+        self.holdout.add_passes(passes)
 
     def _add(self, sequence: DraftSequence) -> None:
         kept = self.buffer.add(sequence)
@@ -241,22 +249,35 @@ class DrafterLifecycle:
         The data is restored only if the number of ranks is the same as when it was written.
         """
         try:
-            saved = DrafterCheckpoint.load(folder / _FOLDER)
-            self.trainer.load_state_dict(saved.state)
+            with errors_named(folder / _FOLDER):
+                saved = DrafterCheckpoint.load(folder / _FOLDER)
+                record = check_record(RecordSection, saved.record, folder / _FOLDER)
+                self.trainer.load_state_dict(saved.state)
         except ValueError as error:
             if self.world.is_first:
                 log.warning("the drafter starts anew: %s", error)
             return
-        self.publisher = DrafterPublisher(saved.weights, **saved.record["publisher"])
+        published = record.publisher
+        self.publisher = DrafterPublisher(
+            saved.weights, version=published.version, num_refused=published.num_refused
+        )
         self._candidate_updates = self.trainer.num_updates
-        self._candidate = self._copy_weights() if saved.record["has_candidate"] else None
+        self._candidate = self._copy_weights() if record.has_candidate else None
         files = sorted((folder / _DATA_FOLDER).glob("rank_*.safetensors"))
         if len(files) == self.world.size:
-            with safe_open(files[self.world.rank], framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                values = json.loads(file.metadata()["values"])
-            self.buffer.load_state_dict({"tensors": tensors, "values": values})
+            self._load_data(files[self.world.rank])
         self._load_published()
+
+    def _load_data(self, path: Path) -> None:
+        """Restore the data of this rank. Without a fitting file, begin with none and a warning."""
+        try:
+            with errors_named(path):
+                tensors = read_tensors(path)
+                with safe_open(path, framework="pt") as file:
+                    values = parse_object(path, file.metadata()["values"])
+                self.buffer.load_state_dict({"tensors": tensors, "values": values})
+        except ValueError as error:
+            log.warning("rank %d: the drafter's data starts anew: %s", self.world.rank, error)
 
     def export(self, folder: Path) -> None:
         """Write the published drafter for SGLang and vLLM."""

@@ -1,4 +1,5 @@
-"""Decides which drafter the engines get: a candidate that accepts no less than the published one.
+"""Decides which drafter the engines get: a candidate that clearly accepts more than the published
+one.
 
 Every rank decides alone, from the comparison that all ranks have made together (`holdout.py`).
 """
@@ -47,13 +48,13 @@ class DrafterPublisher:
     def consider(
         self, candidate: Mapping[str, Tensor], checksum: int, comparison: Comparison
     ) -> bool:
-        """Publish `candidate`, the newer one, if it accepts no less. Returns whether it is
-        published.
+        """Publish `candidate` if it accepts more, by more than the standard error. Returns whether
+        it is published.
 
         `checksum` is its `checksum_tensors`.
         """
         new, old = comparison.accept_lengths
-        if new >= old:
+        if new - old > comparison.standard_error:
             self.published = PublishedDrafter(
                 weights=candidate, version=self.published.version + 1, checksum=checksum
             )

@@ -46,6 +46,7 @@ from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.status import StatusWriter
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.runtime.trackers import Tracker
+from tlt_megatron.saved_files import errors_named
 from tlt_megatron.trainer.build_drafter import build_drafter
 from tlt_megatron.trainer.flops import make_utilization
 from tlt_megatron.trainer.loop import RLTrainer
@@ -57,7 +58,7 @@ from tlt_megatron.trainer.saving.identity import (
     saved_run_of,
     with_template_date,
 )
-from tlt_megatron.trainer.saving.run_checkpoint import CheckpointManager, SavedRun
+from tlt_megatron.trainer.saving.run_checkpoint import STATE_FILE, CheckpointManager, SavedRun
 from tlt_megatron.trainer.saving.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.step_report import RunReport
 from tlt_megatron.trainer.weight_sync import push_policy
@@ -102,7 +103,8 @@ def build_run(site: Site) -> Run:
             log.warning("%s", line)
     sampler = PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.run.seed)
     if saved is not None:
-        sampler.load_state_dict(saved.state["sampler"])
+        with errors_named(saved.folder / STATE_FILE):
+            sampler.load_state_dict(saved.state["sampler"])
     held_out = load_held_out(config.data, tokenizer, world, limit=config.eval.num_prompts)
     if config.rollout.environment:
         _check_conversations(

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
+from tlt_megatron.config.preflight import foreign_code
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.durable import replace_text
 from tlt_megatron.runtime.progress import Progress, format_number
 from tlt_megatron.runtime.timeline import merge_timelines
+from tlt_megatron.saved_files import read_json
 from tlt_megatron.trainer.model_card import model_card
 from tlt_megatron.trainer.run import Run
 from tlt_megatron.trainer.summary import read_metrics, summarize
@@ -62,9 +64,10 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
         return
     path, rows = run_dir / "summary.json", read_metrics(run_dir / "metrics.jsonl")
     summary = summarize(rows, seconds=run.report.seconds(), gain=gain)
+    summary["is_stopped"] = run.is_stopped
     if not run.num_new_steps and path.exists():
         # No step since a resume: the speedup that was measured at the run's end stays true.
-        summary = json.loads(path.read_text(encoding="utf-8")) | summary
+        summary = read_json(path) | summary
     replace_text(path, json.dumps(summary, indent=2) + "\n")
     if config.checkpoint.export_hf and is_complete and not run.is_stopped:
         card = model_card(config, summary, has_drafter=trainer.drafter is not None)
@@ -87,12 +90,18 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
         if value is not None:
             progress.message(f"{name:<22} {format_number(value)}")
     progress.message(f"run folder: {run_dir.resolve()}")
+    _print_next(config, run_dir, progress, has_drafter=trainer.drafter is not None)
+
+
+def _print_next(config: RunConfig, run_dir: Path, progress: Progress, *, has_drafter: bool) -> None:
+    """Print commands that go on from the run. They run as they are printed."""
     tlt, folder = Path(sys.executable).with_name("tlt"), shlex.quote(str(run_dir))
     words = [f"report {folder}", f"watch {folder}"]
     if config.checkpoint.export_hf:
+        trust = " --trust-run" if foreign_code(config) else ""
         data = shlex.quote((config.data.eval_files or {"": config.data.train}).popitem()[1])
-        words += [f"chat {folder}", f"evaluate {folder} --data {data}"]
-    if trainer.drafter is not None:
+        words += [f"chat {folder}", f"evaluate {folder} --data {data}{trust}"]
+    if has_drafter:
         served = shlex.quote(f"{run_dir}-drafter")
         words.append(f"export-drafter --from {folder} --to {served} --format sglang")
     for number, command in enumerate(words):

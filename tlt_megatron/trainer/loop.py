@@ -19,6 +19,7 @@ from tlt_megatron.policy.policy_trainer import Inference, PolicyTrainer
 from tlt_megatron.rollout.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.rollout.rollout_worker import Collected, RolloutWorker
 from tlt_megatron.runtime.rng import seed_everything
+from tlt_megatron.saved_files import errors_named, read_json
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.trainer.saving.manifest import engine_file, engine_files
 from tlt_megatron.trainer.weight_sync import push_policy
@@ -180,7 +181,9 @@ class RLTrainer:
         files = engine_files(folder)
         if len(files) != self.world.size:
             return
+        file = files[self.world.rank]
         try:
-            self.engine.load_state_dict(json.loads(files[self.world.rank].read_text("utf-8")))
-        except (ValueError, KeyError) as error:  # of another version of the selector
-            log.warning("the strategy selector starts anew: its state does not fit: %r", error)
+            with errors_named(file):
+                self.engine.load_state_dict(read_json(file))
+        except ValueError as error:  # of another version of the selector
+            log.warning("the strategy selector starts anew: its state does not fit: %s", error)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tlt_megatron.rollout.gain import SpeculationGain
-from tlt_megatron.runtime.durable import read_json_lines
+from tlt_megatron.runtime.durable import is_metrics_row, read_json_lines
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -17,7 +17,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     row of its step.
     """
     rows: dict[int, dict[str, float]] = {}
-    for row in read_json_lines(path, "step"):
+    for row in read_json_lines(path, is_metrics_row):
         rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]
 

@@ -19,7 +19,7 @@ from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; ranks inherit it
 
-_BENCHES = ("rollout", "step", "speculation", "drafter", "llm", "costs", "clients")
+_BENCHES = ("rollout", "step", "speculation", "drafter", "drift", "llm", "costs", "clients")
 
 
 def main(arguments: Sequence[str]) -> None:

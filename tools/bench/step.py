@@ -59,17 +59,20 @@ def turned(names: Sequence[str], round_index: int) -> list[str]:
 
 
 @contextmanager
-def launching(options: argparse.Namespace, *shared: str) -> Iterator[Launch]:
-    """Yield a function that runs the trainer in a folder of its own, below a temporary one.
+def launching(
+    options: argparse.Namespace, *shared: str, root: Path | None = None
+) -> Iterator[Launch]:
+    """Yield a function that runs the trainer in a folder of its own, below `root` or a temporary
+    one.
 
     It takes the name of a run, the step at which to end, and settings. A run continues from its
     checkpoint if it has one. All runs have the settings `shared`, which the options override. The
     function returns the folder of the run; RuntimeError if the run fails.
     """
-    with tempfile.TemporaryDirectory(prefix="bench-") as root:
+    with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
 
         def launch(name: str, num_steps: int, *settings: str) -> Path:
-            folder = Path(root) / name
+            folder = (root or Path(temporary)).absolute() / name
             folder.mkdir(parents=True, exist_ok=True)
             command = [
                 *(sys.executable, "launch/torchrun.py", "--standalone"),

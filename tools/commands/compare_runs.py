@@ -4,7 +4,7 @@
 
 Both runs need logging.rollouts=true. The tool compares the steps that both have, response by
 response, and what the policy learned from them. If a token or a reward differs, it names the first
-such step and exits with code 1.
+such step and exits with code 1. Code 2 says that the runs cannot be compared.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from tlt_megatron.saved_files import errors_named
 from tools.run_report.data import read_metrics
 from tools.run_report.files import read_lines
 
@@ -58,11 +59,14 @@ def _read_responses(folder: Path, step: int) -> dict[ResponseKey, Response]:
         raise ValueError(
             f"{folder}/rollouts/{pattern}: missing; logging.rollouts must be on in every step of the run"
         )
-    return {
-        (row["draw_index"], row["sample_index"]): (tuple(row["token_ids"]), row["reward"])
-        for path in paths
-        for row in read_lines(path)
-    }
+    found: dict[ResponseKey, Response] = {}
+    for path in paths:
+        with errors_named(path):
+            for row in read_lines(path):
+                token_ids = tuple(map(int, row["token_ids"]))
+                place = int(row["draw_index"]), int(row["sample_index"])
+                found[place] = token_ids, row["reward"]
+    return found
 
 
 def main() -> int:
@@ -74,7 +78,11 @@ def main() -> int:
     folders = parser.parse_args().runs
     if missing := [str(folder) for folder in folders if not folder.is_dir()]:
         raise ValueError(f"{', '.join(missing)}: no such run folder")
-    one, other = (read_run(folder) for folder in folders)
+    runs = []
+    for folder in folders:
+        with errors_named(folder):
+            runs.append(read_run(folder))
+    one, other = runs
     if not one.keys() & other.keys():
         raise ValueError(f"{folders[0]} and {folders[1]} have no step in common")
     lines, is_same = compare(one, other)

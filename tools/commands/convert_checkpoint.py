@@ -24,10 +24,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch
 from collections.abc import Iterator
 
 import torch
-import yaml
 from torch import Tensor
 
 from tlt_megatron.config.hub import TOKENIZER, check_push, fetch_model, push_folder
+from tlt_megatron.config.load import read_sections
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.mcore.checkpoint_reader import read_common
@@ -37,6 +37,7 @@ from tlt_megatron.models.hf_io import HfReader, save_hf_model
 from tlt_megatron.runtime.device import host_available_bytes
 from tlt_megatron.runtime.durable import new_folder
 from tlt_megatron.runtime.progress import Progress
+from tlt_megatron.saved_files import one_line
 from tools.commands.saved_run import find_saved, run_of
 from tools.commands.verify_conversion import (
     MOST_DIFFERENCE,
@@ -47,6 +48,7 @@ from tools.commands.verify_conversion import (
     tensor_differences,
 )
 
+DTYPES = ("float32", "bfloat16")
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _INDEX_FILE = ".metadata"  # of a torch_dist folder
 
@@ -116,7 +118,11 @@ def find_model(path: Path) -> Path:
     run = run_of(path)
     if run is None:
         raise ValueError(f"--model: needed, as {path} is in no run folder (with config.yaml)")
-    return Path(yaml.safe_load((run / "config.yaml").read_text("utf-8"))["model"]["path"])
+    section = read_sections(run / "config.yaml").get("model")
+    model = section.get("path") if isinstance(section, dict) else None
+    if not model or not isinstance(model, str):
+        raise ValueError(f"--model: needed, as {run}/config.yaml has no model.path")
+    return Path(model)
 
 
 def hf_to_megatron(source: Path, target: Path, *, dtype: str = "float32") -> None:
@@ -150,7 +156,13 @@ def trained_dtype(policy: Path) -> str:
     program wrote the checkpoint without one.
     """
     try:
-        return read_common(policy)["identity"]["model.dtype"]
+        identity = read_common(policy)["identity"]
+        found = identity.get("model.dtype") if isinstance(identity, dict) else None
+        if found not in DTYPES:
+            raise ValueError(
+                f"model.dtype={one_line(repr(found), 40)}: must be {' or '.join(DTYPES)}"
+            )
+        return found
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"--dtype: needed, as {policy} does not say that of its training ({error})"
@@ -224,7 +236,7 @@ def _parse() -> argparse.Namespace:
     add("--to", required=True, metavar="FOLDER")
     add("--model", metavar="FOLDER", help="config and tokenizer, see above")
     by_default = "default: float32 for torch_dist, that of its training for Hugging Face"
-    add("--dtype", choices=("float32", "bfloat16"), help=by_default)
+    add("--dtype", choices=DTYPES, help=by_default)
     add("--verify", action="store_true", help="compare every tensor, and the logits of a prompt")
     add("--push-to-hub", metavar="ID", help="upload the Hugging Face folder")
     return parser.parse_args()

@@ -5,7 +5,8 @@
 
 An evaluation is a run of 0 RL steps, with the settings of the finished run or of `--config`.
 Speculation is off unless a setting turns it on. The result is printed, a row per file, and is in
-evaluation.json of the new run folder.
+evaluation.json of the new run folder. Functions that the finished run names run only with
+--trust-run, or if the command line names them again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from tlt_megatron.cli import train_command
 from tlt_megatron.config.load import load_config
+from tlt_megatron.config.preflight import check_trusted
 from tools.commands.saved_run import model_and_drafter
 
 _SETTING = re.compile(r"[a-z_]+(\.\w+)+=")
@@ -36,12 +38,14 @@ def evaluation_command(arguments: list[str]) -> list[str]:
     options, rest = _parse(arguments)
     source, _ = model_and_drafter(options.source)
     config = options.config
-    if source != options.source:  # of a run
-        config = config or Path(options.source) / "config.yaml"
+    is_of_run = config is None and source != options.source
+    if is_of_run:
+        config = Path(options.source) / "config.yaml"
     out = options.out or Path(f"runs/evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
     # a setting may follow the files
-    given = [word for word in options.data if _SETTING.match(word)]
-    files = [word for word in options.data if word not in given]
+    own = [word for word in options.data if _SETTING.match(word)]
+    files = [word for word in options.data if word not in own]
+    given = [*own, *(word for word in rest if not word.startswith("-") and "=" in word)]
     data = json.dumps(files) if len(files) > 1 else "".join(files)
     settings = [
         *(f"model.path={source}", f"data.train={''.join(files[:1])}", f"data.eval={data}"),
@@ -50,9 +54,11 @@ def evaluation_command(arguments: list[str]) -> list[str]:
         *("speculation.enabled=false", "spot.enabled=false", "checkpoint.resume=never"),
         "checkpoint.export_hf=false",
         *given,
-        *(word for word in rest if not word.startswith("-") and "=" in word),
     ]
-    parallel = load_config(config, settings).parallel
+    found = load_config(config, settings)
+    if is_of_run and not options.trust_run:
+        check_trusted(found, options.source, [word.partition("=")[0] for word in given])
+    parallel = found.parallel
     ranks = options.nproc_per_node or str(parallel.tensor * parallel.context * parallel.pipeline)
     launcher = [word for word in rest if word not in settings]
     command = ["--nproc-per-node", ranks, *launcher, *settings]
@@ -71,6 +77,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--temperature", type=float, default=1.0, help="0: greedy; default 1")
     add("--config", type=Path, help="default: the run's, or the default settings")
     add("--out", type=Path, help="new run folder; default runs/evaluation-<time>")
+    add("--trust-run", action="store_true", help="run the functions that the run's settings name")
     add("--nproc-per-node", metavar="N", help="ranks; default tensor x pipeline")
     return parser.parse_known_args(arguments)
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import yaml
 
-from tlt_megatron.config.load import load_config
+from tlt_megatron.config.load import load_config, read_sections
 from tlt_megatron.config.other_names import our_name
+from tlt_megatron.saved_files import read_text
 from tools.commands import their_settings as theirs
 
 # Up to a newline that is not quoted.
@@ -84,17 +85,15 @@ def read(path: Path) -> dict[str, Any]:
     (slime).
     """
     try:
-        text = path.read_text(encoding="utf-8")
         if path.suffix in (".yaml", ".yml"):
-            settings = yaml.safe_load(text)
-            found = _flatten(settings, "") if isinstance(settings, dict) else {}
+            found = _flatten(read_sections(path), "")
             if names := _TRL & found.keys():
                 raise ValueError(
                     f"{', '.join(sorted(names))}: names of TRL, whose settings are in no table of"
                     " this command: docs/coming_from.md has ours"
                 )
             return found
-        return _read_script(text.replace("\\\n", " "))
+        return _read_script(read_text(path).replace("\\\n", " "))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 

@@ -28,7 +28,9 @@ import torch
 
 from tlt_megatron.config.hub import CONFIG, load_fetched_config
 from tlt_megatron.config.layout import check_layout
+from tlt_megatron.config.load import load_config
 from tlt_megatron.config.model_folder import check_model
+from tlt_megatron.config.preflight import check_trusted
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.before.memory_ledger import describe_checkpoint, make_ledger
 from tools.planner.computed_machine import ComputedMachine, read_slowness
@@ -60,6 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
     if memory_bytes:
         make = partial(_candidate, files, ranks=given.ranks)
         print(verdict(candidates[0], int(memory_bytes), lambda more: make([*overrides, *more])))
+    for run in () if given.trust_run else given.against:
+        if (file := Path(run) / "config.yaml").is_file():
+            check_trusted(load_config(file), run, (), key="speculation.selector")
     if given.simulate or given.machine:
         print_plan(
             candidates,
@@ -86,6 +91,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=float, metavar="MEAN", help="of prompts, with --machine")
     add("--gpu-check", default="", metavar="results.jsonl", help="measured, with --machine")
     add("--against", action="append", default=[], metavar="RUN", help="finished; may be repeated")
+    add("--trust-run", action="store_true", help="run the selector that a run of --against names")
     add(
         "--compare",
         action="append",

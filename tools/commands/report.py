@@ -15,8 +15,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from tlt_megatron.saved_files import errors_named
 from tools.run_report.data import distinct_names, read_run
-from tools.run_report.files import errors_named
 from tools.run_report.page import render_comparison, render_page
 from tools.run_report.panels import build_comparison, build_panels
 from tools.run_report.responses import read_responses

@@ -84,7 +84,9 @@ def logits_difference(checkpoint: Path, folder: Path, dtype: torch.dtype) -> flo
 def _transformers_logits(folder: Path, token_ids_P: Tensor, rounded_to: torch.dtype) -> Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.to(rounded_to).float()

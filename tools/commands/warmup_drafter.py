@@ -33,7 +33,7 @@ from tlt_megatron.config.hub import load_fetched_config
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
-from tlt_megatron.drafter.eagle_folder import save_drafter
+from tlt_megatron.drafter.eagle_folder import load_trainer_state, save_drafter
 from tlt_megatron.drafter.packing import DraftBatch, pack_sequences
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.progress import Progress
@@ -85,10 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     architecture = "eagle3" if is_eagle3 else "eagle"
     model = policy.new_drafter(architecture, aux_layer_ids, dtype=torch.float32, seed=seed)
     trainer = DrafterTrainer(model, config.drafter)
+    if options.start:
+        state = load_trainer_state(options.start)
+        if state is None:
+            raise SystemExit(f"--start {options.start}: has no state of the optimizer")
+        trainer.load_state_dict(state)
     batches = _batches(sequences, config.drafter.batch_tokens, seed)
     progress = Progress("auto", options.steps)
     measured: list[dict[str, float]] = []
     trained_s = 0.0
+    until_step = trainer.num_updates + options.steps
     while True:
         steps = trainer.num_updates
         accepted = _measure(policy, model, options.strategy, held_out, params)
@@ -97,13 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         save_drafter(options.out, model, trainer.state_dict())
         text = json.dumps(measured, indent=2) + "\n"
         (options.out / "warm_up.json").write_text(text, encoding="utf-8")
-        if steps >= options.steps or (trained_s > 0.0 and time.monotonic() >= deadline):
+        if steps >= until_step or (trained_s > 0.0 and time.monotonic() >= deadline):
             break
         started = time.monotonic()
         if trained_s == 0.0:  # training gets its share, however long the answers took
             deadline = max(deadline, started + 60 * options.minutes * (1 - _GENERATION_SHARE))
         until = min(deadline, started + 60 * options.measure_minutes)
-        _train(trainer, batches, options.steps, until, progress)
+        _train(trainer, batches, until_step, until, progress)
         trained_s += time.monotonic() - started
     progress.close()
     if not trainer.num_updates:
@@ -192,6 +198,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model", help="model.path")
     add("--prompts", help="data.train; every eighth prompt measures, unless data.eval= follows")
     add("--out", type=Path, default=Path("build/tiny_drafter"))
+    add(
+        "--start", type=Path, help="drafter of the same policy to go on from; default: a random one"
+    )
     add("--strategy", type=SpeculationStrategy.parse, default="6_1_6", help="to measure with")
     add("--steps", type=int, default=600, help="of the optimizer, at most")
     add("--minutes", type=float, default=math.inf, help="in all; training gets at least half")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.graph_plan import GraphKey
 from tools.gpu.machine import Figures, Machine, seconds_of
 from tools.gpu.random_engine import generate, make_engine
 from tools.gpu.shapes import QWEN_2_5_7B, TINY
@@ -23,13 +25,14 @@ _PROFILED = 10  # passes
 _TOP = 15
 
 
-def plain(machine: Machine, context: str) -> Iterator[Figures]:
+def plain(machine: Machine, numbers: str) -> Iterator[Figures]:
     """Yield, by batch size, milliseconds of a pass, of its graph's replay and of its kernels, and
-    the bytes of graphs.
+    the bytes of graphs. `numbers` are the context and the batch sizes.
     """
-    config, sizes = machine.pick((QWEN_2_5_7B, (1, 8, 64)), (TINY, (1, 3)))
+    context, *batches = map(int, numbers.split(","))
+    config, sizes = machine.pick((QWEN_2_5_7B, batches), (TINY, [1, 3][: len(batches)]))
     num_new = machine.pick(64, 16)
-    num_prompt = machine.pick(int(context), 128) - num_new
+    num_prompt = machine.pick(context, 128) - num_new
     with machine.gpu() as device, torch.no_grad():
         started = time.perf_counter()
         given: dict[str, Any] = {"num_prompt": num_prompt, "num_new": num_new}
@@ -39,8 +42,9 @@ def plain(machine: Machine, context: str) -> Iterator[Figures]:
         summary = ""
         for batch_size in sizes:
             generate(engine, batch_size=batch_size, **given)  # captures
-            (*_, captured), num_eager = graphs._captured.values(), engine.stats().eager_passes
+            num_eager = engine.stats().eager_passes
             tokens, passes = generate(engine, batch_size=batch_size, **given)
+            captured = graphs._captured[replayed_graph(graphs.num_replays, batch_size)]
             seconds = statistics.median(record.seconds for record in passes)
             device.release_cached()
             with torch.inference_mode():  # a pretended GPU runs the pass again
@@ -68,6 +72,13 @@ def plain(machine: Machine, context: str) -> Iterator[Figures]:
             "kv_gb": 1e-9 * plan.kv_bytes,
             "weights_gb": 1e-9 * plan.weights_bytes,
         }
+
+
+def replayed_graph(num_replays: Counter[GraphKey], batch_size: int) -> GraphKey:
+    """Return the graph of the plain passes of a call. AssertionError if it is not of this batch."""
+    ((key, _),) = num_replays.most_common(1)
+    assert (key.batch_size, key.num_rows) == (batch_size, 1), f"batch {batch_size} replayed {key}"
+    return key
 
 
 def _profiled(

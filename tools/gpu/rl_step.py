@@ -42,20 +42,14 @@ def rl_step(machine: Machine, policy: str) -> Iterator[Figures]:
     (folder / "reward.py").write_text(_REWARD)
     small = machine.scratch / "tiny_policy"
     _python("-m", "tools.tiny_models.make_tiny_policy", "--out", str(small), "--steps", "2")
-    model = small
     if policy == "half_b":
         model = folder / "model"
         config = json.loads((MODEL_CONFIGS / "qwen2.5-0.5b" / "config.json").read_text())
         _write_random(model, config | machine.pick({}, _TINY), small)
-    elif not machine.is_tiny:
-        model = folder / "model"
-        _python(
-            "-m",
-            "tools.tiny_models.expand_layers",
-            f"--model={small}",
-            "--extra=8",
-            f"--out={model}",
-        )
+    else:
+        model, extra = folder / "model", machine.pick(8, 1)
+        words = (f"--model={small}", f"--extra={extra}", f"--out={model}")
+        _python("-m", "tools.tiny_models.expand_layers", *words)
     settings = {
         "model.path": model,
         "model.dtype": "bfloat16",
@@ -75,9 +69,8 @@ def rl_step(machine: Machine, policy: str) -> Iterator[Figures]:
     given = [f"{name}={value}" for name, value in settings.items()]
     _train([*given, "run.num_steps=1"])
     yield {"step_1": _metrics(folder / "run")}
-    if not machine.is_tiny:
-        _train([*given, "run.num_steps=2", "--resume", "auto"])
-        yield {"step_2": _metrics(folder / "run")}
+    _train([*given, "run.num_steps=2", "--resume", "auto"])
+    yield {"step_2": _metrics(folder / "run")}
 
 
 def _train(arguments: Sequence[str]) -> None:

@@ -16,9 +16,10 @@ from tlt_megatron.data.prompts import load_prompts
 from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.sizes import ModelSizes
+from tlt_megatron.saved_files import errors_named, is_number
 from tools.gpu.shapes import QWEN_2_5_7B
 from tools.planner.roofline import ITEM_BYTES, Decoding, Gpu
-from tools.run_report.files import errors_named, is_number, read_lines
+from tools.run_report.files import read_lines
 
 _CHECKED = (1, 8, 64)  # batches of the GPU check
 _CONTEXT_STEP = 256  # tokens to which contexts are rounded, so that passes are computed once

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from tlt_megatron.config.model_shape import load_model_config
 from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.saved_files import parse_object
 from tools.bench.measure import print_table
 from tools.planner.fit import Candidate
 from tools.planner.plan_figure import draw
 from tools.planner.recorded_machine import RecordedMachine, Recording, read_recording
 from tools.planner.simulation import PHASES, Machine, Prediction, Variant, simulate
 from tools.planner.steps import Batch, limits_of, lognormal, resampled, steps_of, whole
-from tools.run_report.files import parse_object, read_text
+from tools.run_report.files import read_text
 
 _OFTEN = 0.05  # of the passes that bring a strategy into the advice
 _ERROR = 0.1  # of a prediction; see docs/planner.md

@@ -17,6 +17,7 @@ import numpy as np
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.saved_files import errors_named
 from tools.commands.compare_runs import Response, StepRecord, read_run
 from tools.planner.simulation import PHASES
 from tools.planner.steps import (
@@ -29,7 +30,7 @@ from tools.planner.steps import (
     tokens_of,
     whole,
 )
-from tools.run_report.files import errors_named, read_lines
+from tools.run_report.files import read_lines
 
 _MIN_REQUESTS = 300  # of which acceptance is the mean; more only if a row has more
 

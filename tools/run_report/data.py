@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
+from tlt_megatron.config.load import parse_sections
+from tlt_megatron.saved_files import errors_named, is_number, parse_object
 from tlt_megatron.trainer.saving.run_folder import LOCK_FILE
 from tools.run_report.alarms import find_alarms
-from tools.run_report.files import errors_named, is_number, parse_object, read_lines, read_text
+from tools.run_report.files import read_lines, read_text
 from tools.run_report.trace import Trace
 
 MARKS = (LOCK_FILE, "config.yaml", "metrics.jsonl")  # a run has one of these from its start
@@ -107,9 +107,8 @@ def read_run(run_dir: Path, trace: Trace | None = None, name: str = "") -> RunDa
 
 
 def _parse_config(path: Path, text: str) -> dict[str, dict[str, object]]:
-    with errors_named(path):
-        config = yaml.safe_load(text) or {}
-    if not isinstance(config, dict) or not all(isinstance(s, dict) for s in config.values()):
+    config = parse_sections(text, str(path))
+    if not all(isinstance(section, dict) for section in config.values()):
         raise ValueError(f"{path}: must hold the sections of a run")
     return config
 

@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from tlt_megatron.saved_files import errors_named
 from tools.run_report.data import RunData, read_run
-from tools.run_report.files import errors_named
 from tools.run_report.page import Live, render_comparison, render_page, render_states
 from tools.run_report.panels import build_comparison, build_panels
 from tools.run_report.responses import read_responses

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.run_report.files import errors_named, read_lines
+from tlt_megatron.saved_files import errors_named
+from tools.run_report.files import read_lines
 
 _NUM_SHOWN = 200
 _MAX_FILE_BYTES = 32 << 20  # of a step's file only the end is read

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_megatron.runtime.status import RankStatus
+from tlt_megatron.saved_files import errors_named, parse_object
 from tlt_megatron.trainer.saving.run_folder import LOCK_FILE, owner_has_ended
-from tools.run_report.files import errors_named, parse_object, read_text
+from tools.run_report.files import read_text
 
 NUM_ROWS = 8  # of more ranks, those that are furthest behind
 _LOG_BYTES = 1 << 18  # of a rank's log only the end is read

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.run_report.files import errors_named, open_regular
+from tlt_megatron.saved_files import errors_named, open_regular
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

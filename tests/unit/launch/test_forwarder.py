@@ -40,3 +40,30 @@ def test_signals_are_passed_on_after_the_launcher_was_stopped_and_threads_ended(
         [sys.executable, "-c", PROGRAM, str(REPO)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+
+
+# A stopped rank beside one that has failed, as torchrun leaves it: SIGTERM waits.
+FROZEN = """
+import os, signal, subprocess, sys
+sys.path.insert(0, sys.argv[1])
+from launch import torchrun
+
+torchrun._LOOK_S = 0.1
+torchrun._Forwarder().start()
+code = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+rank = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+os.waitid(os.P_PID, rank.pid, os.WSTOPPED | os.WNOWAIT)
+try:
+    rank.wait(timeout=1)  # a suspended run goes on
+except subprocess.TimeoutExpired:
+    rank.terminate()
+    sys.exit(rank.wait(timeout=20) != -signal.SIGKILL)
+"""
+
+
+def test_a_stopped_rank_that_is_asked_to_end_is_killed_and_a_line_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FROZEN, str(REPO)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "is stopped and cannot end by itself: killed" in done.stderr

@@ -60,7 +60,8 @@ def tap(device: torch.device, aux_layer_ids: tuple[int, ...]) -> list[DraftSeque
     )
     stage = Stage().to(device)
     ends = torch.tensor([0, 5, NUM_TOKENS], dtype=torch.int32)
-    batch = make_packed([1.0] * NUM_TOKENS, token_ids=torch.arange(NUM_TOKENS), cu_seqlens=ends)
+    fields = {"token_ids": torch.arange(NUM_TOKENS), "cu_seqlens": ends}
+    batch = make_packed([1.0] * NUM_TOKENS, requests=((4, 1), (6, 0)), **fields)
     states = torch.arange(float(NUM_TOKENS * HIDDEN_SIZE)).view(-1, 1, HIDDEN_SIZE).to(device)
     with recorder.record([stage], [batch], ProcessGroups(world=SINGLE)):
         stage(states)
@@ -77,6 +78,7 @@ def test_states_are_copied_while_the_pass_runs_and_read_when_they_are_there(
         found = tap(CUDA, aux_layer_ids)
         assert not gpu.read_backs
     assert len(found) == len(expected) == 2
+    assert [each.request for each in found] == [(6, 0, 0), (4, 1, 0)]  # the longest first
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.token_ids.equal(theirs.token_ids)
         assert mine.features.device.type == "cpu"

@@ -36,6 +36,7 @@ ROLLOUTS = [rollout((1, 2), [3, 4]), rollout((5,), [6, 7, 8], 1), rollout((9, 10
 
 def test_packed_labels_and_masks_follow_the_definition() -> None:
     batch = pack_rollouts(ROLLOUTS)
+    assert batch.requests == tuple((r.draw_index, r.sample_index) for r in ROLLOUTS)
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert batch.labels.tolist() == [2, 3, 4, 0, 6, 7, 8, 0, 10, 11, 12, 0]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]

@@ -30,6 +30,9 @@ class Drafter:
     def add_features(self, *_: object) -> None:
         """Not kept."""
 
+    def add_passes(self, _: object) -> None:
+        """Not kept."""
+
     def run_until_preempted(self, step: int, generation_round: int) -> SpotReport:
         return SpotReport(used_s=1.5, stall_s=4.0, preempt_ms=0.0, sessions=())
 

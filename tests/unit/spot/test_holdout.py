@@ -52,7 +52,7 @@ def test_drafters_are_compared_on_a_sample_of_the_newest_responses() -> None:
         for draw in range(100):
             sequence = make_sequence(trainer.model, length, seed=draw, request=(draw, step, 0))
             holdout.add(sequence)
-    comparison = holdout.compare(trainer, candidate=other, published=other)
+        comparison = holdout.compare(trainer, candidate=other, published=other)
     assert comparison is not None
     assert 2048 - 28 < comparison.num_tokens <= 2048  # 28 of each response
     assert comparison.accept_lengths[0] == comparison.accept_lengths[1] > 1.0
@@ -64,3 +64,17 @@ def test_drafters_are_compared_on_a_sample_of_the_newest_responses() -> None:
     assert comparison.standard_error > 0.0
     for name, tensor in trainer.model.state_dict().items():
         assert torch.equal(tensor, own[name])
+
+
+def test_the_responses_of_a_rank_that_finished_last_are_compared_a_step_later() -> None:
+    trainer = make_drafter_trainer()
+    weights = trainer.model.state_dict()
+    holdout = make_holdout()
+    counts = []
+    for step, has_time in ((1, True), (2, False), (3, True), (4, True)):
+        holdout.start_step()
+        holdout.add(make_sequence(trainer.model, 10 * step + 2, seed=step, request=(step, 0, 0)))
+        if has_time:
+            comparison = holdout.compare(trainer, candidate=weights, published=weights)
+            counts.append(comparison and comparison.num_tokens)
+    assert counts == [10, 20 + 30, 40]

@@ -4,6 +4,12 @@ named.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
+
+from tlt_megatron import cli
 from tools.commands.compare_runs import Run, StepRecord, compare
 
 
@@ -38,3 +44,35 @@ def test_one_token_is_found() -> None:
 
 def test_one_reward_is_found() -> None:
     assert not compare(make_run(1), make_run(1, reward=0.0))[1]
+
+
+def record(folder: Path, row: object, reward: object = 1.0) -> str:
+    """Write a run of one step with this row of its response's place and tokens."""
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "timing_s/step": 1.0}\n')
+    text = json.dumps(row | {"reward": reward} if isinstance(row, dict) else row)
+    (folder / "rollouts" / "step_0000001.rank_00000.jsonl").write_text(f"{text}\n")
+    return str(folder)
+
+
+GOOD = {"draw_index": 0, "sample_index": 0, "token_ids": [1, 2]}
+
+
+def test_equal_differing_and_unreadable_runs_have_codes_of_their_own(tmp_path: Path) -> None:
+    one, same = record(tmp_path / "one", GOOD), record(tmp_path / "same", GOOD)
+    other = record(tmp_path / "other", GOOD, reward=0.0)
+    assert [cli.main(["compare", one, each]) for each in (same, other)] == [0, 1]
+    assert cli.main(["compare", one, str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[], {}, GOOD | {"token_ids": 7}, GOOD | {"token_ids": None}, GOOD | {"draw_index": []}, "x"],
+)
+def test_a_broken_run_is_no_run_that_differs(
+    tmp_path: Path, row: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, broken = record(tmp_path / "one", GOOD), record(tmp_path / "broken", row)
+    assert cli.main(["compare", one, broken]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "broken/rollouts/step_0000001.rank_00000.jsonl" in line

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 
 from tests.tiny_task import REPO, python
-from tools.gpu.decoding import kernel_figures
+from tlt_megatron.engines.embedded.graph_plan import GraphKey
+from tools import gpu_check
+from tools.gpu.decoding import kernel_figures, replayed_graph
 from tools.gpu.suites import read_junit
 
 PLANTED = """
@@ -111,6 +114,22 @@ def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
     done = check(tmp_path, "--stage", "2d")
     assert done.returncode == 2
     assert "--stage 2d: must be of 0 0.launches" in done.stderr
+
+
+def test_the_first_day_fits_its_lease_and_stages_run_in_the_order_given() -> None:
+    rows = (REPO / "tools/gpu/first_day.txt").read_text().splitlines()
+    plan = [line.split() for line in rows if line and not line.startswith("#")]
+    assert sum(int(expected) for *_, expected in plan) <= 560
+    assert all(int(limit) >= int(expected) + 15 for _, limit, expected in plan)
+    named = gpu_check.choose(gpu_check._parse(["--stage", "2b.plain_2048", "0"]))
+    assert [i.key for i in named] == ["2b.plain_2048", "0.machine", "0.rates", "0.launches"]
+
+
+def test_the_replayed_graph_is_of_the_batch() -> None:
+    key = GraphKey(num_rows=1, depth=0, batch_size=8, length=64)
+    assert replayed_graph(Counter({key: 9}), 8) == key
+    with pytest.raises(AssertionError, match="batch 64 replayed"):
+        replayed_graph(Counter({key: 9}), 64)
 
 
 def test_kernels_of_a_profile_are_added_up() -> None:

@@ -169,6 +169,22 @@ def test_a_prediction_stands_beside_what_was_measured_and_both_are_drawn(
     assert seconds.keys() <= set(texts)
 
 
+def test_a_selector_that_a_finished_run_names_runs_only_if_the_user_trusts_it(
+    plan, tmp_path: Path
+) -> None:
+    run, file = _record(tmp_path / "run"), tmp_path / "theirs.py"
+    file.write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
+    (run / "config.yaml").write_text(
+        SETTINGS.replace("speculation: {", f"speculation: {{selector: '{file}:f', ")
+    )
+    words = ("--simulate", str(run), "--against", str(run))
+    code, text, _ = plan(*words)
+    assert (code, file.with_suffix(".ran").exists()) == (2, False)
+    assert f"{run}/config.yaml names code outside of the package" in text
+    code, text, _ = plan(*words, "--trust-run")
+    assert file.with_suffix(".ran").exists(), text
+
+
 def test_figure_of_another_form_is_refused(plan, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         plan("--simulate", "absent", "--figure", "plan.png")

@@ -4,6 +4,7 @@ run.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -210,6 +211,10 @@ PASSES = "speculation/rank_00000.jsonl"
 RESPONSES, STATUS = "rollouts/step_0000001.rank_00000.jsonl", "status/rank_00000.json"
 SPAN = '{"name": "SYNC", "lane": "MainThread", "start_ns": 1, "dur_ns": 1, "args": '
 DEEP = "[" * 100_000
+# Ten lines of aliases that stand for 10^10 values.
+EXPANDING = "a: &a [1]\n" + "".join(
+    f"{b}: &{b} [{', '.join(['*' + a] * 10)}]\n" for a, b in itertools.pairwise("abcdefghijk")
+)
 RESPONSE = '{"reward": 1, "token_ids": [1, 2], "prompt": "p", "response": "ab", '
 NOT_WRITTEN_SO = "is not as a run writes it: "
 
@@ -220,15 +225,17 @@ NOT_WRITTEN_SO = "is not as a run writes it: "
         *((name, "a pipe", "") for name in (CONFIG, METRICS, SUMMARY, PASSES, RESPONSES, STATUS)),
         (METRICS, "a folder", ""),
         (METRICS, f'{{"step": {DEEP}', ""),
-        (METRICS, '{"st', "'{\"st' is not JSON"),
+        (METRICS, '{"st', "cannot be read as JSON: '{\"st'"),
         (METRICS, '{"step": "x"}', "step='x' must be a whole number"),
         (METRICS, '{"step": 1, "a": "b"}', "a='b' must be a finite number"),
         (METRICS, '{"step": 4, "timing_s/step": NaN}', ""),
         (METRICS, '{"step": 4, "critic/rewards/mean": 1e999}', "must be a finite number"),
-        (SUMMARY, "[1]", "must hold an object, not a list"),
+        (SUMMARY, "[1]", "must hold a JSON object, not a list"),
         (CONFIG, DEEP, ""),
-        (CONFIG, "a: [", NOT_WRITTEN_SO + "ParserError: while"),
-        (CONFIG, "text", "must hold the sections of a run"),
+        (CONFIG, "a: [", "is not YAML: while parsing"),
+        (CONFIG, "text", "must hold a mapping of sections"),
+        (CONFIG, "a: 1", "must hold the sections of a run"),
+        (CONFIG, EXPANDING, "is not YAML: its aliases stand for 211111 values"),
         (PASSES, '{"step": 4, "rank": [], "strategy": 3, "batch_size": "x"}', NOT_WRITTEN_SO),
         (PASSES, '{"step": 1}', NOT_WRITTEN_SO + "KeyError: 'strategy'"),
         (RANK_0, '{"name": "SYNC"}', NOT_WRITTEN_SO + "KeyError: 'args'"),

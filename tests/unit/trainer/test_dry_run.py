@@ -23,7 +23,7 @@ MEMORY = Check(name="memory", found="cuda", amounts={"GiB free": 77.0})
 
 def reports(number: int) -> dict[int, Report]:
     free = [replace(MEMORY, amounts={"GiB free": 77 + node / 100}) for node in range(number)]
-    return {node: Report(f"gpu{node}", [TORCH, free[node]]) for node in range(number)}
+    return {node: Report(host=f"gpu{node}", checks=[TORCH, free[node]]) for node in range(number)}
 
 
 def test_what_128_nodes_have_alike_stands_once_and_amounts_as_a_range() -> None:
@@ -41,7 +41,7 @@ def test_nodes_that_differ_or_cannot_run_stand_out() -> None:
     for node in (3, 4, 5, 9):
         nodes[node].checks[0] = replace(TORCH, found="2.12.1")
     nodes[7].checks[1] = replace(MEMORY, problem="memory: the update phase takes 81 GiB")
-    nodes[8] = Report("", [Check(name="nodes", problem="did not come in time")])
+    nodes[8] = Report(host="", checks=[Check(name="nodes", problem="did not come in time")])
     lines, is_well = describe_nodes(nodes)
     assert not is_well
     assert lines == [
@@ -55,7 +55,9 @@ def test_nodes_that_differ_or_cannot_run_stand_out() -> None:
 
 
 def test_a_value_per_node_does_not_make_a_line_per_node() -> None:
-    nodes = {node: Report("", [Check(name="code", found=f"{node:x}")]) for node in range(128)}
+    nodes = {
+        node: Report(host="", checks=[Check(name="code", found=f"{node:x}")]) for node in range(128)
+    }
     lines, _ = describe_nodes(nodes)
     assert len(lines) == 10
     assert lines[-2].strip() == "and 120 more nodes"
@@ -120,7 +122,6 @@ def test_a_node_that_lacks_a_file_still_tells_its_versions(config: Path, tmp_pat
     assert {"tlt_megatron", "Python", "torch", "megatron-core"} <= {each.name for each in checks}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_check_that_hangs_or_raises_is_named_by_the_one_before_it() -> None:
     def checks(end: threading.Event | None) -> Iterator[Check]:
         yield TORCH
@@ -135,4 +136,42 @@ def test_a_check_that_hangs_or_raises_is_named_by_the_one_before_it() -> None:
     assert hanging.problem == "the check after torch: no answer in 0.1 s"
     *taken, raising = take_within(60, checks(None))
     assert taken == [TORCH]
-    assert raising.problem == "the check after torch: an error, see its traceback"
+    assert raising.problem == "the check after torch: RuntimeError: a defect"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "",
+        "\xff",
+        "[1, 2]",
+        "{}",
+        "[" * 100_000,
+        '{"host": 7, "checks": []}',
+        '{"host": "gpu1", "checks": [7]}',
+        '{"host": "gpu1", "checks": [{"found": "2.11.0"}]}',
+        '{"host": "gpu1", "checks": [{"name": "torch", "amounts": {"GiB": NaN}}]}',
+        '{"host": "gpu1", "checks": [{"name": "torch", "amounts": {"GiB": "77"}}]}',
+        '{"host": "gpu1", "checks": [{"name": "torch", "colour": "red"}]}',
+    ],
+)
+def test_what_is_no_report_is_a_problem_of_the_node_that_sent_it(sent: str) -> None:
+    lines, is_well = describe_nodes({**reports(1), 1: Report.from_json(sent)})
+    assert not is_well
+    (line,) = (line for line in lines if line.startswith("FAIL  nodes"))
+    assert "node 1: the report" in line
+    assert len(line) < 600
+
+
+def test_a_node_sends_no_escapes_to_the_terminal_and_may_lack_an_amount() -> None:
+    escape = "\x1b]0;mine\x07\x1b[2J\r\n\u202e"
+    other = Report(
+        host=f"gpu1{escape}",
+        checks=[
+            replace(TORCH, found=f"3{escape}", amounts={f"GiB{escape}": 1.0}),
+            replace(MEMORY, amounts={}),
+            Check(name=f"mine{escape}", problem=f"bad{escape}"),
+        ],
+    )
+    lines, _ = describe_nodes({**reports(1), 1: Report.from_json(other.to_json())})
+    assert all(line.isprintable() for line in lines), lines

@@ -144,29 +144,44 @@ def triton_wide(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if wide_dtype(dtype) == torch.float64 else tl.float32
 
 
-# By bytes of an item: keys of a block, most queries of one, and blocks of keys and values that are
-# loaded ahead. Together they fit into the shared memory of compute capability 8.9, the smallest of
-# those that are compiled for in tests: 99 KiB.
-_BLOCKS = {2: (64, 64, 2), 4: (32, 64, 2), 8: (16, 32, 2)}
+# Bytes of a block of queries, keys or values. A block of each, and the next keys and values, fit
+# into the shared memory of compute capability 8.9, the smallest that tests compile for: 99 KiB.
+_BLOCK_BYTES = 16384
+_MAX_AHEAD_BYTES = 1024  # of a key: the next blocks of longer ones do not fit
 _SCANNED_BIASES = 8192  # biases of one load, at most 64 for each thread
+
+
+def head_block_of(head_dim: int) -> int:
+    """Return the dimensions of a head that a program computes, a power of two."""
+    return max(triton.next_power_of_2(head_dim), 16)
+
+
+def block_of(dtype: torch.dtype, head_dim: int) -> int:
+    """Return the most queries of a program, and the keys of a block."""
+    return min(max(_BLOCK_BYTES // (head_block_of(head_dim) * dtype.itemsize), 16), 64)
+
+
+def stages_of(dtype: torch.dtype, head_dim: int) -> int:
+    """Return the blocks of keys and values that a program holds: its own, and one loaded ahead."""
+    return 2 if head_block_of(head_dim) * dtype.itemsize <= _MAX_AHEAD_BYTES else 1
 
 
 def options_of(dtype: torch.dtype, num_queries: int, head_dim: int) -> dict[str, object]:
     """Return the compile-time arguments of `_attend_part` for queries of `dtype`, and how it is
     launched.
     """
-    keys, most_queries, num_stages = _BLOCKS[dtype.itemsize]
-    block = min(max(triton.next_power_of_2(num_queries), 16), most_queries)
+    head_block, most = head_block_of(head_dim), block_of(dtype, head_dim)
+    block = min(max(triton.next_power_of_2(num_queries), 16), most)
     return {
         "SCALE": head_dim**-0.5,
         "HEAD_DIM": head_dim,
-        "HEAD_BLOCK": max(triton.next_power_of_2(head_dim), 16),
+        "HEAD_BLOCK": head_block,
         "QUERIES": block,
-        "KEYS": keys,
+        "KEYS": most,
         "PART": PART_KEYS,
         "SCANNED": min(_SCANNED_BIASES // block, PART_KEYS),
         "WIDE": triton_wide(dtype),
-        "num_stages": num_stages,
+        "num_stages": stages_of(dtype, head_dim),
         "num_warps": 4 if block == 16 else 8,  # with 4, a larger block does not fit into registers
     }
 

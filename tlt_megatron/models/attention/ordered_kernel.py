@@ -15,7 +15,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tlt_megatron.models.attention.fused_kernel import add_keys, merge_parts, triton_wide
+from tlt_megatron.models.attention.fused_kernel import (
+    add_keys,
+    block_of,
+    head_block_of,
+    merge_parts,
+    stages_of,
+    triton_wide,
+)
 from tlt_megatron.models.attention.sums import PART_KEYS, result_buffers
 from tlt_megatron.models.attention.tables import TableRead
 from tlt_megatron.models.kv_cache import KvCache
@@ -118,10 +125,11 @@ def ordered_options(dtype: torch.dtype, repeat: int, head_dim: int) -> dict[str,
         "REPEAT": repeat,
         "QUERIES": max(triton.next_power_of_2(repeat), 16),
         "HEAD_DIM": head_dim,
-        "HEAD_BLOCK": max(triton.next_power_of_2(head_dim), 16),
-        "KEYS": 64 if dtype.itemsize == 2 else 32,
+        "HEAD_BLOCK": head_block_of(head_dim),
+        "KEYS": block_of(dtype, head_dim),
         "PART": PART_KEYS,
         "WIDE": triton_wide(dtype),
+        "num_stages": stages_of(dtype, head_dim),
     }
 
 

@@ -14,15 +14,19 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import TextIO
 
 import torch
 import torch.distributed as dist
 
+from tlt_megatron.config.load import check_record
+from tlt_megatron.config.ranges import Section, require
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.runtime.collective_errors import first_line
 from tlt_megatron.runtime.process_groups import MemberLost, PrivateHandle, form_private_group
 from tlt_megatron.runtime.rendezvous import JobRendezvous, Place
+from tlt_megatron.saved_files import one_line, parse_object, printable
 from tlt_megatron.trainer.before.node_checks import (
     Check,
     examine_node,
@@ -37,6 +41,14 @@ _CONNECT_S = 30.0  # for gloo, and for the answers after it: all nodes are here
 _LEAVE_S = 5.0  # for others to read the exit code: the store ends with node 0
 _POLL_S = 0.05
 _MAX_CLOCK_S = 2.0  # difference of wall clocks: files and status lines show their time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked(Section):
+    """What node 0 asks the others for: to connect with these nodes, and to compare clocks."""
+
+    clock_s: float  # since the epoch, of node 0
+    nodes: list[int]
 
 
 def dry_run(
@@ -56,7 +68,7 @@ def dry_run(
     """
     settings, config = read_settings(arguments)
     size = Check(name="nodes", found=f"{place.num_nodes} x {num_ranks} ranks")
-    report = Report(socket.gethostname(), [size, settings])
+    report = Report(host=socket.gethostname(), checks=[size, settings])
     with files:
         shared = ""
         if config is not None and place.node == 0 and place.num_nodes > 1:
@@ -74,7 +86,7 @@ def dry_run(
                 node=place.node,
                 num_nodes=place.num_nodes,
                 num_ranks=num_ranks,
-                shared=store.get("shared").decode(),
+                shared=printable(store.get("shared").decode(errors="replace")),
             )
             report.checks.extend(take_within(_CHECKS_S, checks))
             if place.node > 0:
@@ -85,7 +97,9 @@ def dry_run(
             return code
         except (OSError, dist.DistError) as error:  # the port is used, or node 0 is not there
             problem = Check(name="ports", problem=first_line(error))
-            return _write({place.node: Report(report.host, [settings, problem])}, out)
+        except ValueError as error:  # another program answers at the port, or another version
+            problem = Check(name="nodes", problem=one_line(error))
+        return _write({place.node: Report(host=report.host, checks=[settings, problem])}, out)
 
 
 def _write(reports: dict[int, Report], out: TextIO) -> int:
@@ -114,21 +128,24 @@ def take_within(limit_s: float, checks: Iterator[Check]) -> list[Check]:
     They run in a thread. It is left behind then, because nothing ends a call that hangs.
     """
     taken: list[Check] = []
-    done: list[bool] = []
+    done: list[str] = []  # why the checks ended early, or ""
 
     def take() -> None:
-        for check in checks:
-            taken.append(check)
-        done.append(True)
+        try:
+            for check in checks:
+                taken.append(check)
+            done.append("")
+        except Exception as error:  # a user's module may raise anything
+            done.append(f"{type(error).__name__}: {one_line(error)}")
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
     thread.join(limit_s)
-    if done:
+    if done == [""]:
         return taken
     found = list(taken)
     after = f" after {found[-1].name}" if found else ""
-    why = f"no answer in {limit_s:g} s" if thread.is_alive() else "an error, see its traceback"
+    why = done[0] if done else f"no answer in {limit_s:g} s"
     return [*found, Check(name="checks", problem=f"the check{after}: {why}")]
 
 
@@ -149,8 +166,9 @@ def _meet(rendezvous: JobRendezvous, host: str, shared: str) -> dist.Store:
 def _follow(store: dist.Store, node: int, report: Report) -> int:
     """Tell node 0 what this node found, and return the exit code that it decides."""
     store.set(f"report/{node}", report.to_json())
-    store.set(f"answer/{node}", Report(report.host, _meet_others(store, node)).to_json())
-    code = int(store.get("code"))
+    answer = Report(host=report.host, checks=_meet_others(store, node))
+    store.set(f"answer/{node}", answer.to_json())
+    code = 0 if store.get("code") == b"0" else 2
     store.set(f"left/{node}", "")
     return code
 
@@ -164,11 +182,14 @@ def _collect(store: dist.Store, place: Place, report: Report, deadline: float) -
     for node in others:
         if node not in reports:
             problem = "sent no report" if node in hosts else "did not come in time"
-            reports[node] = Report(hosts.get(node, ""), [Check(name="nodes", problem=problem)])
-    store.set("reported", json.dumps([time.time(), [0, *found]]))
+            reports[node] = Report(
+                host=hosts.get(node, ""), checks=[Check(name="nodes", problem=problem)]
+            )
+    store.set("reported", json.dumps({"clock_s": time.time(), "nodes": [0, *found]}))
     report.checks.extend(_meet_others(store, place.node))
     answers = _wait_for(store, "answer", found, time.monotonic() + 2 * _CONNECT_S)
-    silent = Report("", [Check(name="network", problem="does not answer any more")])
+    gone = Check(name="network", problem="does not answer any more")
+    silent = Report(host="", checks=[gone])
     for node in found:
         answer = Report.from_json(answers[node]) if node in answers else silent
         reports[node].checks.extend(answer.checks)
@@ -179,9 +200,11 @@ def _meet_others(store: dist.Store, node: int) -> list[Check]:
     """Compare this node's clock with that of node 0, and connect all nodes that have reported, as
     ranks would. A collective of them.
     """
-    first_clock_s, nodes = json.loads(store.get("reported"))
-    clock = _compare_clock(time.time() - first_clock_s)
-    return [_connect_all(store, node, nodes), clock]
+    text = store.get("reported").decode(errors="replace")
+    asked = check_record(_Asked, parse_object("what node 0 asks", text), "what node 0 asks")
+    require(node in asked.nodes, "nodes", one_line(asked.nodes), f"with this node, {node}")
+    clock = _compare_clock(time.time() - asked.clock_s)
+    return [_connect_all(store, node, asked.nodes), clock]
 
 
 def _connect_all(store: dist.Store, node: int, nodes: list[int]) -> Check:
@@ -209,4 +232,8 @@ def _wait_for(
     keys = {node: f"{name}/{node}" for node in nodes}
     while keys and not store.check([*keys.values()]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    return {node: store.get(key).decode() for node, key in keys.items() if store.check([key])}
+    return {
+        node: store.get(key).decode(errors="replace")
+        for node, key in keys.items()
+        if store.check([key])
+    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from tlt_megatron.config.extensions import REGISTRY, load_extension
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.preflight import named_code
+from tlt_megatron.config.ranges import Section
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.doctor import examine
 from tlt_megatron.runtime.device import select_device
@@ -34,7 +35,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Check(Section):
     """One check of one node: what it found, or why a run would end there.
 
     Example: `Check(name="checkpoints", found="2 kept", amounts={"GB free": 812.5})`.
@@ -43,7 +44,7 @@ class Check:
     name: str
     found: str = ""  # must be the same on all nodes
     problem: str = ""
-    amounts: Mapping[str, float] = field(default_factory=dict)  # by unit; may differ
+    amounts: dict[str, float] = field(default_factory=dict)  # by unit; may differ
 
 
 def read_settings(arguments: list[str]) -> tuple[Check, RunConfig | None]:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
+from tlt_megatron.config.load import check_record
+from tlt_megatron.config.ranges import Section
+from tlt_megatron.saved_files import one_line, parse_object, printable
 from tlt_megatron.trainer.before.node_checks import Check
 
 _NUM_GROUPS = 8  # lines of a row with differences: each node may have a value of its own
@@ -17,19 +19,23 @@ _NUM_HOSTS = 4  # hosts named after the numbers of nodes
 _NAME_WIDTH = 20
 
 
-class Report(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(Section):
     """What one node has found."""
 
     host: str
     checks: list[Check]
 
     def to_json(self) -> str:
-        return json.dumps([self.host, [asdict(check) for check in self.checks]])
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        host, checks = json.loads(text)
-        return cls(host, [Check(**check) for check in checks])
+        """Return what another node has sent. If that is no report, it says so as its problem."""
+        try:
+            return check_record(cls, parse_object("the report", text), "the report")
+        except ValueError as error:
+            return cls(host="", checks=[Check(name="nodes", problem=one_line(error))])
 
 
 def describe_nodes(reports: Mapping[int, Report]) -> tuple[list[str], bool]:
@@ -64,7 +70,7 @@ def describe_nodes(reports: Mapping[int, Report]) -> tuple[list[str], bool]:
         lines.append(f"dry run: {len(failing)} of {len(names)} checks fail: {'; '.join(failing)}")
     else:
         lines.append(f"dry run: all {len(names)} checks pass; nothing was started")
-    return lines, not failing
+    return [*map(printable, lines)], not failing
 
 
 def _group(checks: Mapping[int, Check]) -> list[list[int]]:
@@ -81,7 +87,8 @@ def _describe(checks: Sequence[Check]) -> str:
         return checks[0].problem
     parts = [checks[0].found] if checks[0].found else []
     for unit in checks[0].amounts:
-        texts = [f"{amount:,.2f}" for amount in sorted(each.amounts[unit] for each in checks)]
+        found = sorted(each.amounts[unit] for each in checks if unit in each.amounts)
+        texts = [f"{amount:,.2f}" for amount in found]
         spread = texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
         parts.append(f"{spread} {unit}")
     return ", ".join(parts)

@@ -15,11 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tlt_megatron.config.load import check_record
+from tlt_megatron.config.ranges import Count, Section
 from tlt_megatron.runtime.durable import replace_text
+from tlt_megatron.saved_files import one_line, open_regular, parse_object, read_text
 
 MANIFEST = "manifest.json"
 POINTER = "latest_checkpointed_iteration.txt"
-_FOLDER_NAME = re.compile(r"iter_(\d{7,})(\.tmp)?")
+_POINTER_BYTES = 64
+_FOLDER_NAME = re.compile(r"iter_([0-9]{7,18})(\.tmp)?")
 _FILE_OF_RANK = re.compile(
     r"(?:policy/__|critic/__|drafter_data/rank_|engine_|carried_)0*(\d+)[._]"
 )
@@ -36,24 +40,24 @@ def engine_files(checkpoint: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
+class FileRecord(Section):
     """Expected size and hash of a file."""
 
-    num_bytes: int
+    num_bytes: Count
     sha256: str  # hexadecimal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(Section):
     """Content of a checkpoint folder."""
 
-    step: int
-    order: int  # number in the order of writing, from 1: the highest is the newest checkpoint
-    files: Mapping[str, FileRecord]  # by path relative to the folder, with /
+    step: Count
+    order: Count  # number in the order of writing, from 1: the highest is the newest checkpoint
+    files: dict[str, FileRecord]  # by path relative to the folder, with /
 
 
 def hash_file(path: Path) -> FileRecord:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(num_bytes=os.fstat(file.fileno()).st_size, sha256=digest)
 
@@ -81,25 +85,30 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json. ValueError names it if it is missing or damaged."""
     path = folder / MANIFEST
-    if path.exists() and not path.is_file():  # a pipe would block
-        raise ValueError(f"{path} is not a regular file")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        written = content.pop("sha256")
-        files = {name: FileRecord(**record) for name, record in content["files"].items()}
-        manifest = Manifest(step=content["step"], order=content["order"], files=files)
+        content = parse_object(path, read_text(path))
+        written = content.pop("sha256", None)
+        is_whole = written == _hash_content(content)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: it is not the JSON that was written") from error
-    if written != _hash_content(content):
+    if not is_whole:
         raise ValueError(f"{path} is damaged: its own checksum is wrong")
-    for name in files:
-        if name.startswith("/") or ".." in name.split("/"):
-            raise ValueError(f"{path} names {name!r}: must be in its folder")
+    manifest = check_record(Manifest, content, path)
+    number = folder_number(folder)
+    if number not in (None, manifest.step):
+        raise ValueError(f"{path} is damaged: step={manifest.step} must be that of the folder")
+    for name in manifest.files:
+        if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
+            raise ValueError(f"{path} names {one_line(repr(name))}: must be in its folder")
     return manifest
+
+
+def folder_number(folder: Path) -> int | None:
+    """Return the step in the name of a checkpoint's folder; None for another name."""
+    match = _FOLDER_NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def problem_of(path: Path, record: FileRecord) -> str | None:
@@ -157,14 +166,22 @@ def read_pointer(root: Path) -> int | None:
     """Return the step in the pointer file, or None without it. ValueError for another content."""
     pointer = root / POINTER
     try:
-        text = pointer.read_text(encoding="utf-8").strip()
+        text = read_text(pointer, _POINTER_BYTES).strip()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ValueError(f"{pointer} cannot be read: {error}") from error
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{pointer} holds {text[:40]!r}: must be a step number")
     return int(text)
+
+
+def points_to(root: Path, step: int) -> bool:
+    """Return whether the pointer file names `step`."""
+    try:
+        return read_pointer(root) == step
+    except ValueError:
+        return False
 
 
 def _check_pointer(root: Path, newest_step: int | None) -> list[str]:

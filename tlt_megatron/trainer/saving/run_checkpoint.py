@@ -16,24 +16,29 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tlt_megatron.config.load import check_record
+from tlt_megatron.config.ranges import Count, NonNegative, Section
 from tlt_megatron.policy.batching import balance_by_size
 from tlt_megatron.policy.interfaces import TrainedModel
 from tlt_megatron.runtime.collectives import call_on_first, gather_objects
 from tlt_megatron.runtime.durable import replace_text, sync_path, sync_tree
 from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.saved_files import read_json
 from tlt_megatron.trainer.saving.manifest import (
     POINTER,
     FileRecord,
     Manifest,
     checkpoint_folders,
+    folder_number,
     hash_file,
     is_checkpoint,
     list_checkpoints,
     list_files,
+    points_to,
     problem_of,
     read_manifest,
     write_manifest,
@@ -49,11 +54,43 @@ _FULL_BYTES = 1 << 20  # a disk with less free space has no room for a file of a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSection(Section):
+    """The state of `data.prompts.PromptSampler`."""
+
+    draw_index: Count = 0
+    path: str = ""
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSection(Section):
+    """The state of `trainer.step_report.RunReport`."""
+
+    last_eval_step: int = -1
+    seconds: NonNegative = 0.0
+    written: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSection(Section):
+    """What trainer_state.json must hold. Older checkpoints lack the report."""
+
+    step: Count
+    critic_from: Count = 0
+    sampler: SamplerSection = field(default_factory=SamplerSection)
+    report: ReportSection = field(default_factory=ReportSection)
+    identity: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    num_ranks: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
     """An intact checkpoint: every file is as it was written."""
 
     folder: Path
-    state: dict[str, Any]  # the content of trainer_state.json
+    state: dict[str, Any]  # the content of trainer_state.json, checked by `StateSection`
+    is_newest: bool = False  # of a folder of checkpoints; False: the user named this one
 
     @property
     def step(self) -> int:
@@ -66,8 +103,26 @@ def find_saved_run(path: Path, world: Group) -> SavedRun | None:
     folder = find_intact(path, world)
     if folder is None:
         return None
-    text = call_on_first((folder / STATE_FILE).read_text, world)
-    return SavedRun(folder=folder, state=json.loads(text))
+    state = call_on_first(lambda: _read_state(folder), world)
+    return SavedRun(folder=folder, state=state, is_newest=not is_checkpoint(path))
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    file = folder / STATE_FILE
+    state = read_json(file)
+    found = check_record(StateSection, _known(state, StateSection), file)
+    if folder_number(folder) not in (None, found.step):
+        raise ValueError(f"{file} is damaged: step={found.step} must be that of the folder")
+    return state
+
+
+def _known(state: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+    """Return the keys that this version checks, also of the sections inside. Others have more."""
+    known = {key: state[key] for each in fields(section) if (key := each.name) in state}
+    for name, inner in (("sampler", SamplerSection), ("report", ReportSection)):
+        if isinstance(known.get(name), dict):
+            known[name] = _known(known[name], inner)
+    return known
 
 
 def find_intact(path: Path, world: Group) -> Path | None:
@@ -150,15 +205,12 @@ class CheckpointManager:
     def restore(self, saved: SavedRun) -> Path:
         """Load the weights and the optimizer states of `saved` into the models. Returns its folder.
 
-        A crash may have come between the manifest and the rename. If the folder is this run's, the
-        rename is done first, so that a new save of the same step does not delete the checkpoint
-        before it is written again. A critic that is not in the checkpoint starts anew.
+        If the folder is this run's, first finishes a save that a crash has cut off. A critic that
+        is not in the checkpoint starts anew.
         """
-        folder, final = saved.folder, self.folder(saved.step)
-        is_own = folder.parent.resolve() == self.root.resolve()
-        if is_own and folder.name == f"{final.name}.tmp":
-            self._together(lambda: self._publish(saved.folder, final, saved.step), final)
-            folder = final
+        folder = saved.folder
+        if folder.parent.resolve() == self.root.resolve():
+            (folder, *_) = self._together(lambda: self._finish(saved), folder)
         for name, model in self.models.items():
             if name == "policy" or call_on_first((folder / name).is_dir, self.world):
                 model.load(folder / name)
@@ -224,7 +276,7 @@ class CheckpointManager:
             return
         newest = max((m.order for _, m in list_checkpoints(self.root)[0]), default=0)
         sync_tree(temporary)
-        write_manifest(temporary, Manifest(step=step, order=newest + 1, files=files))
+        write_manifest(temporary, Manifest(step=step, order=newest + 1, files={**files}))
         self._publish(temporary, final, step)
         try:
             self._drop_old()
@@ -238,6 +290,29 @@ class CheckpointManager:
             temporary.rename(final)
             sync_path(self.root)
             replace_text(self.root / POINTER, str(step))
+
+    def _finish(self, saved: SavedRun) -> Path:
+        """Do what a crash kept a save from doing, on rank 0. Return the checkpoint's folder.
+
+        The rename comes first: a new save of the same step would else delete the checkpoint before
+        it is written again. The pointer moves unless the user named an older checkpoint. What is
+        left of a save or of a deletion goes. A newer folder with a manifest stays: its files are
+        damaged, or the user named an older one.
+        """
+        folder, final = saved.folder, self.folder(saved.step)
+        if not self.world.is_first:
+            return folder
+        if folder.name == f"{final.name}.tmp":
+            self._publish(folder, final, saved.step)
+            folder = final
+        elif saved.is_newest and not points_to(self.root, saved.step):
+            replace_text(self.root / POINTER, str(saved.step))
+        orders = {each: manifest.order for each, manifest in list_checkpoints(self.root)[0]}
+        for each in checkpoint_folders(self.root):
+            if each.suffix == ".tmp" and orders.get(each, 0) <= orders.get(folder, 0):
+                shutil.rmtree(each, ignore_errors=True)
+        (self.root / f"{POINTER}.tmp").unlink(missing_ok=True)
+        return folder
 
     def _drop_old(self) -> None:
         """Delete all but the newest, by the order of writing. The newest is the pointer's

@@ -22,7 +22,7 @@ from tlt_megatron.trainer.saving.manifest import is_checkpoint_root
 log = logging.getLogger(__name__)
 
 LOCK_FILE = "lock"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, LOGS = "checkpoints", "logs"
 _MARKS = (CHECKPOINTS, "metrics.jsonl", "config.yaml")  # only a run that has started leaves these
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
 
@@ -45,6 +45,7 @@ class RunFolder:
         _check_resume(resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
+            _check_kinds(path)
             with ExitStack() as stack:
                 self._file = stack.enter_context(open(path / LOCK_FILE, "a+", encoding="utf-8"))
                 self._lock()
@@ -128,6 +129,7 @@ def _last_lock(path: Path) -> tuple[str, bool] | None:
 def check_run_folder(path: Path, *, resume: str) -> None:
     """Raise the ValueError that `RunFolder` would. Takes no lock and changes nothing."""
     _check_resume(resume)
+    _check_kinds(path)
     lock = _last_lock(path)
     if lock is not None and lock[1]:
         raise ValueError(
@@ -141,6 +143,14 @@ def _check_resume(resume: str) -> None:
         raise ValueError(
             f"checkpoint.resume={resume!r}: must be auto, never, a folder of checkpoints or one of them"
         )
+
+
+def _check_kinds(path: Path) -> None:
+    """Refuse a pipe in place of a file of the run: to open it would wait for its other end."""
+    for pattern in ("*", "*/*", f"{LOGS}/*/*"):
+        for each in path.glob(pattern):
+            if each.is_fifo():
+                raise ValueError(f"run.dir={str(path)!r}: {each} is not a regular file")
 
 
 def _check_unused(path: Path, resume: str) -> None:

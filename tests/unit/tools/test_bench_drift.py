@@ -1,0 +1,47 @@
+"""The benchmark of drift: means over blocks, equal steps, its rewards and its figure."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.unit.tools.test_bench_step import make_run
+from tools.bench.drift import draw, summarize, terse, wordy
+from tools.commands.compare_runs import Run
+
+
+def runs() -> dict[str, Run]:
+    speculative = {
+        "drafter__live_accept_length": [2.0, 4.0, 6.0],
+        "actor__kl_loss": [0.0, 0.1, 0.5],
+    }
+    seconds = [1.0, 2.0, 3.0]
+    ngram = {"rollout__spec_accept_length": [1.5, 1.5, math.nan]}
+    return {
+        "frozen": make_run(seconds, timing_s__gen=seconds, **speculative),
+        "ngram": make_run(seconds, token=4, timing_s__gen=seconds, **ngram),
+    }
+
+
+def test_values_are_means_over_blocks_of_steps() -> None:
+    found = summarize(runs(), block=2)
+    assert found["last_steps"] == [2, 3]
+    assert found["kl"] == pytest.approx([0.05, 0.5])
+    assert found["accept_length"]["frozen"] == [3.0, 6.0]
+    assert found["accept_length"]["ngram"][0] == 1.5
+    assert math.isnan(found["accept_length"]["ngram"][1])  # nothing was drafted
+    assert found["step_s"]["frozen"] == [1.5, 3.0]
+    assert found["equal"] == {"frozen": 3, "ngram": 0}
+
+
+def test_the_figure_has_a_line_for_each_variant_and_seed_over_steps_and_over_kl() -> None:
+    figure = draw({seed: summarize(runs(), block=1) for seed in (0, 1)})
+    assert figure.count("<polyline") == 2 * 2 * 2
+    assert "nan" not in figure
+
+
+def test_the_rewards_pull_in_opposite_directions() -> None:
+    short, long = "3####1", "3*1:5/61####1"
+    assert terse("", short, "1") > terse("", long, "1") > terse("", short, "2")
+    assert wordy("", long, "1") > wordy("", short, "1")

@@ -1,0 +1,216 @@
+"""Measures when training the drafter pays: accept length and speed as the policy moves from its
+start.
+
+    python -m tools.bench drift --steps 300 --seeds 0 1 2
+    python -m tools.bench drift --task quickstart --steps 88 --variants frozen tlt optimizer.lr=4e-4
+
+The task `drift` rewards short right answers first, and long responses from the middle on. The task
+`quickstart` is that of the config. Tokens do not depend on the drafter, so all variants of a seed
+have the same policy at every step; "equal" counts the steps in which they drew the same tokens.
+`serial` trains the drafter every --serial-every steps, while all ranks wait. Runs are kept in
+--folder and continued, so more steps or variants can be added. Beside the JSON there is a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tools.bench.measure import made, print_table
+from tools.bench.step import (
+    COLD,
+    FROZEN,
+    OFF,
+    ROLLOUT_SECONDS,
+    ROOT,
+    TLT,
+    Launch,
+    launching,
+    num_same_steps,
+    variant_overrides,
+)
+from tools.commands.compare_runs import STEP_SECONDS, Run, read_run
+from tools.run_report.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY
+
+SERIAL, NGRAM = "serial", "ngram"
+_COLOURS = {OFF: INK, FROZEN: BLUE, TLT: ORANGE, COLD: SKY, SERIAL: GREEN, NGRAM: PURPLE}
+_LEARNED, _ANY, _KL = "drafter/live_accept_length", "rollout/spec_accept_length", "actor/kl_loss"
+_LONG = 400  # characters: a response of the tiny policy with a long derivation
+_WIDTH, _HEIGHT, _MARGIN = 420, 260, 44  # of a panel of the figure
+Points = list[tuple[float, float]]
+
+
+def terse(
+    data_source: str,  # noqa: ARG001
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Mapping[str, object] | None = None,  # noqa: ARG001
+) -> float:
+    """Return 1 for the right last number, less for each character."""
+    is_right = solution_str.rpartition("####")[2].strip() == ground_truth
+    return float(is_right) - len(solution_str) / _LONG
+
+
+def wordy(
+    data_source: str,  # noqa: ARG001
+    solution_str: str,
+    ground_truth: str,  # noqa: ARG001
+    extra_info: Mapping[str, object] | None = None,  # noqa: ARG001
+) -> float:
+    """Return more for a longer response, up to 1."""
+    return min(len(solution_str) / _LONG, 1.0)
+
+
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this benchmark."""
+    add("--config", default="examples/quickstart.yaml")
+    add("--drafter", default="build/tiny_drafter", type=made, help="warmed up")
+    add("--task", choices=("drift", "quickstart"), default="drift")
+    add("--variants", nargs="+", choices=[*_COLOURS], default=[*_COLOURS])
+    add("--steps", type=int, default=300)
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--serial-every", type=int, default=25, help="RL steps between two trainings of `serial`")
+    add("--serial-updates", type=int, default=100, help="optimizer steps of one of them")
+    add("--block", type=int, default=10, help="RL steps of a row and of a point")
+    add("--ranks", type=int, default=2)
+    add("--folder", type=Path, default=Path("build/drift"))
+    add("overrides", nargs="*", metavar="section.key=value")
+
+
+def run(options: argparse.Namespace) -> dict[str, object]:
+    """Run what is missing, print a table for each seed, draw the figure. Return the JSON."""
+    found = {}
+    for seed in options.seeds:
+        shared = [f"run.seed={seed}", "eval.num_prompts=8", "eval.num_samples=1"]
+        shared += ["logging.rollouts=true", "speculation.measure_gain=false"]
+        if options.task == "drift":  # the reference is measured, and its weight is nothing
+            shared += ["algorithm.kl_coef=1.0e-12"]
+        folder = options.folder / options.task / str(seed)
+        with launching(options, *shared, root=folder) as launch:
+            runs = {name: _run(launch, name, options, folder) for name in options.variants}
+        found[seed] = summarize(runs, options.block)
+        _print(seed, found[seed])
+    figure = options.folder / f"{options.task}.svg"
+    figure.write_text(draw(found), encoding="utf-8")
+    print(figure)
+    return {"task": options.task, "steps": options.steps, "block": options.block, "seeds": found}
+
+
+def _run(launch: Launch, name: str, options: argparse.Namespace, folder: Path) -> Run:
+    """Run a variant to its last step, with the rewards of its task."""
+    settings = variant_overrides(options.drafter).get(name)
+    if name == NGRAM:
+        settings = ("speculation.enabled=true", 'speculation.strategies=["ngram_8"]')
+        settings += ("spot.enabled=false",)
+    middle = options.steps // 2 if options.task == "drift" else 0
+    ends = {middle, options.steps} - {0}
+    if settings is None:  # serial
+        ends |= {*range(options.serial_every, options.steps, options.serial_every)}
+    drafter, serial_s = options.drafter, {}
+    for end in sorted(ends):
+        rewards = () if not middle else (f"reward.function=tools/bench/drift.py:{_reward(end <= middle)}",)  # fmt: skip
+        of_drafter = settings or (*variant_overrides(drafter)[FROZEN],)
+        done = launch(name, end, *of_drafter, *rewards)
+        if settings is None and end < options.steps:
+            started, trained = time.perf_counter(), folder / f"serial_drafter_{end}"
+            if not trained.is_dir():
+                _train(done / "hf", drafter, trained, options)
+            drafter, serial_s[end] = str(trained), time.perf_counter() - started
+    found = read_run(done)
+    for end, seconds in serial_s.items():
+        found[end].metrics[STEP_SECONDS] += seconds
+    return found
+
+
+def _reward(is_first: bool) -> str:
+    return terse.__name__ if is_first else wordy.__name__
+
+
+def _train(model: Path, start: str, out: Path, options: argparse.Namespace) -> None:
+    command = [sys.executable, "-m", "tlt_megatron.cli", "train-drafter", "--model", str(model)]
+    command += ["--start", start, "--out", str(out), "--steps", str(options.serial_updates)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def summarize(runs: Mapping[str, Run], block: int) -> dict[str, Any]:
+    """Return means over blocks of steps by variant, the KL of the policy, and equal steps."""
+    first = next(iter(runs.values()))
+    blocks = [[*first][i : i + block] for i in range(0, len(first), block)]
+
+    def means(run: Run, *names: str) -> list[float]:
+        """The first of these metrics that a step has; nan for a block without any."""
+        rows = ([run[step].metrics for step in steps] for steps in blocks)
+        values = ([next((m[n] for n in names if n in m), math.nan) for m in row] for row in rows)
+        known = ([x for x in row if not math.isnan(x)] for row in values)
+        return [fmean(row) if row else math.nan for row in known]
+
+    return {
+        "last_steps": [steps[-1] for steps in blocks],
+        "kl": means(first, _KL),
+        "accept_length": {name: means(run, _LEARNED, _ANY) for name, run in runs.items()},
+        "rollout_s": {name: means(run, ROLLOUT_SECONDS) for name, run in runs.items()},
+        "step_s": {name: means(run, STEP_SECONDS) for name, run in runs.items()},
+        "equal": {name: num_same_steps(first, run, [*first]) for name, run in runs.items()},
+    }
+
+
+def _print(seed: int, found: Mapping[str, Any]) -> None:
+    names = [*found["accept_length"]]
+    columns = ["to step", "KL", *names, *(f"{name} s/step" for name in names)]
+    by_block = [found["last_steps"], found["kl"]]
+    by_block += [found[kind][name] for kind in ("accept_length", "step_s") for name in names]
+    print_table(f"accept length, seed {seed}", columns, [*zip(*by_block, strict=True)])
+    print("steps with equal tokens:", found["equal"])
+
+
+def draw(found: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return the SVG: the accept length of each variant and seed over RL steps and over the KL."""
+    panels = []
+    for number, axis in enumerate(("last_steps", "kl")):
+        lines: list[tuple[str, Points]] = []
+        for of_seed in found.values():
+            for name, values in of_seed["accept_length"].items():
+                points = zip(of_seed[axis], values, strict=True)
+                lines.append((name, sorted(p for p in points if not math.isnan(sum(p)))))
+        panels.append(_panel(number * _WIDTH, ("RL step", "KL from the start")[number], lines))
+    names = [*next(iter(found.values()))["accept_length"]]
+    legend = [
+        f'<text x="{_MARGIN + 90 * i}" y="16" fill="{_COLOURS[name]}">{name}</text>'
+        for i, name in enumerate(names)
+    ]
+    size = f'viewBox="0 0 {2 * _WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    return "\n".join([head, *legend, *panels, "</svg>", ""])
+
+
+def _panel(left: int, title: str, lines: Sequence[tuple[str, Points]]) -> str:
+    """Return the lines with axes from 0, and the largest value at the end of each axis."""
+    points = [point for _, line in lines for point in line]
+    if not points:
+        return ""
+    most_x, most_y = (max(max(values), 1e-9) for values in zip(*points, strict=True))
+    bottom, width, height = _HEIGHT - 28, _WIDTH - 2 * _MARGIN, _HEIGHT - 60
+    left += _MARGIN
+
+    def line(name: str, of_line: Points) -> str:
+        at = (
+            f"{left + x / most_x * width:.1f},{bottom - y / most_y * height:.1f}"
+            for x, y in of_line
+        )
+        return f'<polyline points="{" ".join(at)}" fill="none" stroke="{_COLOURS[name]}"/>'
+
+    axes = (
+        f'<path d="M{left} {bottom - height}V{bottom}H{left + width}" fill="none" stroke="{INK}"/>'
+    )
+    texts = [
+        f'<text x="{left}" y="{bottom - height - 4}">accept length, to {most_y:.1f}</text>',
+        f'<text x="{left}" y="{bottom + 16}">{title}, 0 to {most_x:.3g}</text>',
+    ]
+    return "\n".join([axes, *texts, *(line(*each) for each in lines)])
