@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.runtime.memory_claim import STEP_PHASES, MemoryClaim, Phase
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.types import FinishReason, KeptTokens, MicroBatch, Rollout
 
@@ -251,3 +252,35 @@ def join_kept(parts: Sequence[Rollout]) -> KeptTokens | None:
     return KeptTokens(
         token_ids=torch.cat([each.token_ids for each in sets]), counts=torch.cat(counts)
     )
+
+
+# ---- memory
+
+
+def batch_claims(
+    *,
+    num_generated: int,
+    num_own: int,
+    longest: int,
+    route_bytes: int,
+    has_critic: bool,
+    is_cuda: bool,
+    lower: str,
+) -> list[MemoryClaim]:
+    """Return the host memory of a batch on one rank, if all responses have `longest` tokens with
+    their prompts.
+
+    `num_generated` responses of the rank's engine stay until the step ends, and `num_own` come for
+    its share. `route_bytes` are those of a token, 0 if none are recorded. Packs copy the routes.
+    """
+    # Of a token: rewards and advantages. With a critic also values, returns, and padded copies.
+    numbers_bytes = 56 if has_critic else 24
+    held = [
+        ("routes of responses", num_generated * route_bytes, STEP_PHASES),
+        ("routes of the update", 2 * num_own * route_bytes, {Phase.UPDATE}),
+        ("advantages", num_own * numbers_bytes, {Phase.UPDATE}),
+    ]
+    return [
+        MemoryClaim(name, longest * each, phases, in_host=is_cuda, lower=lower)
+        for name, each, phases in held
+    ]
