@@ -29,7 +29,7 @@ PAGES = [REPO / "README.md", REPO / "tlt_megatron" / "README.md", REPO / "exampl
 PAGES += [REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 PROGRAMS = {"make", "python", "tlt", "pip", ".", "build/try/bin/pip", "build/try/bin/tlt"}
-PROGRAMS |= {".venv/bin/python"}
+PROGRAMS |= {".venv/bin/python", "git", "docker", "mkdir", "sbatch"}
 SECTIONS = {f.name: type(getattr(RunConfig(), f.name)) for f in dataclasses.fields(RunConfig)}
 
 
