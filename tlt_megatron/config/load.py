@@ -236,6 +236,21 @@ def _meant(name: str, value: object, known: set[str]) -> str:
     return "; ".join(advice or [f"must be one of {', '.join(sorted(known))}"])
 
 
+def nearest_setting(name: str) -> str:
+    """Return the setting of ours that a key without a section means; "" for none."""
+    if ours := our_name(name):
+        return ours
+    sections = dataclasses.fields(RunConfig)
+    keys = [(s.name, f.name) for s in sections for f in dataclasses.fields(_kind_of(s))]
+    name = name.replace("-", "_")
+    near = difflib.get_close_matches(name.rpartition(".")[2], [key for _, key in keys], n=1)
+    return next((f"{section}.{key}" for section, key in keys if key in near), "")
+
+
+def _kind_of(section: dataclasses.Field[Any]) -> type:
+    return typing.cast(type, section.default_factory)
+
+
 def _convert(value: object, hint: Any, name: str) -> object:
     """Convert `value` and its items to the annotated types: sections to their classes, int to
     float, and ~/ to the home folder.
