@@ -14,7 +14,7 @@ from torch import Tensor
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.runtime.memory_claim import STEP_PHASES, MemoryClaim, Phase
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.types import FinishReason, KeptTokens, MicroBatch, Rollout
+from tlt_megatron.types import CriticTargets, FinishReason, KeptTokens, MicroBatch, Rollout
 
 RolloutKey = tuple[int, int]  # draw_index of the prompt, sample_index
 
@@ -169,10 +169,11 @@ def attach_targets(
 ) -> MicroBatch:
     """Return the micro-batch of `pack` with its loss fields, from values [T] of each response.
 
-    `targets` has the values by name of the field. Weight of a token: token_mean 1, counted in
-    tokens (DAPO, Yu et al. 2025, eq. 8); sequence_mean 1/T, counted in sequences (GRPO, Shao et al.
-    2024, eq. 3); sequence_sum 1/max_new_tokens, counted in sequences (Dr. GRPO). T counts the
-    policy's tokens; observations have weight 0. So have masked responses, which are not counted.
+    `targets` has the values by name of the field, also of `CriticTargets`. Weight of a token:
+    token_mean 1, counted in tokens (DAPO, Yu et al. 2025, eq. 8); sequence_mean 1/T, counted in
+    sequences (GRPO, Shao et al. 2024, eq. 3); sequence_sum 1/max_new_tokens, counted in sequences
+    (Dr. GRPO). T counts the policy's tokens; observations have weight 0. So have masked responses,
+    which are not counted.
     """
     divisors = {"token_mean": 1, "sequence_sum": max_new_tokens}
     weights = [
@@ -186,8 +187,10 @@ def attach_targets(
         for name, values in targets.items()
         if values is not None
     }
+    critic = [fields.pop(name) for name in CriticTargets._fields if name in fields]
     return dataclasses.replace(
         pack.batch,
+        critic=CriticTargets(*critic) if critic else None,
         loss_weights=_on_labels(pack.rollouts, weights),
         loss_count=count_loss(pack.rollouts, section),
         **fields,

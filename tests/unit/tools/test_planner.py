@@ -175,8 +175,10 @@ def test_a_selector_that_a_finished_run_names_runs_only_if_the_user_trusts_it(
 ) -> None:
     run, file = _record(tmp_path / "run"), tmp_path / "theirs.py"
     file.write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
+    written = (run / "config.yaml").read_text()
+    assert "speculation: {" in written
     (run / "config.yaml").write_text(
-        SETTINGS.replace("speculation: {", f"speculation: {{selector: '{file}:f', ")
+        written.replace("speculation: {", f"speculation: {{selector: '{file}:f', ")
     )
     words = ("--simulate", str(run), "--against", str(run))
     code, text, _ = plan(*words)
