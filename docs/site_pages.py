@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
-import io
+import html
 import os
 import re
 import sys
-import tokenize
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_megatron.cli import COMMANDS, help_of
 from tlt_megatron.config.schema import RunConfig
+from tools.commands.print_schema import comments_of
 
 REPO = Path(__file__).resolve().parent.parent
 INCLUDED = {
@@ -41,6 +39,10 @@ GENERATED = {
 }
 PAGE_OF = {file: page for page, file in (INCLUDED | GENERATED).items()}
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+_HTML_LINK = re.compile(r"\b(src|srcset|href)=\"([^\"#:\s]+)\"")
+_BUILT_LINK = re.compile(
+    r"<[a-z][^<>]*?\s(?:src|srcset|href)=(\"[^\"\s][^\"]*\"|'[^'\s][^']*'|[^\s\"'<>]+)"
+)
 _SHIM = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
 _LOADED = re.compile(r"<(?:script|img|iframe|link)\b[^>]* (?:src|href)=\"?https?:[^>]*>")
 
@@ -72,10 +74,20 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     return output
 
 
+def on_post_build(config: Any, **_: Any) -> None:
+    """Refuse a site whose pages name files that it does not have, in raw HTML too."""
+    from mkdocs.exceptions import PluginError
+
+    if missing := missing_files(Path(config.site_dir)):
+        raise PluginError(f"the built site lacks files that it names: {', '.join(missing)}")
+
+
 def pages() -> dict[str, str]:
     """Return the text of every page that does not stand in docs/, by its name there."""
     included = {page: (REPO / file).read_text(encoding="utf-8") for page, file in INCLUDED.items()}
     made = {"configuration.md": configuration(), "commands.md": commands(), "files.md": files()}
+    # Its figure is as wide as the page is without a table of contents.
+    included["architecture.md"] = f"---\nhide: [toc]\n---\n\n{included['architecture.md']}"
     return included | made
 
 
@@ -85,18 +97,47 @@ def resolve_links(markdown: str, page: str) -> str:
     """
     origin = (REPO / INCLUDED.get(page, f"docs/{page}")).parent
 
+    def name_of(file: str) -> str:
+        """Return the file's name in the repository; "" for none."""
+        path = Path(os.path.normpath(origin / file))
+        is_ours = bool(file) and path.exists() and path.is_relative_to(REPO)
+        return path.relative_to(REPO).as_posix() if is_ours else ""
+
     def resolve(link: re.Match[str]) -> str:
         text, target = link.groups()
         file, hash_mark, anchor = target.partition("#")
-        path = Path(os.path.normpath(origin / file))
-        if not file or "://" in target or not path.exists() or not path.is_relative_to(REPO):
+        name = name_of(file)
+        if not name:
             return link.group()
-        name = path.relative_to(REPO).as_posix()
         if name not in PAGE_OF and not name.startswith("docs/"):
             return f"`{name}`" if "/" in text or "." in text else f"{text} (`{name}`)"
         return f"[{text}]({PAGE_OF.get(name, name.removeprefix('docs/'))}{hash_mark}{anchor})"
 
-    return _LINK.sub(resolve, markdown)
+    def resolve_html(found: re.Match[str]) -> str:
+        key, target = found.groups()
+        return f'{key}="{(name_of(target) or target).removeprefix("docs/")}"'
+
+    return _HTML_LINK.sub(resolve_html, _LINK.sub(resolve, markdown))
+
+
+def missing_files(site: Path) -> list[str]:
+    """Return the images, scripts, styles and links of the built pages that name no file of the
+    site.
+    """
+    found = []
+    for page in sorted(site.rglob("*.html")):
+        text = re.sub(r"<script\b.*?</script>", "", page.read_text(encoding="utf-8"), flags=re.S)
+        for target in _BUILT_LINK.findall(text):
+            target = html.unescape(
+                target.strip("\"'").split()[0].partition("#")[0].partition("?")[0]
+            )
+            is_local = target and not re.match(r"[a-z]+:|//", target)
+            # The page of an unknown address has links from the root, where the site may not stand.
+            folder = site if target.startswith("/") else page.parent
+            path = folder / target.lstrip("/")
+            if is_local and page.name != "404.html" and not path.exists():
+                found.append(f"{page.relative_to(site)}: {target}")
+    return found
 
 
 def commands() -> str:
@@ -134,7 +175,7 @@ def configuration() -> str:
     ]
     for section in dataclasses.fields(RunConfig):
         kind = typing.cast(type, section.default_factory)
-        comments = dict(_comments(kind))
+        comments = dict(comments_of(kind))
         hints = typing.get_type_hints(kind, include_extras=True)
         parts += [f"## {section.name}", (kind.__doc__ or "").replace("\n    ", "\n")]
         rows = ["| setting | values | default | what it is |", "|---|---|---|---|"]
@@ -158,23 +199,3 @@ def _values(hint: Any) -> str:
 def _cell(text: str) -> str:
     """Return `text` for a cell of a table."""
     return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def _comments(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield the comment of each field of a class by its name: those above it, on its lines, or
-    both.
-    """
-    source = inspect.getsource(kind)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    found = [token for token in tokens if token.type == tokenize.COMMENT]
-    comments = {token.start[0]: token.string for token in found}
-    alone = {token.start[0] for token in found if token.line.lstrip().startswith("#")}
-    (owner,) = ast.parse(source).body
-    for field in owner.body if isinstance(owner, ast.ClassDef) else ():
-        if isinstance(field, ast.AnnAssign):
-            first = field.lineno
-            while first - 1 in alone:
-                first -= 1
-            lines = range(first, (field.end_lineno or first) + 1)
-            words = [comments[n].lstrip("# ") for n in lines if n in comments]
-            yield ast.unparse(field.target), " ".join(words)

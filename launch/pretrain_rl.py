@@ -23,6 +23,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost rank prints
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.runtime.environment_variables import program_name
 from tlt_megatron.runtime.log import FILE_ONLY, configure_logging, log_file
 from tlt_megatron.runtime.parent import end_with_parent
 from tlt_megatron.runtime.stop import StopRequest, describe_failure
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = _claim_run_folder(config, name=Path((options.config or ["defaults"])[-1]).stem)
     except ValueError as error:  # every rank finds it in the same files
         if os.environ.get("RANK", "0") == "0":
-            print(f"pretrain_rl: {error}", file=sys.stderr)
+            print(f"{program_name()}: {error}", file=sys.stderr)
         return 2
     rank = int(os.environ.get("RANK", "0"))
     configure_logging(rank, None)
@@ -61,7 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
     stop = StopRequest(rank, is_first_of_node=is_first_of_node)
     stop.listen()
     with closing(folder) if folder else nullcontext():  # this run's until the process ends
-        return _Launch(config, stop, rank).run(folder)
+        code = _Launch(config, stop, rank).run(folder)
+        if folder is not None and code == 2:
+            folder.withdraw()
+        return code
 
 
 def _claim_run_folder(config: RunConfig, name: str) -> RunFolder | None:
@@ -158,7 +162,7 @@ class _Launch:
             log.error("%s", line, exc_info=error, extra=FILE_ONLY)
             where = f" (traceback: {log_file(self._run_dir, self._rank)})" if code == 1 else ""
         if self._stop.end(code, line):
-            print(f"pretrain_rl: {line}{where}", file=sys.stderr, flush=True)
+            print(f"{program_name()}: {line}{where}", file=sys.stderr, flush=True)
         return code
 
     def _phase(self) -> str:

@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torch prints a warning; ra
 if "SLURM_NODEID" in os.environ:
     os.environ.setdefault("PET_NODE_RANK", os.environ["SLURM_NODEID"])  # the default of --node-rank
 
+from tlt_megatron.runtime.environment_variables import program_name
 from tlt_megatron.runtime.parent import AGENT_PID, TRAINER_PID
 from tlt_megatron.runtime.stop import SIGNALS
 from tlt_megatron.trainer.before.command_line import read_command
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
         # Settings that name the folders in place of ids of the Hub, fetched for this node.
         fetched = [] if program is None else read_command(program)[1].fetched
     except ValueError as error:
-        print(f"pretrain_rl: {error}", file=sys.stderr)
+        print(f"{program_name()}: {error}", file=sys.stderr)
         return 2
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests import policy_batches
-from tlt_megatron.engines.base import EngineStats
+from tlt_megatron.engines.base import EngineStats, PassRecord
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rollout.phases import Phases
 from tlt_megatron.rollout.rollout_worker import RolloutWorker
@@ -16,6 +16,7 @@ from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.spot.spot_trainer import SpotReport
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup
 
 
@@ -74,6 +75,39 @@ class Rewards:
     def collect(self, should_stop: object) -> dict[Hashable, Outcome]:
         outcomes, self._outcomes = self._outcomes, {}
         return outcomes
+
+
+def make_passes(sizes: Sequence[int]) -> list[PassRecord]:
+    """A plain pass and a pass of each of three strategies, at batches of `sizes`."""
+    return [
+        PassRecord(
+            start_s=0.0,
+            seconds=0.0123 * (depth + 1) / size,
+            batch_size=size,
+            strategy=f"{depth}_1_{depth}" if depth else "off",
+            reason="exploit",
+            num_committed=3 * size,
+            accepted_by_depth=tuple(size - size * d // 8 for d in range(depth)),
+        )
+        for size in sizes
+        for depth in (0, 2, 4, 6)
+    ]
+
+
+class Drafter:
+    """The drafter of a rank that needs 4 s after the last rollout until it is free."""
+
+    def add_features(self, *_: object) -> None:
+        """Not kept."""
+
+    def add_passes(self, _: object) -> None:
+        """Not kept."""
+
+    def run_until_preempted(self, step: int, generation_round: int) -> SpotReport:
+        return SpotReport(used_s=1.5, stall_s=4.0, preempt_ms=0.0, sessions=())
+
+    def end_round(self) -> float:
+        return 0.0
 
 
 def make_worker(

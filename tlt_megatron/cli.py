@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tlt_megatron.runtime.environment_variables import name_program
 from tlt_megatron.version import __version__
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -41,7 +42,37 @@ COMMANDS = {  # the word after `tlt`: the module whose `main()` it calls
     "train-drafter": "tools.commands.warmup_drafter",
     "export-drafter": "tools.commands.export_drafter",
 }
-_FLAGS = ("--standalone",)  # options of torchrun that take no value
+# Options of torchrun, without dashes: those that take a value, and those that take none.
+_VALUES = [
+    "nnodes",
+    "nproc-per-node",
+    "rdzv-backend",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "rdzv-conf",
+    "max-restarts",
+    "monitor-interval",
+    "start-method",
+    "event-log-handler",
+    "role",
+    "log-dir",
+    "r",
+    "redirects",
+    "t",
+    "tee",
+    "local-ranks-filter",
+    "duplicate-stdout-filters",
+    "duplicate-stderr-filters",
+    "node-rank",
+    "master-addr",
+    "master-port",
+    "local-addr",
+    "logs-specs",
+    "numa-binding",
+    "signals-to-handle",
+    "shutdown-timeout",
+]
+_FLAGS = ["standalone", "virtual-local-rank"]
 _TRAIN_HELP = """Trains a policy: one torchrun program.
 
     tlt train my.yaml --nproc-per-node 8 run.num_steps=100 --resume auto
@@ -67,14 +98,21 @@ def help_of(name: str) -> Help:
     """Return the first line and the first example of a command's help, without importing its
     module.
     """
-    text = _TRAIN_HELP
-    if name != "train":
-        module = COMMANDS[name]
-        root = _PACKAGE.parent if module.startswith("tlt_megatron") else ROOT
-        source = root / f"{module.replace('.', '/')}.py"
-        text = source.read_text(encoding="utf-8").split('"""')[1]
+    text = _TRAIN_HELP if name == "train" else source_of(name).split('"""')[1]
     summary, *lines = text.splitlines()
     return Help(summary, next(line.strip() for line in lines if line.startswith("    tlt ")))
+
+
+def source_of(name: str) -> str:
+    """Return the source of a command's module."""
+    module = COMMANDS[name]
+    root = _PACKAGE.parent if module.startswith("tlt_megatron") else ROOT
+    return (root / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+
+
+def launcher_options() -> list[str]:
+    """Return the long options of torchrun, which `tlt train` takes too."""
+    return [f"--{name}" for name in (*_VALUES, *_FLAGS) if len(name) > 1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,7 +167,7 @@ def train_command(arguments: Sequence[str]) -> list[str]:
         is_option = word.startswith("-")
         is_setting = not is_option and "=" in word and "." in word.partition("=")[0]
         last = launcher[-1] if launcher else ""
-        has_open_option = last.startswith("-") and "=" not in last and last not in _FLAGS
+        has_open_option = last.startswith("-") and "=" not in last and _name(last) not in _FLAGS
         if word.endswith((".yaml", ".yml")) and not is_setting:
             program += ["--config", word]
         elif word == "--config":  # of launch/pretrain_rl.py: the file follows
@@ -139,10 +177,10 @@ def train_command(arguments: Sequence[str]) -> list[str]:
             rest = rest[1:]
         elif is_setting or word in ("--print-config", "--dry-run") or word.startswith("--resume="):
             program.append(word)
-        elif is_option or has_open_option:
+        elif (_name(word) in (*_VALUES, *_FLAGS)) if is_option else has_open_option:
             launcher.append(word)
         else:
-            raise ValueError(f"{word!r} is no section.key=value and no option")
+            raise ValueError(_unknown(word, rest))
     start = [sys.executable, str(ROOT / "launch" / "pretrain_rl.py")]
     if "--print-config" in program:
         return [*start, *program]
@@ -152,11 +190,31 @@ def train_command(arguments: Sequence[str]) -> list[str]:
     return [*start[:2], *standalone, *launcher, *start[2:], *program]
 
 
+def _name(option: str) -> str:
+    """Return the name of an option of torchrun as its lists have it."""
+    return option.partition("=")[0].lstrip("-").replace("_", "-")
+
+
+def _unknown(word: str, rest: Sequence[str]) -> str:
+    """Return the message about a word of `tlt train` that means nothing, with the setting that was
+    meant, of ours or by another trainer's name.
+    """
+    from tlt_megatron.config.load import nearest_setting  # not before a command needs it
+
+    name, equals, value = word.lstrip("-").partition("=")
+    value = value if equals or not rest or rest[0].startswith("-") else rest[0]
+    is_meant = word.startswith("-") or bool(equals)
+    meant = nearest_setting(name) if is_meant else ""
+    advice = f"; did you mean {meant}{f'={value}' if value and '(' not in meant else ''}?"
+    return f"{word!r} is no section.key=value and no option{advice if meant else ''}"
+
+
 def _train(arguments: Sequence[str]) -> int:
     """Become the launcher, which then receives the signals itself."""
     command = train_command(arguments)
     if "--config" not in command:
         raise ValueError("CONFIG is missing: name a .yaml file (tlt init writes one)")
+    name_program("tlt train")
     return os.execv(command[0], command)
 
 

@@ -276,6 +276,13 @@ class ScoredGroup(RolloutGroup):
         return all(r.finish_reason is not FinishReason.CUT for r in self.rollouts)
 
 
+class CriticTargets(NamedTuple):
+    """What the critic's loss needs of each label."""
+
+    old_values: Tensor  # [P] float32, of the critic before its update
+    returns: Tensor  # [P] float32, which the critic learns to predict
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """The packed tensors of one micro-batch of the pipeline schedule.
@@ -297,8 +304,7 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None  # [P] float32
     kept: KeptTokens | None = None  # log-probs and entropy are of these tokens; None: of all
     routes: Tensor | None = None  # [P, L, K] int16, as in Rollout; -1 at the end of a sequence
-    old_values: Tensor | None = None  # [P] float32, of the critic before its update
-    returns: Tensor | None = None  # [P] float32, what the critic learns to predict
+    critic: CriticTargets | None = None  # for the critic's loss
     loss_count: int = 0  # this micro-batch's share of the loss divisor (tokens or sequences)
     requests: tuple[tuple[int, int], ...] = ()  # (draw_index, sample_index) of each sequence
 

@@ -41,7 +41,7 @@ def test_a_finished_run_is_evaluated_with_its_settings(config: Path, tmp_path: P
             parts = (row[f"eval/eval/{name}"], row[f"eval/train/{name}"])
             assert row[f"eval/{name}"] == pytest.approx(sum(parts) / 2)
         for name in ("eval", "train"):
-            assert row[f"val-core/{name}/reward/mean@2"] == row[f"eval/{name}/accuracy"]
+            assert row[f"val-core/{name}/reward/mean@2"] == row[f"eval/{name}/mean_reward"]
     given = f"{trained} --trust-run --data {data} --samples 4 run.seed=7".split()
     result = evaluate(given, tmp_path / "result")
     assert (result["model"], result["data"]) == (str(trained / "hf"), str(data))
@@ -74,8 +74,8 @@ def test_a_model_is_evaluated_on_several_files(
     one, two = result["data_sets"]["one-test"], result["data_sets"]["two-test"]
     metrics = result["metrics"]
     assert metrics["avg@3"] == pytest.approx((one["avg@3"] + two["avg@3"]) / 2)
-    assert metrics["val-core/one-test/reward/mean@3"] == one["avg@3"]
-    assert metrics["val-core/sums/reward/mean@3"] == two["avg@3"]
+    assert metrics["val-core/one-test/reward/mean@3"] == one["mean_reward"]
+    assert metrics["val-core/sums/reward/mean@3"] == two["mean_reward"]
     printed = capfd.readouterr().out
     assert "6 of 6 responses of rank 0 | ETA 0:00:00" in printed
     names = re.findall(r"^ *(data set|one-test|two-test|mean) .*\d", printed, re.MULTILINE)

@@ -86,7 +86,7 @@ def test_what_the_hub_lacks_is_refused_in_one_line(
     line = output.splitlines()[-1]
     key, _, value = setting.partition("=")
     assert code == 2, output
-    assert line.startswith(f"pretrain_rl: {key}={value!r}: is no "), output
+    assert line.startswith(f"tlt train: {key}={value!r}: is no "), output
     assert reason in line
     assert "Traceback" not in output
 

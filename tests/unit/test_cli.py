@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from tests.tiny_task import REPO, python
-from tlt_megatron.cli import COMMANDS, help_of, main, train_command
+from tlt_megatron.cli import _FLAGS, _VALUES, COMMANDS, help_of, main, train_command
 from tools.commands import print_ledger
 
 EXAMPLE = "examples/quickstart.yaml"
@@ -38,7 +39,16 @@ def test_help_names_every_command_and_does_not_import_torch() -> None:
 
 @pytest.mark.parametrize(
     ("words", "completed"),
-    [("tlt eval", "evaluate"), ("tlt train my.yaml rollout.num_s", "rollout.num_samples=")],
+    [
+        ("tlt eval", "evaluate"),
+        ("tlt train my.yaml rollout.num_s", "rollout.num_samples="),
+        ("tlt train my.yaml --nproc", "--nproc-per-node"),
+        ("tlt train my.yaml --print", "--print-config"),
+        ("tlt train-drafter --measure", "--measure-minutes"),
+        ("tlt train my.yaml rollout.engine = s", "sglang"),  # as bash splits the words
+        ("tlt train my.yaml rollout.engine=s", "rollout.engine=sglang"),
+        ("tlt train my.yaml spot.enabled = t", "true"),
+    ],
 )
 def test_bash_completes_commands_and_settings(words: str, completed: str) -> None:
     script = tlt("completion").stdout
@@ -90,6 +100,12 @@ def test_train_starts_the_launcher(given: str, launcher: str, program: str) -> N
     assert (" ".join(rest[:start]), " ".join(rest[start + 1 :])) == (launcher, program)
 
 
+def test_the_options_of_torchrun_are_known() -> None:
+    actions = get_args_parser()._actions
+    known = {name.lstrip("-").replace("_", "-") for a in actions for name in a.option_strings}
+    assert known - {"h", "help", "m", "module", "no-python", "run-path"} <= {*_VALUES, *_FLAGS}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -99,23 +115,35 @@ def test_train_starts_the_launcher(given: str, launcher: str, program: str) -> N
         (("train", EXAMPLE, "steps"), "tlt train: 'steps' is no section.key=value and no option"),
         (
             ("train", EXAMPLE, "--standalone", "num_steps=5"),
-            "tlt train: 'num_steps=5' is no section.key=value and no option",
+            "tlt train: 'num_steps=5' is no section.key=value and no option; did you mean run.num_steps=5?",
         ),
-        (("train", "no.yaml", "--print-config"), "pretrain_rl: config='no.yaml': no such file"),
-        (("train", EXAMPLE, ABSENT, "--resume=auto"), "pretrain_rl: run.dir='': must name the run"),
-        (("train", EXAMPLE, "run.num_steps=x"), "pretrain_rl: run.num_steps='x': must be int"),
+        (
+            ("train", EXAMPLE, "learning_rate=1e-5"),
+            "tlt train: 'learning_rate=1e-5' is no section.key=value and no option; did you mean optimizer.lr=1e-5?",
+        ),
+        (
+            ("train", EXAMPLE, "--learning_rate", "1e-5"),
+            "tlt train: '--learning_rate' is no section.key=value and no option; did you mean optimizer.lr=1e-5?",
+        ),
+        (
+            ("train", EXAMPLE, "--print-config", "--foo", "3"),
+            "tlt train: '--foo' is no section.key=value and no option",
+        ),
+        (("train", "no.yaml", "--print-config"), "tlt train: config='no.yaml': no such file"),
+        (("train", EXAMPLE, ABSENT, "--resume=auto"), "tlt train: run.dir='': must name the run"),
+        (("train", EXAMPLE, "run.num_steps=x"), "tlt train: run.num_steps='x': must be int"),
         (
             ("train", EXAMPLE, ABSENT, "algorithm.loss=a.py:f"),
-            "pretrain_rl: algorithm.loss='a.py:f': no ",
+            "tlt train: algorithm.loss='a.py:f': no ",
         ),
-        (("train", EXAMPLE, "run.steps=3"), "pretrain_rl: run.steps=3: unknown key; did you mean"),
+        (("train", EXAMPLE, "run.steps=3"), "tlt train: run.steps=3: unknown key; did you mean"),
         (
             ("train", EXAMPLE, "--nnodes=2", "--rdzv-endpoint=absent:1", "model.path=absent"),
-            "pretrain_rl: model.path='absent': must be a folder with config.json",
+            "tlt train: model.path='absent': must be a folder with config.json",
         ),
         (
             ("train", EXAMPLE, "speculation.strategies=['4_2_99']"),
-            "pretrain_rl: speculation.strategies: num_draft_tokens=99: must be <= ",
+            "tlt train: speculation.strategies: num_draft_tokens=99: must be <= ",
         ),
     ],
 )

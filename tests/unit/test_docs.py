@@ -29,7 +29,7 @@ PAGES = [REPO / "README.md", REPO / "tlt_megatron" / "README.md", REPO / "exampl
 PAGES += [REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 PROGRAMS = {"make", "python", "tlt", "pip", ".", "build/try/bin/pip", "build/try/bin/tlt"}
-PROGRAMS |= {".venv/bin/python"}
+PROGRAMS |= {".venv/bin/python", "git", "docker", "mkdir", "sbatch"}
 SECTIONS = {f.name: type(getattr(RunConfig(), f.name)) for f in dataclasses.fields(RunConfig)}
 
 
@@ -177,9 +177,35 @@ def test_links_of_the_repository_become_links_of_the_site() -> None:
         ("[keys](../tlt_megatron/config/schema.py)", "guide.md", "[keys](configuration.md)"),
         ("[x.py](../examples/custom_reward.py)", "guide.md", "`examples/custom_reward.py`"),
         ("[a](no_such.md)", "guide.md", "[a](no_such.md)"),
+        ('<img src="docs/report.png">', "index.md", '<img src="report.png">'),
+        (
+            '<img alt="a" src="figures/pass.svg">',
+            "guide.md",
+            '<img alt="a" src="figures/pass.svg">',
+        ),
         ("[a](https://arxiv.org)", "guide.md", "[a](https://arxiv.org)"),
     ):
         assert resolve(link, page) == expected
+
+
+def test_a_page_of_the_site_that_names_an_absent_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "here.svg").touch()
+    (tmp_path / "a" / "page.html").write_text(
+        '<picture><source srcset="../gone.svg"><img src="../here.svg"></picture><a href=../no.html#x>'
+        '<a href=\'https://arxiv.org\'><a href="#top"><link href="../here.svg?v=1">'
+        "<script>x = \"<img src='never.svg'>\"</script>"
+    )
+    found = site_pages().missing_files(tmp_path)
+    assert found == ["a/page.html: ../gone.svg", "a/page.html: ../no.html"]
+
+
+def test_figures_of_text_fit_the_page_of_a_laptop() -> None:
+    """At 1280 px a block of the site has 78 characters a line, 108 without a table of contents."""
+    for page, most in (("README.md", 78), ("tlt_megatron/README.md", 108)):
+        blocks = [block for _, kind, block in BLOCK.findall(text(REPO / page)) if kind == "text"]
+        wide = [line for block in blocks for line in block.splitlines() if len(line) > most]
+        assert wide == []
 
 
 def test_the_configuration_page_explains_every_setting() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import math
 import os
 import re
@@ -90,15 +89,6 @@ for _class in (_Loader, _Dumper):
     )
 
 
-@functools.cache
-def removed_settings() -> dict[str, tuple[object, str]]:
-    """Return the settings of earlier versions: the value that a run has without it, and what
-    replaces it.
-    """
-    text = Path(__file__).with_name("removed.yaml").read_text(encoding="utf-8")
-    return {name: (value, answer) for name, (value, answer) in _parse(text, "removed.yaml").items()}
-
-
 def load_config(
     path: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()
 ) -> RunConfig:
@@ -106,8 +96,7 @@ def load_config(
 
     Of several files, a later one replaces the settings that it names. ValueError names the key, the
     value and what is allowed. For an unknown key it also names the nearest known one, or ours if
-    the key is of verl, slime or TRL. A removed key is ignored if its value asks for what a run does
-    without it.
+    the key is of verl, slime or TRL.
     """
     raw: dict[str, Any] = {}
     for file in (path,) if isinstance(path, str | Path) else path or ():
@@ -223,11 +212,6 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
     values: dict[str, Any] = {}
     for key, value in raw.items():
         name = f"{prefix}.{key}" if prefix else str(key)
-        if name in removed_settings():
-            unchanged, answer = removed_settings()[name]
-            if value == unchanged:
-                continue
-            raise ValueError(f"{name}={value!r}: was removed: {answer}")
         if key not in known or (isinstance(value, dict) and hints[key] is str):
             raise ValueError(f"{name}={value!r}: unknown key; {_meant(name, value, known)}")
         values[key] = _convert(value, hints[key], name)
@@ -247,8 +231,24 @@ def _meant(name: str, value: object, known: set[str]) -> str:
         if isinstance(content, dict):
             keys += [(f"{key}.{inner}", item) for inner, item in content.items()]
     found = [f"{key}: here {ours}" for key, _ in keys if (ours := our_name(key))]
-    near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1, cutoff=0.0)
-    return "; ".join(found) or f"did you mean {near[0]}? (known: {', '.join(sorted(known))})"
+    near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
+    advice = [f"did you mean {near[0]}?"] if near and not found else found
+    return "; ".join(advice or [f"must be one of {', '.join(sorted(known))}"])
+
+
+def nearest_setting(name: str) -> str:
+    """Return the setting of ours that a key without a section means; "" for none."""
+    if ours := our_name(name):
+        return ours
+    sections = dataclasses.fields(RunConfig)
+    keys = [(s.name, f.name) for s in sections for f in dataclasses.fields(_kind_of(s))]
+    name = name.replace("-", "_")
+    near = difflib.get_close_matches(name.rpartition(".")[2], [key for _, key in keys], n=1)
+    return next((f"{section}.{key}" for section, key in keys if key in near), "")
+
+
+def _kind_of(section: dataclasses.Field[Any]) -> type:
+    return typing.cast(type, section.default_factory)
 
 
 def _convert(value: object, hint: Any, name: str) -> object:

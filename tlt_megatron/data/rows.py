@@ -153,7 +153,10 @@ def _template_kwargs(raw: dict[str, object], section: DataSection) -> dict[str, 
 def _text(raw: dict[str, object], key: str, conversions: list[str]) -> str | list[Message]:
     value = _look_up(raw, key)
     if value is None:
-        raise ValueError(f"{key} is missing, must be a string or a list of messages ({_keys(raw)})")
+        raise ValueError(
+            f"{key} is missing, must be a string or a list of messages ({_keys(raw)}):"
+            " data.input_key names the key of prompts"
+        )
     if isinstance(value, str):
         if not _MESSAGES_AS_TEXT.match(value):
             return value
@@ -186,7 +189,10 @@ def _label(raw: dict[str, object], key: str, conversions: list[str]) -> str:
     name, value = _first(raw, key) if key else _first(raw, "label", _VERL_LABEL)
     if value is None:
         wanted = key or f"label (or {_VERL_LABEL})"
-        raise ValueError(f"{wanted} is missing, must be a string, number or boolean ({_keys(raw)})")
+        raise ValueError(
+            f"{wanted} is missing, must be a string, number or boolean ({_keys(raw)}):"
+            " data.label_key names the key of ground truths"
+        )
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{name}={value!r} must not be empty: no response could match it")

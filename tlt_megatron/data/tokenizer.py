@@ -310,7 +310,7 @@ def load_tokenizer(path: str | Path, template_date: str = "") -> Tokenizer:
     _check_vocabulary(hf, folder)
     stop_token_ids = read_eos_token_ids(folder)
     if hf.eos_token_id is not None:
-        stop_token_ids.append(hf.eos_token_id)
+        stop_token_ids.append(int(hf.eos_token_id))  # pyright: ignore[reportArgumentType]
     if not stop_token_ids:
         log.warning("%s names no eos token: every response runs to max_new_tokens", folder)
     return Tokenizer(hf, stop_token_ids, folder, template_date)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.runtime.memory_claim import STEP_PHASES, MemoryClaim, Phase
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.types import FinishReason, KeptTokens, MicroBatch, Rollout
+from tlt_megatron.types import CriticTargets, FinishReason, KeptTokens, MicroBatch, Rollout
 
 RolloutKey = tuple[int, int]  # draw_index of the prompt, sample_index
 
@@ -168,10 +169,11 @@ def attach_targets(
 ) -> MicroBatch:
     """Return the micro-batch of `pack` with its loss fields, from values [T] of each response.
 
-    `targets` has the values by name of the field. Weight of a token: token_mean 1, counted in
-    tokens (DAPO, Yu et al. 2025, eq. 8); sequence_mean 1/T, counted in sequences (GRPO, Shao et al.
-    2024, eq. 3); sequence_sum 1/max_new_tokens, counted in sequences (Dr. GRPO). T counts the
-    policy's tokens; observations have weight 0. So have masked responses, which are not counted.
+    `targets` has the values by name of the field, also of `CriticTargets`. Weight of a token:
+    token_mean 1, counted in tokens (DAPO, Yu et al. 2025, eq. 8); sequence_mean 1/T, counted in
+    sequences (GRPO, Shao et al. 2024, eq. 3); sequence_sum 1/max_new_tokens, counted in sequences
+    (Dr. GRPO). T counts the policy's tokens; observations have weight 0. So have masked responses,
+    which are not counted.
     """
     divisors = {"token_mean": 1, "sequence_sum": max_new_tokens}
     weights = [
@@ -185,8 +187,10 @@ def attach_targets(
         for name, values in targets.items()
         if values is not None
     }
+    critic = [fields.pop(name) for name in CriticTargets._fields if name in fields]
     return dataclasses.replace(
         pack.batch,
+        critic=CriticTargets(*critic) if critic else None,
         loss_weights=_on_labels(pack.rollouts, weights),
         loss_count=count_loss(pack.rollouts, section),
         **fields,
@@ -251,3 +255,35 @@ def join_kept(parts: Sequence[Rollout]) -> KeptTokens | None:
     return KeptTokens(
         token_ids=torch.cat([each.token_ids for each in sets]), counts=torch.cat(counts)
     )
+
+
+# ---- memory
+
+
+def batch_claims(
+    *,
+    num_generated: int,
+    num_own: int,
+    longest: int,
+    route_bytes: int,
+    has_critic: bool,
+    is_cuda: bool,
+    lower: str,
+) -> list[MemoryClaim]:
+    """Return the host memory of a batch on one rank, if all responses have `longest` tokens with
+    their prompts.
+
+    `num_generated` responses of the rank's engine stay until the step ends, and `num_own` come for
+    its share. `route_bytes` are those of a token, 0 if none are recorded. Packs copy the routes.
+    """
+    # Of a token: rewards and advantages. With a critic also values, returns, and padded copies.
+    numbers_bytes = 56 if has_critic else 24
+    held = [
+        ("routes of responses", num_generated * route_bytes, STEP_PHASES),
+        ("routes of the update", 2 * num_own * route_bytes, {Phase.UPDATE}),
+        ("advantages", num_own * numbers_bytes, {Phase.UPDATE}),
+    ]
+    return [
+        MemoryClaim(name, longest * each, phases, in_host=is_cuda, lower=lower)
+        for name, each, phases in held
+    ]

@@ -70,9 +70,8 @@ def value_loss(predicted: TokenValues, batch: MicroBatch, *, cliprange_value: fl
     Per token 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), with V_old before the
     update (Schulman et al.'s PPO code; verl's `compute_value_loss`).
     """
-    old_P, returns_P = batch.old_values, batch.returns
-    assert old_P is not None
-    assert returns_P is not None
+    assert batch.critic is not None
+    old_P, returns_P = batch.critic
     values_P = predicted.values
     clipped_P = values_P.clamp(old_P - cliprange_value, old_P + cliprange_value)
     plain_P = (values_P - returns_P).square()

@@ -70,6 +70,15 @@ class EngineDifference:
             torch.stack([part.maxima for part in parts]).amax(0),  # of NaN and a number: NaN
         )
 
+    def to_tensor(self) -> Tensor:
+        """Return its numbers, [6] float64. `from_tensor` reads them."""
+        count = torch.tensor([self.num_tokens], dtype=torch.float64)
+        return torch.cat([count, self.sums, self.maxima])
+
+    @classmethod
+    def from_tensor(cls, numbers: Tensor) -> EngineDifference:
+        return cls(int(numbers[0]), numbers[1:4], numbers[4:])
+
     @property
     def logprob_mean(self) -> float:
         return float(self.sums[0]) / self.num_tokens

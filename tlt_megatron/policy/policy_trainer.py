@@ -40,9 +40,8 @@ from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.policy.policy_loss import is_zero_without_advantage, kl_estimate, policy_loss
 from tlt_megatron.runtime.collectives import (
     broadcast_bytes,
-    broadcast_object,
     gather_json,
-    gather_objects,
+    gather_tensor,
     sum_metrics,
 )
 from tlt_megatron.runtime.process_groups import ProcessGroups
@@ -357,8 +356,9 @@ class PolicyTrainer:
         means = [[*key, each.logprob_mean] for key, each in differences.items()]
         newest = gather_json(means, pp)[-1]
         self.engine_differences = {(draw, sample): mean for draw, sample, mean in newest}
-        mine = broadcast_object(mine, pp, source=pp.size - 1)
-        whole = EngineDifference.over(gather_objects(mine, self.groups.dp))
+        of_last_stage = gather_tensor(mine.to_tensor(), pp)[-1]
+        shares = gather_tensor(of_last_stage, self.groups.dp)
+        whole = EngineDifference.over([EngineDifference.from_tensor(each) for each in shares])
         if whole.num_tokens == 0:  # all are of earlier policies (partial rollouts)
             return {}
         self.health.check_engines(version + 1, whole)

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from tlt_megatron.rewards.reward import name_setting
 from tlt_megatron.rewards.worker_process import Outcome, WorkerProcess
+from tlt_megatron.runtime.log import encodable
 from tlt_megatron.runtime.stop import SIGNALS
 from tlt_megatron.types import Message, Prompt
 
@@ -225,6 +226,7 @@ class _Workers:
     async def report(self, function: str, prompt_id: str, where: str, why: str) -> None:
         """Log a failure once for each prompt, or raise RuntimeError if it is fatal."""
         text = f"{self._settings[function]} failed on prompt_id={prompt_id!r} ({where}): {why}"
+        text = encodable(text)
         if self._is_fatal:
             raise RuntimeError(text)
         if prompt_id not in self._logged_prompt_ids:

@@ -24,7 +24,9 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Measures mean reward (accuracy for 0/1 rewards), pass@k and maj@k over fixed prompts."""
+    """Measures accuracy (the share of right responses), mean reward, pass@k and maj@k over fixed
+    prompts.
+    """
 
     worker: RolloutWorker
     data_sets: Mapping[str, Sequence[Prompt]]  # the prompts of each file by its name
@@ -67,7 +69,8 @@ class Evaluator:
         majorities = [share for _, share in sorted(pair for part in found for pair in part)]
         lengths = [r.num_generated for g in groups for r in g.rollouts]
         return {
-            "eval/accuracy": fmean(rewards),
+            "eval/accuracy": fmean(chain(*right)),
+            "eval/mean_reward": fmean(rewards),
             **pass_at_k([sum(row) for row in right], self.params.num_samples),
             f"eval/maj@{self.params.num_samples}": fmean(majorities),
             "eval/response_length/mean": fmean(lengths),

@@ -10,6 +10,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 _ENGINE_OWNER = "TLT_MEGATRON_ENGINE_OWNER"
+_PROGRAM = "TLT_MEGATRON_PROGRAM"
+
+
+def name_program(name: str) -> None:
+    """Set the name before the messages of this process and its children."""
+    os.environ[_PROGRAM] = name
+
+
+def program_name() -> str:
+    """Return the name before a message: the command that the user typed."""
+    return os.environ.get(_PROGRAM, "pretrain_rl")
 
 
 @contextmanager

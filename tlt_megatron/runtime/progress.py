@@ -44,6 +44,8 @@ _HEADERS = {
     "eval/accuracy": "eval acc",
     "response_length/mean": "mean length",
     "response_length/max": "max length",
+    "response_length/clip_ratio": "cut",
+    "rollout/entropy": "entropy",
     "perf/rollout_tokens_per_s": "tokens /s",
     "timing_s/update_actor": "update s",
 }

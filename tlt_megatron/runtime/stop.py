@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 
+from tlt_megatron.runtime.environment_variables import program_name
 from tlt_megatron.runtime.events import Event, EventKind, EventLog
 from tlt_megatron.runtime.log import FILE_ONLY
 
@@ -175,7 +176,7 @@ def end_process(code: int, line: str, *, is_shown: bool) -> None:
 
 
 def _show(line: str) -> None:
-    sys.stderr.write(f"pretrain_rl: {line}\n")
+    sys.stderr.write(f"{program_name()}: {line}\n")
     sys.stderr.flush()
 
 

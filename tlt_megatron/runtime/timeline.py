@@ -4,7 +4,7 @@ ui.perfetto.dev.
 A time is the wall time, read once, plus the monotonic clock since then. So time never runs
 backwards, and ranks agree on it as far as the clocks of their machines do. The project's phases:
 ROLLOUT DECODE VERIFY REFRESH-DRAFTER IDLE DRAFT-TRAIN PREEMPT SYNC VALUES LOGPROB CRITIC UPDATE
-REWARD CHECKPOINT EVAL WAIT SETUP.
+REWARD CHECKPOINT EVAL WAIT GAIN SETUP.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tlt_megatron.models.hf_io import checksum_tensors
+from tlt_megatron.runtime.log import FILE_ONLY
 from tlt_megatron.spot.holdout import Comparison
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,11 @@ class DrafterPublisher:
             )
             return True
         self.num_refused += 1
-        log.info("drafter candidate refused: it accepts %.3f, the published one %.3f", new, old)
+        log.info(
+            "the engines keep their drafter, which accepts %.3f: the newer one accepts %.3f",
+            *(old, new),
+            extra=FILE_ONLY,
+        )
         return False
 
     def metrics(self) -> dict[str, float]:

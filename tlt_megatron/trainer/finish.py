@@ -31,9 +31,12 @@ TABLE_COLUMNS = (
     "eval/accuracy",
     "response_length/mean",
     "response_length/max",
+    "response_length/clip_ratio",
     "actor/grad_norm",
+    "rollout/entropy",
     "actor/entropy",
     "timing_s/gen",
+    "timing_s/wait",
     "timing_s/update_actor",
     "timing_s/step",
 )
@@ -87,13 +90,22 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
         if value is not None:
             progress.message(f"{name:<22} {format_number(value)}")
     progress.message(f"run folder: {run_dir.resolve()}")
+    _print_next(config, run_dir, progress, has_drafter=trainer.drafter is not None)
+
+
+def _print_next(config: RunConfig, run_dir: Path, progress: Progress, *, has_drafter: bool) -> None:
+    """Print commands that go on from the run. They run as they are printed."""
     tlt, folder = Path(sys.executable).with_name("tlt"), shlex.quote(str(run_dir))
-    progress.message(f"next: {tlt} report {folder}")
+    words = [f"report {folder}", f"watch {folder}"]
     if config.checkpoint.export_hf:
         trust = " --trust-run" if foreign_code(config) else ""
-        progress.message(f"      {tlt} evaluate {folder} --data FILE{trust}")
-    if trainer.drafter is not None:
-        progress.message(f"      {tlt} export-drafter --from {folder} --to FOLDER --format sglang")
+        data = shlex.quote((config.data.eval_files or {"": config.data.train}).popitem()[1])
+        words += [f"chat {folder}", f"evaluate {folder} --data {data}{trust}"]
+    if has_drafter:
+        served = shlex.quote(f"{run_dir}-drafter")
+        words.append(f"export-drafter --from {folder} --to {served} --format sglang")
+    for number, command in enumerate(words):
+        progress.message(f"{'      ' if number else 'next: '}{tlt} {command}")
 
 
 def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:

@@ -124,4 +124,5 @@ class Run:
         if not sizes:  # resumed after the last step
             return None
         draw, params = trainer.sampler.next_batch, trainer.sampling
-        return measure_gain(trainer.worker, sizes, draw, params, policy_version=trainer.step)
+        with trainer.phases("GAIN", "measure_gain"):
+            return measure_gain(trainer.worker, sizes, draw, params, policy_version=trainer.step)

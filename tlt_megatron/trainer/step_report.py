@@ -26,6 +26,8 @@ from tlt_megatron.trainer.loop import TrainedStep
 
 log = logging.getLogger(__name__)
 
+_NO_SPREAD_STEPS = 5  # in a row before a warning, as many as an alarm of the report needs
+
 # whose time per token counts prompts too, as in verl
 _PHASES_OF_ALL_TOKENS = ("values", "update_critic", "update_actor")
 
@@ -44,6 +46,7 @@ class RunReport:
     # the step of the last evaluation, also before a resume
     last_eval_step: int = field(default=-1, init=False)
     _slow_rank: float | None = field(default=None, init=False)  # the rank that was warned about
+    _num_without_spread: int = field(default=0, init=False)  # steps in a row
     _seconds_before: float = field(default=0.0, init=False)  # of the run before a resume
     _started: float = field(default_factory=time.perf_counter, init=False)
     _step_started: float = field(default=0.0, init=False)
@@ -82,6 +85,7 @@ class RunReport:
         metrics["training/global_step"] = metrics["training/policy_version"] = float(step)
         metrics |= self._memory()
         self._tell_slow_rank(step, metrics)
+        self._tell_no_spread(step, metrics)
         self._write(step, metrics)
         self.phases.progress.step(step, metrics)
         self.phases.timeline.flush()
@@ -98,9 +102,11 @@ class RunReport:
                 for name, value in result.items()
                 if (match := re.fullmatch(r"eval/(.+)/accuracy", name))
             ]
+            accuracy, reward = result["eval/accuracy"], result["eval/mean_reward"]
             self.phases.progress.message(
-                f"step {step}: held-out accuracy {result['eval/accuracy']:.3f}"
+                f"step {step}: held-out accuracy {accuracy:.3f}"
                 + (f" ({', '.join(parts)})" if parts else "")
+                + (f", mean reward {reward:.3f}" if round(accuracy - reward, 3) else "")
             )
 
     def _tell_slow_rank(self, step: int, metrics: dict[str, float]) -> None:
@@ -110,6 +116,19 @@ class RunReport:
         if sentence and slow_rank != self._slow_rank and self.world.is_first:
             log.warning("step %d: %s", step, sentence)
         self._slow_rank = slow_rank if sentence else self._slow_rank
+
+    def _tell_no_spread(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn once of steps in a row without a response that is better than others."""
+        lowest, highest = (metrics.get(f"critic/rewards/{name}") for name in ("min", "max"))
+        has_spread = lowest is None or lowest != highest
+        self._num_without_spread = 0 if has_spread else self._num_without_spread + 1
+        if self._num_without_spread == _NO_SPREAD_STEPS and self.world.is_first:
+            log.warning(
+                "step %d: all responses of the last %d steps have the reward %g, so there is nothing"
+                " to learn from: look at responses (logging.rollouts=true), the reward function,"
+                " and easier or harder prompts",
+                *(step, _NO_SPREAD_STEPS, lowest),
+            )
 
     def _memory(self) -> dict[str, float]:
         """Return the peak memory of each phase since the last step, the maximum over ranks, and

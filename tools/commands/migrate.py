@@ -27,6 +27,7 @@ from tools.commands import their_settings as theirs
 
 # Up to a newline that is not quoted.
 _COMMAND = re.compile(r"""(?:#[^\n]*|"(?:\\.|[^"\\])*"|'[^']*'|[^\n"'#])+""")
+_TRL = {"model_name_or_path", "per_device_train_batch_size", "num_generations", "dataset_name"}
 _ENDS = ("(", ")", "--", "&&", ";")  # of the values of a flag
 
 
@@ -71,7 +72,10 @@ def main(arguments: list[str] | None = None) -> int:
     num_nodes, num_ranks = (
         next((given[k] for k in ks if k in given), None) for ks in (theirs.NODES, theirs.GPUS)
     )
+    # A script may leave both to variables of its cluster, which are not printed as they are.
+    num_nodes, num_ranks = ("N" if "$" in str(n) else n for n in (num_nodes, num_ranks))
     nodes = f" --nnodes {num_nodes}" if num_nodes not in (None, 1) else ""
+    print(f"tlt plan {out} --ranks N --memory GIB   # does it fit a GPU?")
     print(f"tlt train {out} --nproc-per-node {num_ranks or 'N'}{nodes}")
     return 0
 
@@ -82,7 +86,13 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         if path.suffix in (".yaml", ".yml"):
-            return _flatten(read_sections(path), "")
+            found = _flatten(read_sections(path), "")
+            if names := _TRL & found.keys():
+                raise ValueError(
+                    f"{', '.join(sorted(names))}: names of TRL, whose settings are in no table of"
+                    " this command: docs/coming_from.md has ours"
+                )
+            return found
         return _read_script(read_text(path).replace("\\\n", " "))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
@@ -131,6 +141,8 @@ def convert(given: theirs.Values) -> tuple[dict[str, Any], dict[str, Any]]:
             left[key] = value
         else:
             ours |= settings
+    if project == "verl" and not ours.get("reward.function"):
+        theirs.choose_scorer(given, ours, left)
     _drop_unused(ours, left)
     ours.setdefault("run.num_steps", None)  # which the checks refuse: no default takes its place
     return ours, left

@@ -116,6 +116,29 @@ _ONE: dict[str, Callable[[Any], Any]] = {
     "module_function": lambda path: ":".join(path.rsplit(".", 1)),
 }
 
+# ---- the reward that verl chooses
+
+_SCORER = "reward (verl chooses it by the data_source of a row)"
+
+
+def choose_scorer(given: Values, ours: dict[str, Any], left: dict[str, Any]) -> None:
+    """Set the reward of a run of verl without a reward function of its own, by the name of its
+    data. Adds to `left` what differs, or that it is not known.
+    """
+    files = str(given.get("data.train_files", "")).lower()
+    if "gsm8k" in files:
+        ours["reward.function"] = "exact"
+        left[_SCORER] = "gsm8k: the text after ####, here exact, which keeps commas of numbers"
+    elif "dapo" in files or "aime" in files:
+        ours["reward.function"] = "math"
+        left[_SCORER] = "math_dapo gives 1 and -1, here math gives 1 and 0"
+        if penalty := ours.get("reward.overlong_penalty"):
+            ours["reward.overlong_penalty"] = penalty / 2
+            left[_SCORER] += f": overlong_penalty {penalty:g} is halved with the range of rewards"
+    else:
+        left[_SCORER] = "not known from data.train_files; set reward.function: math, exact or yours"
+
+
 # ---- functions that return several settings
 
 

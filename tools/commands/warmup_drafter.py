@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import random
@@ -38,6 +39,8 @@ from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.types import DraftSequence, Prompt, SamplingParams
 from tools.commands.load_engine import LoadedPolicy, accept_length
+
+log = logging.getLogger(__name__)
 
 _PROMPTS_AT_ONCE = 32  # after which the time is checked
 _GENERATION_SHARE = 0.5  # of --minutes, at most
@@ -103,10 +106,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if steps >= until_step or (trained_s > 0.0 and time.monotonic() >= deadline):
             break
         started = time.monotonic()
+        if trained_s == 0.0:  # training gets its share, however long the answers took
+            deadline = max(deadline, started + 60 * options.minutes * (1 - _GENERATION_SHARE))
         until = min(deadline, started + 60 * options.measure_minutes)
         _train(trainer, batches, until_step, until, progress)
         trained_s += time.monotonic() - started
     progress.close()
+    if not trainer.num_updates:
+        log.warning(
+            "--minutes %g left no time for an optimizer step: the drafter has random weights and"
+            " makes nothing faster",
+            options.minutes,
+        )
     progress.message(f"drafter: {options.out}")
 
 
@@ -125,6 +136,13 @@ def _generate(
     progress.close()
     num_tokens = sum(sequence.token_ids.numel() for sequence in sequences)
     progress.message(f"{len(sequences)} responses of {num_tokens:,} tokens")
+    seconds, share_s = time.monotonic() - started, 60 * minutes * _GENERATION_SHARE
+    if seconds > 2 * share_s > 0:
+        log.warning(
+            "answering the prompts took %.0f s, more than --minutes %g in all: training gets"
+            " another %.0f s (fewer --num-prompts, or shorter answers, take less)",
+            *(seconds, minutes, share_s),
+        )
     return sequences
 
 
@@ -185,7 +203,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--strategy", type=SpeculationStrategy.parse, default="6_1_6", help="to measure with")
     add("--steps", type=int, default=600, help="of the optimizer, at most")
-    add("--minutes", type=float, default=math.inf, help="of generation and training, at most")
+    add("--minutes", type=float, default=math.inf, help="in all; training gets at least half")
     add("--measure-minutes", type=float, default=math.inf, help="of training between measurements")
     add("--num-prompts", type=int, default=256)
     add("--num-samples", type=int, default=2)

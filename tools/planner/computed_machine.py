@@ -85,10 +85,9 @@ class ComputedMachine:
         self.accept_rate = accept_rate
         self.slowness = dict(sorted(slowness.items())) or {1: 1.0}
         scaled = ", scaled to measured passes of a 7B" if slowness else ", not measured"
-        self.prompt_tokens = mean_prompt_tokens(config) if prompt_tokens is None else prompt_tokens
-        assumed = ""
-        if self.prompt_tokens is None:
-            self.prompt_tokens = float(config.data.max_prompt_tokens)
+        known, assumed = prompt_tokens or mean_prompt_tokens(config), ""
+        self.prompt_tokens = known or float(config.data.max_prompt_tokens)
+        if known is None:
             assumed = f", all prompts of {config.data.max_prompt_tokens} tokens"
         self.source = f"computed{scaled}{assumed}"
         self.model = load_model_config(config.model.path)

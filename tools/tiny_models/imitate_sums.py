@@ -76,7 +76,8 @@ def draw_batches(
             terms = sum_task.draw(rng)
             if sum_task.prompt(terms) not in held_out:
                 prompt_ids = tokenizer.encode(sum_task.prompt(terms))
-                right_ids = tuple(tokenizer.encode_texts([sum_task.right_response(terms)])[0])
+                right = sum_task.right_response(terms)
+                right_ids = tokenizer.encode(right, add_special_tokens=False)
                 ids = [*prompt_ids, *right_ids, tokenizer.eos_token_id]
                 rows.append((ids, len(prompt_ids)))
         batches = pack(rows, _BATCH_TOKENS)

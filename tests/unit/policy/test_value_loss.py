@@ -48,8 +48,8 @@ def test_value_loss_takes_the_larger_error_and_no_prompt(
     batch = make_batch(aggregation)
     # a value stands where its token is predicted; the others would change the loss
     values = torch.tensor([9.0, 0.5, 0.9, 9.0, 0.6, 9.0], requires_grad=True)[: batch.num_tokens]
-    assert batch.returns is not None
-    assert batch.returns.tolist() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert batch.critic is not None
+    assert batch.critic.returns.tolist() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     result = value_loss(TokenValues(values=values), batch, cliprange_value=0.2)
     # squared errors: 0.5, with the value clipped to 0.2 0.8; 0.1; 0.6 -> 1/2 of 0.64, 0.01, 0.36
     assert float(result.loss_sum) == pytest.approx(loss_sum)

@@ -113,7 +113,7 @@ reward = Strange()
         ("act", STRANGE, "exit status 6"),
         ("act", "raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("act", "raise ValueError('y' * 10_000_000)", "yyyy"),
-        ("act", "raise ValueError('\\ud83d')", "ValueError: \ud83d"),
+        ("act", "raise ValueError('\\ud83d')", r"ValueError: \\ud83d"),
     ],
 )
 def test_what_breaks_a_worker_costs_one_response(

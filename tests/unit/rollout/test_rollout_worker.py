@@ -12,29 +12,15 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from tests.rollout_stand_ins import OneTokenEngine, Rewards, make_prompts, make_worker
+from tests.rollout_stand_ins import Drafter, OneTokenEngine, Rewards, make_prompts, make_worker
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.rollout.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.rollout.gain import measure_gain
 from tlt_megatron.runtime.process_groups import group_of
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.spot_trainer import SpotReport
 from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
 
 PARAMS = SamplingParams(num_samples=1, max_new_tokens=1)
-
-
-class Drafter:
-    """The drafter of a rank that needs 4 s after the last rollout until it is free."""
-
-    def add_features(self, *_: object) -> None:
-        """Not kept."""
-
-    def add_passes(self, _: object) -> None:
-        """Not kept."""
-
-    def run_until_preempted(self, step: int, generation_round: int) -> SpotReport:
-        return SpotReport(used_s=1.5, stall_s=4.0, preempt_ms=0.0, sessions=())
 
 
 class FixedClock(Timeline):
@@ -52,7 +38,7 @@ def test_idle_time_is_from_the_end_of_a_ranks_rollouts_to_the_end_of_the_last_ra
         world = group_of(dist.group.WORLD)
         clock = FixedClock(None, world.rank)
         worker = make_worker(OneTokenEngine(), Rewards(), world=world, timeline=clock)
-        drafter = Drafter() if has_drafter else None
+        drafter: Any = Drafter() if has_drafter else None
         return worker.collect(make_prompts(range(3)), PARAMS, 0, drafter=drafter).metrics
 
     for metrics in run_ranks(3, body):

@@ -193,3 +193,41 @@ def test_a_file_that_exists_or_holds_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").touch()
     with pytest.raises(ValueError, match=r"empty.yaml: holds no settings of verl or slime"):
         main([str(tmp_path / "empty.yaml"), "--out", str(tmp_path / "other.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("source", "ours", "said"),
+    [
+        ("data.train_files=/d/gsm8k/train.parquet", "reward.function=exact", "the text after ####"),
+        (
+            "data.train_files=/d/dapo-math-17k.parquet reward_model.overlong_buffer.enable=True"
+            " reward_model.overlong_buffer.len=4 reward_model.overlong_buffer.penalty_factor=1.0",
+            "reward.function=math reward.overlong_penalty=0.5",
+            "gives 1 and -1, here math gives 1 and 0: overlong_penalty 1 is halved",
+        ),
+        (
+            "data.train_files=/d/my.parquet",
+            "reward.function=math",
+            "not known from data.train_files",
+        ),
+    ],
+)
+def test_the_scorer_that_verl_chooses_is_mapped_or_named(
+    migrate: Migrate, source: str, ours: str, said: str
+) -> None:
+    found = migrate(f"{source} {ROLLOUT}n=8")
+    found.check(ours)
+    assert said in found.printed
+    assert said in found.out.read_text()
+
+
+def test_variables_of_a_cluster_are_not_printed_as_counts(migrate: Migrate) -> None:
+    found = migrate(
+        f"{ROLLOUT}n=8 trainer.nnodes=${{SLURM_JOB_NUM_NODES}} trainer.n_gpus_per_node=$GPUS"
+    )
+    assert found.printed.endswith(" --nproc-per-node N --nnodes N\n")
+
+
+def test_a_config_of_trl_is_refused(migrate: Migrate) -> None:
+    with pytest.raises(ValueError, match="num_generations: names of TRL"):
+        migrate("num_generations: 8\nlearning_rate: 1.0e-6\n", "grpo.yaml", steps=None)

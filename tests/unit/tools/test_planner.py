@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.tiny_models import make_tiny_hf
+from tests.tiny_task import make_tiny_task
 from tests.unit.config.test_example_settings import EXAMPLES, QWEN_7B
 from tlt_megatron import cli
 
@@ -174,8 +175,10 @@ def test_a_selector_that_a_finished_run_names_runs_only_if_the_user_trusts_it(
 ) -> None:
     run, file = _record(tmp_path / "run"), tmp_path / "theirs.py"
     file.write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
+    written = (run / "config.yaml").read_text()
+    assert "speculation: {" in written
     (run / "config.yaml").write_text(
-        SETTINGS.replace("speculation: {", f"speculation: {{selector: '{file}:f', ")
+        written.replace("speculation: {", f"speculation: {{selector: '{file}:f', ")
     )
     words = ("--simulate", str(run), "--against", str(run))
     code, text, _ = plan(*words)
@@ -367,3 +370,20 @@ def test_a_verdict_says_whether_it_fits_and_what_would(
     assert cli.main([*words, "40", *settings]) == 0
     assert cli.main([*words, "0.5"]) == 1
     assert "nothing was found with which it fits" in capsys.readouterr().out
+
+
+def test_prompts_are_as_long_as_they_are(plan, tmp_path: Path) -> None:
+    words = ("--machine", "h100", "--lengths", "1500,12000", "--accept-rate", "0.5")
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B), encoding="utf-8")
+    example = (str(EXAMPLES / "qwen2_5_7b_8gpu.yaml"), f"model.path={tmp_path}", "--ranks", "8")
+    example += ("rollout.num_prompts=16", *words)
+    _, text, longest = plan(*example)
+    assert "all prompts of 2048 tokens" in " ".join(text.split())
+    _, text, short = plan(*example, "--prompt-tokens", "200")
+    assert "all prompts" not in " ".join(text.split())
+    assert short["update_actor"][0] < 0.7 * longest["update_actor"][0]
+    (tmp_path / "task").mkdir()
+    task = make_tiny_task(tmp_path / "task")  # its prompts and tokenizer are on this machine
+    code, text, _ = plan(str(task), "rollout.dtype=float32", *words)
+    assert code == 0, text
+    assert "all prompts" not in " ".join(text.split())

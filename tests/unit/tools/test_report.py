@@ -76,6 +76,10 @@ def tlt_metrics(step: int) -> dict[str, float]:
         "drafter/loss": 1.1 + step / 100,
         "drafter/accept_length": 3.1 + step / 100,
         "drafter/holdout_accept_length/published": 2.9 + step / 100,
+        "rollout/entropy": 0.7 + step / 100,
+        "actor/grad_norm": 0.4 + step / 100,
+        "response_length/clip_ratio": 0.1 + step / 100,
+        "eval/mean_reward": 0.5 + step / 100,
     }
 
 
@@ -231,7 +235,7 @@ def test_running_requests_follow_the_passes(run_dir: Path) -> None:
 
 def test_plotly_knows_every_setting_of_every_figure(run_dir: Path) -> None:
     found = figures(page_of(run_dir))
-    assert len(found) == 8
+    assert len(found) == 9
     for figure in found.values():
         plotly.graph_objects.Figure(data=figure["data"], layout=figure["layout"])
 
@@ -239,7 +243,7 @@ def test_plotly_knows_every_setting_of_every_figure(run_dir: Path) -> None:
 def test_the_page_loads_nothing(run_dir: Path) -> None:
     page = page_of(run_dir)
     own = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)  # plotly.js itself left out
-    assert not re.search(r"(src|href)\s*=|@import|url\(", own)
+    assert not re.search(r"(src|href)\s*=(?!\"data:)|@import|url\(", own)
     assert "Plotly.newPlot" in page
 
 
@@ -260,6 +264,7 @@ def test_a_plain_run_says_what_it_did_not_do(tmp_path: Path) -> None:
         "Accepted tokens by depth": "Speculation was off (speculation.enabled=false).",
         "Strategy by batch size": "Speculation was off (speculation.enabled=false).",
         "Accept length": "Speculation was off (speculation.enabled=false).",
+        "Entropy, gradient norm, and responses that were cut": "The run wrote no rollout/entropy.",
     }
 
 

@@ -29,6 +29,10 @@ def test_a_warm_up_trains_measures_and_saves(
         rows.write('{"prompt": "1+1+1+1+1+1+1+1+1=", "label": "5"}\n')
     _warm_up(tmp_path, "--minutes", "0")  # measures, but has no time to train
     assert load_trainer_state(tmp_path / "drafter")["num_updates"] == 0
+    assert "--minutes 0 left no time for an optimizer step" in caplog.text
+    _warm_up(tmp_path, "--minutes", "0.0001")  # over when the prompts are answered
+    assert load_trainer_state(tmp_path / "drafter")["num_updates"] > 0
+    assert "more than --minutes 0.0001 in all: training gets another 0 s" in caplog.text
     assert "1 of 25 prompts are longer than data.max_prompt_tokens=16" in caplog.text
     _warm_up(tmp_path, "--steps", "3")
     assert load_trainer_state(tmp_path / "drafter")["num_updates"] == 3

@@ -45,6 +45,8 @@ class Texts:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.texts[token_ids[0]]
 
+    decode_turn = decode
+
 
 def write_responses(run_dir: Path, step: int, texts: list[str]) -> None:
     """A step whose responses are `texts`, of 1, 2, 3, ... tokens and rewards 0.5, 1.5, 2.5, ..."""

@@ -19,6 +19,7 @@ from tlt_megatron.trainer.saving.run_folder import (
     check_run_folder,
     owner_has_ended,
 )
+from tools.run_report.running import is_over
 
 
 def _hold(path: Path, connection: Connection) -> None:
@@ -97,3 +98,22 @@ def test_a_full_disk_is_refused_in_the_same_words(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     RunFolder(tmp_path, resume="never").close()
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_refused_run_leaves_the_folder_as_it_was(tmp_path: Path, is_used: bool) -> None:
+    path = tmp_path / "run"
+    if is_used:
+        RunFolder(path, resume="never").close()
+        (path / "config.yaml").touch()
+        (path / "summary.json").touch()
+        holder = (path / LOCK_FILE).read_text().replace('"host"', '"host" ')
+        (path / LOCK_FILE).write_text(holder)
+        os.utime(path / LOCK_FILE, (1, 1))  # an earlier run, which has written its summary
+    with closing(RunFolder(path, resume="auto")) as folder:
+        (path / "logs").mkdir()  # as ranks do before they find what is wrong
+        folder.withdraw()
+    assert path.exists() == is_used
+    if is_used:
+        assert (path / LOCK_FILE).read_text() == holder
+        assert is_over(path)

@@ -51,14 +51,11 @@ class DrawnTokens(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """One response to generate. The decode batch holds its tokens while it runs, `saved` while it
-    waits.
-    """
+    """A response to generate. The decode batch has its tokens while it runs, `saved` in between."""
 
     order: int  # position in the queue of all requests; lower is older
     key: ResponseKey
     state: PromptState
-    sample_index: int
     params: SamplingParams
     seed: int
     max_new_tokens: int
@@ -72,6 +69,10 @@ class Request:
     kept: list[Tensor] = field(default_factory=list)
     text: IndexedText | None = None  # what the n-gram drafter has of it
     num_reported: int = 0  # tokens that `DecodeBatch.take_news` has returned
+
+    @property
+    def sample_index(self) -> int:
+        return self.key[1]
 
     @property
     def num_saved(self) -> int:
@@ -112,7 +113,6 @@ def make_requests(
                     order=first_order + len(requests),
                     key=(prompt.prompt_id, sample_index),
                     state=state,
-                    sample_index=sample_index,
                     params=params,
                     seed=request_seed(
                         params.seed, prompt.draw_index, sample_index, prompt.first_position

@@ -12,12 +12,13 @@ import torch
 
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.drafter.drafter_memory import drafter_parameters, spot_claims
-from tlt_megatron.engines.embedded.memory_plan import plan_memory
+from tlt_megatron.engines.embedded.memory_plan import num_routes, plan_memory
 from tlt_megatron.engines.sglang.adaptive_policy import adaptive_steps
 from tlt_megatron.mcore.megatron_memory import Sharding, policy_claims
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.sizes import ModelSizes
+from tlt_megatron.policy.batching import batch_claims
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.memory_claim import (
@@ -47,6 +48,8 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
     sharding = _sharding(config, world_size, is_cuda=device.is_cuda)
     longest = config.longest_context + config.rollout.max_new_tokens
     sequences = config.rollout.num_prompts * config.rollout.num_samples
+    num_drawn = config.rollout.over_sampling_prompts or config.rollout.num_prompts
+    generated = num_drawn * config.rollout.num_samples
     per_update = -(-sequences // config.algorithm.num_minibatches)
     library_bytes = _LIBRARY_BYTES[device.torch_device.type] + device.process_bytes()
     claims = [
@@ -59,6 +62,15 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
             batch_tokens=-(-per_update // sharding.num_data_parallel) * longest,
             longest=longest,
             resumes=config.checkpoint.resume != "never",
+        ),
+        *batch_claims(
+            num_generated=-(-generated // (world_size // config.ranks_per_engine)),
+            num_own=-(-sequences // sharding.num_data_parallel),
+            longest=longest,
+            route_bytes=num_routes(model, config.rollout) * torch.int16.itemsize,
+            has_critic=config.has_critic,
+            is_cuda=device.is_cuda,
+            lower=f"rollout.max_new_tokens={config.rollout.max_new_tokens}",
         ),
     ]
     if config.rollout.engine == "sglang":

@@ -15,7 +15,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tlt_megatron.config.load import removed_settings
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import fingerprint_weights
@@ -109,11 +108,10 @@ def compare_run(saved: SavedRun, about: Mapping[str, Any], *, is_warning: bool) 
             f"checkpoint {saved.folder} belongs to another run: {_describe(strangers)} (saved -> now): "
             "model and seeds must be those that the run was started with"
         )
-    removed = {name: value for name, (value, _) in removed_settings().items()}
     changes = {
         name: change
         for name, change in _changes(_SETTINGS, saved.state, about).items()
-        if not name.startswith(_FREE) and not (name in removed and removed[name] == change[0])
+        if not name.startswith(_FREE)
     }
     num_ranks = (saved.state.get(_NUM_RANKS), about[_NUM_RANKS])
     if num_ranks[0] != num_ranks[1]:

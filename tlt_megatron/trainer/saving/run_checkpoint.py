@@ -116,7 +116,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _known(state: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+def _known(state: Mapping[str, Any], section: Any) -> dict[str, Any]:
     """Return the keys that this version checks, also of the sections inside. Others have more."""
     known = {key: state[key] for each in fields(section) if (key := each.name) in state}
     for name, inner in (("sampler", SamplerSection), ("report", ReportSection)):

@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
 import struct
 import time
@@ -40,6 +41,7 @@ class RunFolder:
 
     def __init__(self, path: Path, *, resume: str) -> None:
         self.path = path
+        self._is_new = not path.exists()
         _check_resume(resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -48,6 +50,8 @@ class RunFolder:
                 self._file = stack.enter_context(open(path / LOCK_FILE, "a+", encoding="utf-8"))
                 self._lock()
                 _check_unused(path, resume)
+                self._file.seek(0)
+                self._before = self._file.read(), os.fstat(self._file.fileno()).st_mtime_ns
                 self._write_holder()
                 stack.pop_all()  # the file stays open
         except OSError as error:
@@ -55,6 +59,19 @@ class RunFolder:
 
     def close(self) -> None:
         self._file.close()
+
+    def withdraw(self) -> None:
+        """Take back what a run that was refused has changed: an earlier run stays the newest one in
+        the folder, and a folder that was made for this run is removed.
+        """
+        holder, changed_ns = self._before
+        if holder:
+            self._file.truncate(0)
+            os.write(self._file.fileno(), holder.encode())
+            os.utime(self.path / LOCK_FILE, ns=(changed_ns, changed_ns))
+        elif self._is_new and not any((self.path / name).exists() for name in _MARKS):
+            # Ranks of other nodes may still write their logs, which then stay.
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _lock(self) -> None:
         try:
