@@ -101,7 +101,7 @@ def test_an_error_of_a_rank_is_one_line_and_ends_all(start: Callable[..., Job]) 
     (job.folder / "hold").unlink()
     job.end(1)
     line = job.line("failed in ")
-    assert line.startswith("pretrain_rl: rank ")
+    assert line.startswith("tlt train: rank ")
     assert f" on {os.uname().nodename} failed in REWARD after step 0: RuntimeError: " in line
     assert "ZeroDivisionError: this response divides by zero" in line
     job.line("rror")
