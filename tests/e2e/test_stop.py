@@ -104,7 +104,7 @@ def test_an_error_of_a_rank_is_one_line_and_ends_all(start: Callable[..., Job]) 
     assert line.startswith("tlt train: rank ")
     assert f" on {os.uname().nodename} failed in REWARD after step 0: RuntimeError: " in line
     assert "ZeroDivisionError: this response divides by zero" in line
-    job.line("rror")
+    job.line("RuntimeError")
     logs = [path.read_text() for path in sorted((job.run_dir / "logs").glob("node_*/*"))]
     assert sum("Traceback" in text for text in logs) >= 1
     assert sum("the run ends: " in text or "Traceback" in text for text in logs) == 2
