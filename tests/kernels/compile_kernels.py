@@ -204,7 +204,7 @@ def main() -> None:
             print("|", " | ".join(map(str, use)), "|", flush=True)
         if use.shared > SHARED_KIB[use.capability] << 10 or use.stack > MAX_STACK:
             wrong.append(f"does not fit: {use}")
-    sys.exit("\n".join(wrong))
+    sys.exit("\n".join(wrong) or None)
 
 
 if __name__ == "__main__":
