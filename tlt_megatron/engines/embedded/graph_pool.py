@@ -145,8 +145,11 @@ class GraphPool:
     def _in_lanes(self, key: GraphKey) -> GraphKey:
         """Return the capture, cut to the lanes that there are and to their length."""
         steps = self.steps
-        batch_size = min(key.batch_size, steps.cache.scratch_slot // steps.lane)
-        return dataclasses.replace(key, batch_size=batch_size, length=min(key.length, steps.lane))
+        batch_size, length = key.batch_size, min(key.length, steps.cache.scratch_slot)
+        if steps.lane:
+            batch_size = min(batch_size, steps.cache.scratch_slot // steps.lane)
+            length = min(length, steps.lane)
+        return dataclasses.replace(key, batch_size=batch_size, length=length)
 
     # ---- captures and their static tensors
 
@@ -206,5 +209,7 @@ class Models:
     params: SamplingParams
 
     def bind_lanes(self, lane: int) -> None:
-        """Run steps over rows in lanes of `lane` slots from now on, from the first slot on."""
+        """Run steps over rows in lanes of `lane` slots from now on, from the first slot on. 0:
+        lanes that grow.
+        """
         self.graphs.bind(LaneSteps(self.policy, self.cache, lane, self.draft, self.params))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tlt_megatron.engines.embedded.scheduler import PrefillChunk, PromptState, Request
+from tlt_megatron.engines.embedded.request import PrefillChunk, PromptState, Request
 from tlt_megatron.models.attention.paged import PrefillSegment
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.kv_cache import KvCache

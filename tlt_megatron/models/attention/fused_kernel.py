@@ -33,6 +33,7 @@ def _attend_part(
     key,
     value,
     bias,
+    starts,
     out,
     lse,
     query_batch,
@@ -58,6 +59,7 @@ def _attend_part(
     PART: tl.constexpr,
     SCANNED: tl.constexpr,
     WIDE: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
 ):
     """Attend with one block of queries over one part of the keys, into `out` and `lse` [.., M]."""
     num_blocks = tl.cdiv(num_queries, QUERIES)
@@ -83,6 +85,10 @@ def _attend_part(
     queries = tl.load(query + places, mask=is_row[:, None] & is_dim[None, :], other=0.0)
     key += batch * key_batch + head * key_head
     value += batch * value_batch + head * value_head
+    if HAS_STARTS:
+        first = tl.load(starts + batch).to(tl.int64)
+        key += first * key_row
+        value += first * value_row
     scale = tl.full([1, 1], SCALE, WIDE)
     largest = tl.full([QUERIES], -float("inf"), WIDE)
     total = tl.zeros([QUERIES], WIDE)
@@ -191,12 +197,14 @@ def launch(
     key: Tensor,
     value: Tensor,
     bias: Tensor,
+    starts_B: Tensor | None,
     whole: tuple[Tensor, Tensor],
     parts: tuple[Tensor, Tensor],
 ) -> None:
     """Write the result of `kernels.attend_with_lse` to `whole`: see `sums.result_buffers`.
 
-    The cut into parts does not depend on B, R or the lengths of other sequences.
+    With `starts_B`, the keys of row b begin so many places after the first of `key`. The cut into
+    parts does not depend on B, R or the lengths of other sequences.
     """
     num_rows, num_heads, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
@@ -209,6 +217,7 @@ def launch(
         key,
         value,
         bias,
+        bias if starts_B is None else starts_B,  # any pointer: without starts it is not read
         *parts,
         *query.stride()[:3],
         *key.stride()[:3],
@@ -220,6 +229,7 @@ def launch(
         num_keys,
         num_queries // bias.shape[2],
         **options,
+        HAS_STARTS=starts_B is not None,
     )
     merge_parts(parts, whole, options)
 
