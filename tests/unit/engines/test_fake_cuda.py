@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pretend_cuda import CUDA, PretendDevice, pretend_device
 from tests.slow_draft import copy_drafter, make_draft_model, make_sequence
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import (
@@ -45,6 +44,7 @@ from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device, has_triton
 from tlt_megatron.types import Rollout, SamplingParams
+from tools.gpu.pretend_cuda import CUDA, PretendDevice, pretend_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real one")
 SIZES = {"max_batch_size": 4, "num_samples": 2, "max_new_tokens": 32}
