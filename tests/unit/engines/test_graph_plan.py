@@ -20,6 +20,7 @@ from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphKey, GraphPlan
 from tlt_megatron.engines.embedded.lane_steps import LaneSteps, Rows
 from tlt_megatron.models.arithmetic import Arithmetic
+from tlt_megatron.models.attention.sums import part_keys
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftConfig, DraftModel
@@ -113,6 +114,14 @@ def test_a_long_response_of_a_full_batch_is_drafted_and_verified_in_graphs(text:
         assert isinstance(key, GraphKey)
         assert (key.batch_size, key.length) == (64, 18_432)
         assert key.is_chain is (num_rows == 7)
+
+
+def test_few_rows_are_cut_into_more_parts_of_keys() -> None:
+    """4 kv heads of 7 queries each, as a 7B has: at batch 1, 2,048 keys occupy 128 programs."""
+    assert part_keys((1, 4, 7), 2048) == 64
+    assert part_keys((1, 4, 7), 4096) == 128
+    assert part_keys((1, 4, 7), 18_432) == part_keys((64, 4, 7), 2048) == 512
+    assert part_keys((1, 4, 7 * 512), 4096) == 512  # queries of a prompt
 
 
 def test_large_trees_are_planned_for_small_batches_alone() -> None:

@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import partial
 
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.models.attention.sums import PART_KEYS
+from tlt_megatron.models.attention.sums import part_keys
 from tlt_megatron.models.config import ModelConfig
 
 # Most rows of a verify pass that strategies share. Batch 20 with 16 rows is the largest product
@@ -184,7 +184,9 @@ class GraphPlan:
         # Alive all the time, or left from the previous layer: states and heads.
         per_token = 2 * c.hidden_size + (num_fused + c.num_heads + 2) * c.head_dim
         # Attention: a copy of the queries, and outputs and lse of the parts of the keys.
-        num_parts = -(-key.length // PART_KEYS)
+        repeat = c.num_heads // c.num_kv_heads
+        shape_BKR = key.batch_size, c.num_kv_heads, key.num_rows * repeat
+        num_parts = -(-key.length // part_keys(shape_BKR, key.length))
         part_bytes = (c.head_dim + 1) * max(item_bytes, _WIDE_BYTES)
         attention = num_tokens * c.num_heads * (c.head_dim * item_bytes + num_parts * part_bytes)
         mlp = num_tokens * (3 if s is None else 4) * c.ffn_size * item_bytes

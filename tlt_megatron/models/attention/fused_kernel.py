@@ -172,9 +172,9 @@ def stages_of(dtype: torch.dtype, head_dim: int) -> int:
     return 2 if head_block_of(head_dim) * dtype.itemsize <= _MAX_AHEAD_BYTES else 1
 
 
-def options_of(dtype: torch.dtype, num_queries: int, head_dim: int) -> dict[str, object]:
+def options_of(dtype: torch.dtype, num_queries: int, head_dim: int, part: int) -> dict[str, object]:
     """Return the compile-time arguments of `_attend_part` for queries of `dtype`, and how it is
-    launched.
+    launched. A program has `part` keys.
     """
     head_block, most = head_block_of(head_dim), block_of(dtype, head_dim)
     block = min(max(triton.next_power_of_2(num_queries), 16), most)
@@ -184,8 +184,8 @@ def options_of(dtype: torch.dtype, num_queries: int, head_dim: int) -> dict[str,
         "HEAD_BLOCK": head_block,
         "QUERIES": block,
         "KEYS": most,
-        "PART": PART_KEYS,
-        "SCANNED": min(_SCANNED_BIASES // block, PART_KEYS),
+        "PART": part,
+        "SCANNED": min(_SCANNED_BIASES // block, part),
         "WIDE": triton_wide(dtype),
         "num_stages": stages_of(dtype, head_dim),
         "num_warps": 4 if block == 16 else 8,  # with 4, a larger block does not fit into registers
@@ -200,17 +200,18 @@ def launch(
     starts_B: Tensor | None,
     whole: tuple[Tensor, Tensor],
     parts: tuple[Tensor, Tensor],
+    part: int = PART_KEYS,
 ) -> None:
     """Write the result of `kernels.attend_with_lse` to `whole`: see `sums.result_buffers`.
 
-    With `starts_B`, the keys of row b begin so many places after the first of `key`. The cut into
-    parts does not depend on B, R or the lengths of other sequences.
+    With `starts_B`, the keys of row b begin so many places after the first of `key`. A program has
+    `part` keys.
     """
     num_rows, num_heads, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     bias = bias.expand(num_rows, -1, -1, -1)
-    num_parts = triton.cdiv(num_keys, PART_KEYS)
-    options = options_of(query.dtype, num_queries, head_dim)
+    num_parts = triton.cdiv(num_keys, part)
+    options = options_of(query.dtype, num_queries, head_dim, part)
     num_blocks = triton.cdiv(num_queries, options["QUERIES"])
     _attend_part[(num_rows * num_heads * num_blocks, num_parts)](  # pyright: ignore[reportIndexIssue]
         query,

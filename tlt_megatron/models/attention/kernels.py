@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_megatron.models.attention.sums import result_buffers, wide_dtype
+from tlt_megatron.models.attention.sums import part_keys, result_buffers, wide_dtype
 from tlt_megatron.runtime.device import has_triton
 
 _QUERY_CHUNK = 512  # queries whose scores are in memory at once, without a fused kernel
@@ -88,12 +88,14 @@ def attend_grouped(
 def attend_fused(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, starts_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    whole, parts = result_buffers(query, key.shape[2])
+    num_keys = key.shape[2]
+    part = part_keys(query.shape[:3], num_keys)
+    whole, parts = result_buffers(query, num_keys, part)
     if not query.is_meta:
         # Imported when needed: CPU builds of torch come without triton.
         from tlt_megatron.models.attention import fused_kernel
 
-        fused_kernel.launch(query, key, value, bias, starts_B, whole, parts)
+        fused_kernel.launch(query, key, value, bias, starts_B, whole, parts, part)
     return whole
 
 
