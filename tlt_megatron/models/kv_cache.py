@@ -197,11 +197,17 @@ class KvCache:
         self.relocate(self._slots(list(sources)), self._slots(list(targets)))
         return True
 
-    def clear_below(self, end: int) -> tuple[Tensor, Tensor]:
-        """Give the holders of pages below `end` free pages from the top in their place. Return the
-        slots to copy and their targets, for `relocate`. Enough pages must be free from `end` on.
+    def find_free(self, count: int) -> range | None:
+        """Return the lowest `count` free pages that follow each other."""
+        start = self._state.find(bytes([_FREE]) * count)
+        return range(start, start + count) if start >= 0 else None
+
+    def clear(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Give the holders of pages from `start` to `end` free pages above them in their place.
+        Return the slots to copy and their targets, for `relocate`. Enough pages must be free from
+        `end` on.
         """
-        sources = [page for page in range(end) if self._state[page] != _FREE]
+        sources = [page for page in range(start, end) if self._state[page] != _FREE]
         targets: list[int] = []
         for _ in sources:
             target = self._state.rfind(_FREE, end)

@@ -11,6 +11,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from tests.recorded_graphs import RecordingDevice, recording_device
 from tests.unit.engines.conftest import (
@@ -28,6 +29,7 @@ from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.memory_plan import plan_memory
 from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.types import SamplingParams
 
@@ -157,6 +159,31 @@ def test_lanes_that_grow_change_no_token(
     assert not any("target" in reason for reason in stats.eager_passes)
     assert stats.num_unspeculated_passes == 0
     assert stats.num_preemptions > 0
+
+
+def test_a_row_that_joins_lanes_that_grow_moves_no_other(
+    tiny_path: Path, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, limits, moved = (90, 5, 40, 90, 90, 30), (60, 2, 60, 2, 60, 2), []
+    relocate = KvCache.relocate
+
+    def count(cache: KvCache, source_S: Tensor, target_S: Tensor) -> None:
+        moved.append(source_S.numel())
+        relocate(cache, source_S, target_S)
+
+    monkeypatch.setattr(KvCache, "relocate", count)
+    prompts = [
+        dataclasses.replace(prompt, max_new_tokens=limit)
+        for prompt, limit in zip(make_prompts(*lengths), limits, strict=True)
+    ]
+    params = dataclasses.replace(PARAMS, num_samples=1, max_new_tokens=60)
+    sizes = {"max_batch_size": 4, "max_new_tokens": 60}
+    engine = make_engine(tiny_path, device, kv_cache_tokens=64 * 13, **sizes)
+    plain = make_engine(tiny_path, None, **sizes)
+    tokens = tokens_of(engine.generate(prompts, params, policy_version=1))
+    assert engine.stats().eager_passes == {}
+    assert moved == list(lengths)  # each row once, into its lane
+    assert tokens == tokens_of(plain.generate(prompts, params, policy_version=1))
 
 
 def test_a_narrow_tree_at_the_end_of_a_length_is_verified_where_the_widest_one_fits(

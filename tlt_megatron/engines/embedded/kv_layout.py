@@ -75,8 +75,8 @@ class KvLayout:
         if requests and not self.has_lanes and self._models.graphs.has_graphs:
             self.move_to_lanes(requests)
             self._start_loose()
-        if self._loose is not None and self._loose.is_short(requests):
-            preempted.update(self._loose.lengthen())
+        if self._loose is not None and (short := self._loose.find_short(requests)):
+            preempted.update(self._loose.lengthen(short))
             self.set_changed()
         if self.has_lanes:
             return preempted

@@ -1,13 +1,15 @@
-"""Lanes that grow: one after another from the first slot on, each as long as its row needs now.
+"""Lanes that grow: they start at any page, and each is as long as its row needs now.
 
 Lanes of full length for all rows need a multiple of the KV that the rows fill, because few
-responses of a batch become long. Here every lane has room for its next step and an equal share of
-the free pages. When a row has used its share up, all lanes are laid out anew. When the pages run
-out, the newest row frees its own, as without lanes.
+responses of a batch become long. Here every lane has room for its next step and a share of the free
+pages. A row that joins, or has used its share up, moves into a gap. Without a gap that is long
+enough, all lanes are laid out anew. When the pages run out, the newest row frees its own, as
+without lanes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -26,15 +28,39 @@ class LooseLanes:
         self._cache = cache
         self._scheduler = scheduler
 
-    def is_short(self, requests: Sequence[Request]) -> bool:
-        """Whether a row has no lane, or one that is too short for its next step."""
+    def find_short(self, requests: Sequence[Request]) -> list[Request]:
+        """Return the rows that have no lane, or one that is too short for their next step."""
         needed = self._scheduler.step_pages
-        return any(
-            r.kv.prompt is not None or len(r.kv.pages) < needed(r.position) for r in requests
-        )
+        return [
+            r for r in requests if r.kv.prompt is not None or len(r.kv.pages) < needed(r.position)
+        ]
 
-    def lengthen(self) -> list[Request]:
-        """Lay out the lanes of the running requests anew. Return the requests preempted for it."""
+    def lengthen(self, short: Sequence[Request]) -> list[Request]:
+        """Give rows longer lanes. Return the requests preempted for it."""
+        if all(self._moves_to_gap(request) for request in short):
+            return []
+        return self._lay_out_all()
+
+    def _moves_to_gap(self, request: Request) -> bool:
+        """Move one row to a lane among the free pages. Return False if none is long enough."""
+        cache, scheduler, state = self._cache, self._scheduler, request.state
+        num_free = cache.num_free - scheduler.num_pages_of_next()
+        share = max(num_free // (2 * len(scheduler.running)), MIN_SPARE)
+        most = scheduler.step_pages(state.num_tokens + request.max_new_tokens)
+        lane = cache.find_free(min(scheduler.step_pages(request.position) + share, most))
+        if lane is None:
+            return False
+        in_prompt = [r for r in scheduler.running if r.state is state and r.kv.prompt is not None]
+        freed = [request.kv.pages]
+        if in_prompt == [request] and state.num_running == state.num_unfinished:
+            freed.append(state.pages)
+        self._move([request], [lane], freed)
+        return True
+
+    def _lay_out_all(self) -> list[Request]:
+        """Lay out the lanes of the running requests anew, one after another from the first slot on.
+        Return the requests preempted for it.
+        """
         preempted: list[Request] = []
         cache, scheduler = self._cache, self._scheduler
         while True:
@@ -56,24 +82,21 @@ class LooseLanes:
         share = spare // len(rows)
         most = [scheduler.step_pages(r.state.num_tokens + r.max_new_tokens) for r in rows]
         sizes = [min(n + share, m) for n, m in zip(needed, most, strict=True)]
-        self._lay_out(rows, sizes, freed)
+        ends = list(itertools.accumulate(sizes))
+        lanes = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        self._move(rows, lanes, freed)
         return preempted
 
-    def _lay_out(
-        self, rows: Sequence[Request], sizes: Sequence[int], freed: Sequence[list[int]]
+    def _move(
+        self, rows: Sequence[Request], lanes: Sequence[range], freed: Sequence[list[int]]
     ) -> None:
-        """Move the rows to lanes of these sizes, in this order, and free the pages that they and
-        their prompts were in.
+        """Move rows to lanes. Free the pages that they and their prompts were in, and move whatever
+        else is in the lanes.
         """
         cache = self._cache
-        lanes: list[range] = []
         sources: list[Tensor] = []
         targets: list[Tensor] = []
-        end = 0
-        for request, size in zip(rows, sizes, strict=True):
-            lane = range(end, end + size)
-            end = lane.stop
-            lanes.append(lane)
+        for request, lane in zip(rows, lanes, strict=True):
             if request.kv.prompt is None and request.kv.pages[0] == lane.start:
                 continue
             start = lane.start * cache.page_size
@@ -81,7 +104,7 @@ class LooseLanes:
             targets.append(torch.arange(start, start + request.position, device=cache.device))
         for pages in freed:
             cache.free(pages)
-        source_S, target_S = cache.clear_below(end)
+        source_S, target_S = cache.clear(lanes[0].start, lanes[-1].stop)
         if sources or source_S.numel():
             cache.relocate(torch.cat((source_S, *sources)), torch.cat((target_S, *targets)))
         for request, lane in zip(rows, lanes, strict=True):
