@@ -183,12 +183,14 @@ class GraphPlan:
         num_fused = c.num_heads + 2 * c.num_kv_heads
         # Alive all the time, or left from the previous layer: states and heads.
         per_token = 2 * c.hidden_size + (num_fused + c.num_heads + 2) * c.head_dim
-        # Attention: a copy of the queries, and outputs and lse of the parts of the keys.
+        # Attention: a copy of the queries, outputs, and outputs and lse of the parts of the keys.
         repeat = c.num_heads // c.num_kv_heads
         shape_BKR = key.batch_size, c.num_kv_heads, key.num_rows * repeat
         num_parts = -(-key.length // part_keys(shape_BKR, key.length))
         part_bytes = (c.head_dim + 1) * max(item_bytes, _WIDE_BYTES)
-        attention = num_tokens * c.num_heads * (c.head_dim * item_bytes + num_parts * part_bytes)
+        attention = (
+            num_tokens * c.num_heads * (2 * c.head_dim * item_bytes + num_parts * part_bytes)
+        )
         mlp = num_tokens * (3 if s is None else 4) * c.ffn_size * item_bytes
         bias = num_tokens * key.length * item_bytes
         # Logits, wide logits and their log-probabilities. A draft also has the logits of the roots.
