@@ -54,6 +54,7 @@ TORCH_ATTRIBUTES = {"data", "grad"}  # of a parameter; torch has no other way to
 # Folders that set attributes of foreign objects, with the reason.
 FOREIGN_OBJECTS = {
     "tlt_megatron/engines/sglang/": "hooks replace results in SGLang's own records",
+    "tools/gpu/pretend_cuda.py": "a pretended GPU replaces torch's events",
     "tlt_megatron/mcore/": "Megatron has no other way to set module specs, marks of parameters and its random state",
 }
 
