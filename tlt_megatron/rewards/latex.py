@@ -13,7 +13,7 @@ _OPTIONS, _COLOR, _INSIDE = r"\s*(?:\[[^][]*\])*\s*", r"\{[^{}]*\}\s*", r"[^{}]"
 for _ in range(3):  # braces within braces
     _INSIDE = rf"(?:[^{{}}]|\{{{_INSIDE}*\}})"
 _FONT = re.compile(
-    rf"\\(?:(?:{_FONTS.replace(' ', '|')})\s*|(?:textcolor|colorbox){_OPTIONS}{_COLOR}|fcolorbox{_OPTIONS}(?:{_COLOR}){{2}})"
+    rf"\\(?:(?:{_FONTS.replace(' ', '|')})\s*|(?:textcolor|colorbox|color){_OPTIONS}{_COLOR}|fcolorbox{_OPTIONS}(?:{_COLOR}){{2}})"
     rf"\{{({_INSIDE}*)\}}"
 )
 _SWITCH = re.compile(rf"\\color{_OPTIONS}{_COLOR}")
@@ -27,10 +27,10 @@ def without_fonts(text: str) -> str:
 
     Example: \\fbox{\\mathbf{42}} is \\boxed{42}. Words stay: \\text{ cm}, \\text{(A)}.
     """
-    text, before = _FRAME.sub(r"\\boxed", _SWITCH.sub("", text)), ""
+    text, before = _FRAME.sub(r"\\boxed", text), ""
     while text != before:  # fonts within fonts
         text, before = _FONT.sub(_content, text), text
-    return text
+    return _SWITCH.sub("", text)
 
 
 def _content(font: re.Match[str]) -> str:

@@ -257,13 +257,16 @@ def test_a_template_that_writes_the_date_writes_the_given_one(folder: Path) -> N
 
 def test_pinned_arguments_are_defaults_of_each_template(folder: Path) -> None:
     """A model may have a template of its own for tools."""
-    names = {"default": "\n {{ a }}{{ messages[0].content }}", "tool_use": "{{ b.x }}{{ a }}"}
+    names = {
+        "default": "\n {{ a }}{{ messages[0].content }}",
+        "tool_use": "{{ tools[0].n }}{{ b.x }}{{ a }}",
+    }
     tokenizer = load_tokenizer(folder)
     tokenizer.hf.chat_template = names  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.pin_template(folder, {"a": "'\u20ac%}\n", "b": {"x": None}, "if": 1})
     pinned = load_tokenizer(folder)
     assert pinned.render(MESSAGES) == "\n '\u20ac%}\nbe brief"
-    assert pinned.render(MESSAGES, {"tools": [{}], "a": 3}) == "None3"
+    assert pinned.render(MESSAGES, {"tools": [{"n": 1}], "a": 3}) == "1None3"
 
 
 def write_own(folder: Path, kind: str, tokenizer_class: str, **config: object) -> None:
