@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tools.bench.measure import made, print_table
+from tools.bench.measure import made
 from tools.bench.step import (
     COLD,
     FROZEN,
@@ -39,6 +39,7 @@ from tools.bench.step import (
 )
 from tools.commands.compare_runs import STEP_SECONDS, Run, read_run
 from tools.run_report.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY
+from tools.tables import print_table
 
 SERIAL, NGRAM = "serial", "ngram"
 _COLOURS = {OFF: INK, FROZEN: BLUE, TLT: ORANGE, COLD: SKY, SERIAL: GREEN, NGRAM: PURPLE}

@@ -22,15 +22,9 @@ from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import FinishReason, Prompt, SamplingParams
 from tools.bench.interleaved import PLAIN, Comparison, mismatch_per_token
-from tools.bench.measure import (
-    cpu_seconds,
-    first_differences,
-    interleave,
-    print_table,
-    ratios,
-    told,
-)
+from tools.bench.measure import cpu_seconds, first_differences, interleave, ratios, told
 from tools.commands.load_engine import LoadedPolicy
+from tools.tables import print_table
 
 GOOD, RANDOM = "good", "random"
 COST_MODEL, BEG_MAB = "cost_model", "beg_mab"

@@ -14,13 +14,13 @@ from pathlib import Path
 from tlt_megatron.config.model_shape import load_model_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.saved_files import parse_object
-from tools.bench.measure import print_table
 from tools.planner.fit import Candidate
 from tools.planner.plan_figure import draw
 from tools.planner.recorded_machine import RecordedMachine, Recording, read_recording
 from tools.planner.simulation import PHASES, Machine, Prediction, Variant, simulate
 from tools.planner.steps import Batch, limits_of, lognormal, resampled, steps_of, whole
 from tools.run_report.files import read_text
+from tools.tables import print_table
 
 _OFTEN = 0.05  # of the passes that bring a strategy into the advice
 _ERROR = 0.1  # of a prediction; see docs/planner.md
