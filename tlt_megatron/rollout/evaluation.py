@@ -59,7 +59,7 @@ class Evaluator:
         """Return the metrics of one data set."""
         rewards = [reward for g in groups for reward in g.rewards]
         right = [right_responses(group, self.right_score) for group in groups]
-        own = {  # of prompts whose responses were generated here
+        own = {  # prompts whose responses were generated here
             index: [final_answer(self._last_turn(r)) for r in group.rollouts]
             for index, group in enumerate(groups)
             if group.rollouts[0].is_here

@@ -53,7 +53,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_responses(folder: Path, step: int) -> dict[RolloutKey, Response]:
-    pattern = f"step_{step:07d}.*jsonl"  # of each rank that wrote; older runs have one file
+    pattern = f"step_{step:07d}.*jsonl"  # one for each rank that wrote; older runs have one file
     paths = sorted((folder / "rollouts").glob(pattern))
     if not paths:
         raise ValueError(

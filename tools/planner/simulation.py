@@ -71,7 +71,7 @@ class Passes(NamedTuple):
     seconds: float
 
 
-Lane = list[Passes]  # of a replica in a generation round
+Lane = list[Passes]  # a replica in a generation round
 
 
 @dataclass(slots=True, kw_only=True)

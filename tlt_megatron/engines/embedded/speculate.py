@@ -115,7 +115,7 @@ class Speculator:
         self._speculation = speculation
         self._models = models
         self._noise = noise
-        self._num_loads = 0  # of the drafter that has seen `_num_seen`
+        self._num_loads = 0  # loads of the drafter that has seen `_num_seen`
         self._num_seen: dict[Request, int] = {}  # positions whose pairs are in the drafter's KV
 
     def step(
