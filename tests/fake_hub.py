@@ -28,7 +28,7 @@ class FakeHub:
     url: str = ""
     created: list[dict[str, object]] = field(default_factory=list)  # repositories
     uploads: dict[str, bytes] = field(default_factory=dict)  # by name
-    fault: str = ""  # of a download of weights: "breaks off", or "wrong bytes" of the right size
+    fault: str = ""  # in a download of weights: "breaks off", or "wrong bytes" of the right size
 
     def downloads(self) -> list[str]:
         """Return the names of the files that were sent, in order."""

@@ -207,4 +207,4 @@ def test_a_clock_that_jumps_an_hour_changes_nothing(tmp_path: Path) -> None:
             assert 0 <= report.used_s < 1800
             assert 0 <= report.stall_s < 1800
             assert report.num_broken == 0
-    assert reports[0].used_s == 0  # of the last rank to finish
+    assert reports[0].used_s == 0  # the last rank to finish

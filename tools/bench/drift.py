@@ -45,8 +45,8 @@ SERIAL, NGRAM = "serial", "ngram"
 _COLOURS = {OFF: INK, FROZEN: BLUE, TLT: ORANGE, COLD: SKY, SERIAL: GREEN, NGRAM: PURPLE}
 _LEARNED, _ANY, _KL = "drafter/live_accept_length", "rollout/spec_accept_length", "actor/kl_loss"
 _LONG = 400  # characters: a response of the tiny policy with a long derivation
-_SERIAL_PROMPTS = 64  # of which responses a serial training gets; a run would reuse its own
-_WIDTH, _HEIGHT, _MARGIN = 420, 260, 44  # of a panel of the figure
+_SERIAL_PROMPTS = 64  # a serial training gets their responses; a run would reuse its own
+_WIDTH, _HEIGHT, _MARGIN = 420, 260, 44  # a panel of the figure
 Points = list[tuple[float, float]]
 
 

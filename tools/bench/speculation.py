@@ -39,7 +39,7 @@ from tools.bench.speed import (
 from tools.commands.load_engine import LoadedPolicy, accept_length
 from tools.tables import print_table
 
-_KINDS = {"tree": "6_4_16", "chain": "16_1_16", "n-gram": "ngram_16"}  # of 16 drafted tokens
+_KINDS = {"tree": "6_4_16", "chain": "16_1_16", "n-gram": "ngram_16"}  # each drafts 16 tokens
 
 
 def add_options(add: Callable[..., object]) -> None:

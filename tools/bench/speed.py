@@ -29,7 +29,7 @@ from tools.tables import print_table
 GOOD, RANDOM = "good", "random"
 COST_MODEL, BEG_MAB = "cost_model", "beg_mab"
 UNHELPED = f"{COST_MODEL}/{RANDOM}"
-_LEAST_REQUESTS = 4  # of a run
+_LEAST_REQUESTS = 4  # in a run
 _LONG_TAIL_ROUNDS = 3  # at most, after one warm-up round
 _INVARIANT_ROUNDS = 6
 

@@ -22,8 +22,8 @@ from tools.planner.steps import Batch, limits_of, lognormal, resampled, steps_of
 from tools.run_report.files import read_text
 from tools.tables import print_table
 
-_OFTEN = 0.05  # of the passes that bring a strategy into the advice
-_ERROR = 0.1  # of a prediction; see docs/planner.md
+_OFTEN = 0.05  # share of passes that brings a strategy into the advice
+_ERROR = 0.1  # relative error of a prediction; see docs/planner.md
 _PLAIN = Variant(name="plain")
 _CONFIG = "config.json"
 Bars = dict[str, dict[str, float]]  # seconds of a step by phase, by the name of a bar

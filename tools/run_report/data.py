@@ -21,7 +21,7 @@ from tools.run_report.files import read_lines, read_text
 from tools.run_report.trace import Trace
 
 MARKS = (LOCK_FILE, "config.yaml", "metrics.jsonl")  # a run has one of these from its start
-_PASSES_BYTES = 16 << 20  # of a rank's passes only the end is read
+_PASSES_BYTES = 16 << 20  # only the end of a rank's passes is read
 _PASSES_FILES = 64  # ranks whose passes are read
 
 

@@ -29,9 +29,9 @@ class LiveRun:
         self.path = path
         self.name = name or path.resolve().name
         self._trace = Trace(path / "timeline")
-        self._lock = threading.Lock()  # of the trace: several pages may be asked for at once
+        self._lock = threading.Lock()  # guards the trace: several pages may be asked for at once
         self._run: RunData | None = None  # as last read
-        self._error = ""  # of the newest page
+        self._error = ""  # on the newest page
 
     def version(self) -> str:
         """Return a word that changes with the sizes and times of the files that the page shows."""

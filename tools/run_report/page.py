@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 class Live:
     """What a page that follows a run has in addition."""
 
-    version: str  # of the files that the page shows
+    version: str  # changes with the files that the page shows
     states: Sequence[State]  # one for each run
     links: Sequence[tuple[str, str]] = ()  # address and name of every page of the server
 

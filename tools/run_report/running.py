@@ -14,8 +14,8 @@ from tlt_megatron.saved_files import errors_named, parse_object
 from tlt_megatron.trainer.saving.run_folder import LOCK_FILE, owner_has_ended
 from tools.run_report.files import read_text
 
-NUM_ROWS = 8  # of more ranks, those that are furthest behind
-_LOG_BYTES = 1 << 18  # of a rank's log only the end is read
+NUM_ROWS = 8  # ranks that get a row: those that are furthest behind
+_LOG_BYTES = 1 << 18  # only the end of a rank's log is read
 _ENDS = re.compile(  # what a rank writes when the run ends early
     r"^(?P<time>[\d: -]{19}) rank \d+ (?:ERROR launch\.pretrain_rl: (?P<error>.*)"
     r"|WARNING tlt_megatron\.runtime\.stop: (?P<end>.*the run ends.*))$",
@@ -131,7 +131,7 @@ def describe_end(run_dir: Path) -> str:
 def _failure_of(run_dir: Path) -> str:
     """Return what the terminal said when the run failed; "" if no rank has written that."""
     lock, started = run_dir / LOCK_FILE, ""
-    with contextlib.suppress(ValueError):  # of a launcher that was killed
+    with contextlib.suppress(ValueError):  # a launcher was killed while it wrote
         started = str(parse_object(lock, read_text(lock)).get("started", ""))
     ends = [
         (end["error"] is None, end["time"], end["error"] or end["end"])

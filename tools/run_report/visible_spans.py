@@ -10,7 +10,7 @@ from itertools import groupby
 
 from tools.run_report.trace import RankTrace, Span, Window
 
-NUM_ROWS = 8  # of more ranks, only so many get a row
+NUM_ROWS = 8  # ranks that get a row
 _RESOLUTION = 4000  # per window: narrower neighbours of one kind are joined
 _OPAQUE = "EVAL"  # drawn as one bar, although it decodes and scores like a rollout
 

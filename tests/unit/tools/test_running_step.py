@@ -105,7 +105,7 @@ def test_a_run_that_died_is_told_from_one_that_ended_and_one_that_cannot_be_seen
     lock.write_text(json.dumps({"pid": 1, "host": socket.gethostname(), "started": ""}))
     write(run_dir, *RANKS)
     live = LiveRun(run_dir)
-    os.utime(summary, (time.time() - 100, time.time() - 100))  # of a run before the newest
+    os.utime(summary, (time.time() - 100, time.time() - 100))  # a run before the newest wrote it
     (died,) = live.states()
     assert died.alarm.startswith("The run has ended without a summary: its process is gone.")
     assert died.now is None

@@ -85,7 +85,7 @@ def test_a_run_of_1000_ranks_is_shown_by_a_few_rows(
         append(folder, rank, [sync(0, 9.0)])
     write_ranks(folder, 1)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing_s/step": 10.0}\n')
-    append(folder, 1000, [sync(-9, 0.0)])  # of an earlier run with more ranks
+    append(folder, 1000, [sync(-9, 0.0)])  # an earlier run had more ranks
     live = LiveRun(tmp_path)
     assert "What 8 of 1,000 ranks did in step 1" in live.page([])
     scanned: list[int] = []
