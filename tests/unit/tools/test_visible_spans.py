@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.tools.test_report import figures as figures_of
 from tools.run_report.live import LiveRun
+from tools.run_report.rank_panel import bars_of, spans_in
 from tools.run_report.trace import RankTrace, Span, Trace, Window
-from tools.run_report.visible_spans import bars_of, spans_in, visible_parts
 
 
 def span(name: str, start_s: float, end_s: float, **args: int) -> Span:
@@ -45,13 +45,6 @@ def test_of_a_step_that_was_done_again_the_last_time_counts(tmp_path: Path) -> N
     window = trace.window(None)
     assert window.step_starts == {2: 0.0, 3: 10.0}
     assert window.title == "steps 2-3"
-
-
-def test_innermost_spans_tile_the_time_of_the_outermost() -> None:
-    spans = [span("A", 1, 9), span("B", 2, 6), span("C", 3, 4), span("C", 4, 5), span("D", 6, 7)]
-    parts = visible_parts([*spans, span("E", 11, 12)])
-    found = ", ".join(f"{part.name} {part.start_s}-{part.end_s}" for part in parts)
-    assert found == "A 1-2, B 2-3, C 3-4, C 4-5, B 5-6, D 6-7, A 7-9, E 11-12"
 
 
 def test_a_bar_too_narrow_to_see_joins_its_neighbour_of_the_same_name() -> None:
