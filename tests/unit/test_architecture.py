@@ -303,7 +303,7 @@ def test_circles_are_found() -> None:
 
 
 def test_a_module_name_says_which_of_two_things_it_is() -> None:
-    """Of two modules with one name a reader opens the wrong one. A folder of its own says enough
+    """A reader opens the wrong one of two modules with one name. A folder of its own says enough
     for `__main__`.
     """
     files = _modules("tlt_megatron", "tools").values()

@@ -111,7 +111,7 @@ def final_answer(text: str) -> str:
 def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
     """Return whether the most frequent answer to a prompt is right: maj@k of all k responses.
 
-    Of equally frequent answers the first counts. If only some of its responses are right, their
+    The first of equally frequent answers counts. If only some of its responses are right, their
     share counts.
     """
     chosen = Counter(answers).most_common(1)[0][0]
@@ -128,7 +128,7 @@ def name_source(group: ScoredGroup, name: str) -> ScoredGroup:
 def by_data_source(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the mean and the mean best of each data source, under verl's names.
 
-    Of rewards under val-core, of further numbers of the reward functions under val-aux.
+    Rewards are under val-core, further numbers of the reward functions under val-aux.
     """
     found: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for group in groups:
