@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tools.bench.measure import spread, wall_seconds
 from tools.bench.step import turned
-from tools.tables import print_table
+from tools.print_tables import print_table
 
 _READY = "running on"
 

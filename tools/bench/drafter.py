@@ -46,7 +46,7 @@ from tools.bench.measure import (
 )
 from tools.commands.load_engine import LoadedPolicy
 from tools.gpu.shapes import MODEL_CONFIGS
-from tools.tables import print_table
+from tools.print_tables import print_table
 
 FULL, ASYNCHRONOUS = "full", "async"
 _REAL_TARGET = load_model_config(MODEL_CONFIGS / "80m")

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tlt_megatron.types import RolloutGroup
 from tools.bench.measure import interleave, made, ratios, spread, wall_seconds
 from tools.commands.load_engine import LoadedPolicy
-from tools.tables import print_table
+from tools.print_tables import print_table
 
 
 def add_options(add: Callable[..., object]) -> None:

@@ -37,7 +37,7 @@ from tools.bench.speed import (
     make_variants,
 )
 from tools.commands.load_engine import LoadedPolicy, accept_length
-from tools.tables import print_table
+from tools.print_tables import print_table
 
 _KINDS = {"tree": "6_4_16", "chain": "16_1_16", "n-gram": "ngram_16"}  # each drafts 16 tokens
 

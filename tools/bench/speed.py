@@ -24,7 +24,7 @@ from tlt_megatron.types import FinishReason, Prompt, SamplingParams
 from tools.bench.interleaved import PLAIN, Comparison, mismatch_per_token
 from tools.bench.measure import cpu_seconds, first_differences, interleave, ratios, told
 from tools.commands.load_engine import LoadedPolicy
-from tools.tables import print_table
+from tools.print_tables import print_table
 
 GOOD, RANDOM = "good", "random"
 COST_MODEL, BEG_MAB = "cost_model", "beg_mab"

@@ -32,7 +32,7 @@ import yaml
 from tlt_megatron.types import RolloutKey
 from tools.bench.measure import made, spread, told
 from tools.commands.compare_runs import STEP_SECONDS, Run, read_run
-from tools.tables import print_table
+from tools.print_tables import print_table
 from tools.tiny_models.expand_layers import expand_policy
 
 ROOT = Path(__file__).resolve().parents[2]

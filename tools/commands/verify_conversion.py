@@ -82,11 +82,15 @@ def logits_difference(checkpoint: Path, folder: Path, dtype: torch.dtype) -> flo
 
 
 def _transformers_logits(folder: Path, token_ids_P: Tensor, rounded_to: torch.dtype) -> Tensor:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=False
-    ).eval()
+    # transformers lacks MiMo, which computes what a Qwen2 does.
+    kind = load_model_config(folder).model_type
+    model = (
+        (Qwen2ForCausalLM if kind == "mimo" else AutoModelForCausalLM)
+        .from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        .eval()
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.to(rounded_to).float()

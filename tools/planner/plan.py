@@ -19,8 +19,8 @@ from tools.planner.plan_figure import draw
 from tools.planner.recorded_machine import RecordedMachine, Recording, read_recording
 from tools.planner.simulation import PHASES, Machine, Prediction, Variant, simulate
 from tools.planner.steps import Batch, limits_of, lognormal, resampled, steps_of, whole
+from tools.print_tables import print_table
 from tools.run_report.files import read_text
-from tools.tables import print_table
 
 _OFTEN = 0.05  # share of passes that brings a strategy into the advice
 _ERROR = 0.1  # relative error of a prediction; see docs/planner.md

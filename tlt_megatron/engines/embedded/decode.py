@@ -68,8 +68,8 @@ class DecodeBatch:
         self.requests: list[Request] = []
         self._state = torch.zeros(len(Rows._fields), size, dtype=torch.int64, device=device)
         self._hidden_BD = torch.empty(0, model.config.hidden_size, dtype=dtype, device=device)
-        # Of a step that has sampled the next tokens already: a graph that is still running, or
-        # which rows ended.
+        # A step may have sampled the next tokens already. It is a graph that still runs, or it
+        # told which rows ended.
         self._running_step: Committed | None = None
         self._ended: list[bool] = []
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
@@ -269,7 +269,7 @@ class DecodeBatch:
         report = committed.read()
         self._ended = self._take(report)
         for request, count in zip(self.requests, report.num_committed, strict=True):
-            request.accept_lengths.append(count)
+            request.passes.append((request.position + 1, count))
             request.position += count
         first = None if strategy.is_chain else report.first_by_depth[: strategy.depth]
         return Advance(sum(report.num_committed), report.num_accepted, first)
