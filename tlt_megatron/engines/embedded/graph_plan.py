@@ -67,7 +67,7 @@ class GraphKey:
     num_rows: int  # R, query tokens of each sequence; for DRAFT, pairs that are new to the drafter
     batch_size: int  # B
     length: int  # S, positions read
-    depth: int = 0  # of the trees that TARGET verifies
+    depth: int = 0  # depth of the trees that TARGET verifies
     is_chain: bool = False  # whether TARGET verifies chains alone, which nothing has to move
     strategy: SpeculationStrategy | None = None  # for DRAFT alone
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, Role
-from tlt_megatron.engines.embedded.graph_pool import Models
 from tlt_megatron.engines.embedded.loose_lanes import LooseLanes
+from tlt_megatron.engines.embedded.model_pair import Models
 from tlt_megatron.engines.embedded.request import Request, longest_of
 from tlt_megatron.engines.embedded.scheduler import Scheduler
 from tlt_megatron.models.attention import Attention

@@ -55,7 +55,7 @@ class Request:
     max_new_tokens: int
     kv: SequenceKv
     saved: DrawnTokens | None = None
-    position: int = 0  # of the next token to compute, in the whole sequence, while it runs
+    position: int = 0  # the next token to compute, counted in the whole sequence, while it runs
     num_computed: int = 0  # saved tokens recomputed so far
     last_hidden_D: Tensor | None = None  # the state of the last saved token, after recomputation
     passes: list[tuple[int, int]] = field(default_factory=list)  # verifying: tokens before, out

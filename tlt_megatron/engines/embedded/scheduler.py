@@ -18,6 +18,7 @@ from tlt_megatron.engines.embedded.request import (
     ResponseKey,
 )
 from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.types import RolloutKey
 
 MIN_SPARE = 2  # pages that a lane can grow by, or all would be laid out anew at every step
 
@@ -52,8 +53,7 @@ class Scheduler:
         self._longest_later = longest_later
         self._lanes_end = 0  # pages of all lanes of full length; 0 without them
         self._step_slots = 0  # see `use_loose_lanes`; 0 without loose lanes
-        # Keys are (draw_index, sample_index), oldest first.
-        self._kept_turns: dict[tuple[int, int], KeptTurn] = {}
+        self._kept_turns: dict[RolloutKey, KeptTurn] = {}  # oldest first
         self.running: list[Request] = []  # oldest first
         self.num_preemptions = 0
 
@@ -324,8 +324,8 @@ class Scheduler:
         else:
             self._cache.free(kept.pages)
 
-    def drop_turn(self, key: tuple[int, int]) -> None:
-        """Free the KV of the turn of `key`, (draw_index, sample_index), if it was kept."""
+    def drop_turn(self, key: RolloutKey) -> None:
+        """Free the KV of the turn of `key` if it was kept."""
         if key in self._kept_turns:
             self._cache.free(self._kept_turns.pop(key).pages)
 
