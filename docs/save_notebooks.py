@@ -1,5 +1,4 @@
-"""Runs the notebooks of examples/notebooks and keeps what they print and plot, after `make
-quickstart-policy`.
+"""Runs the notebooks of examples/notebooks and keeps their outputs, after `make quickstart-policy`.
 
     python docs/save_notebooks.py
 
@@ -40,26 +39,18 @@ def main() -> None:
             cell.id = f"cell-{number}"
             cell.metadata.pop("execution", None)
             if cell.cell_type == "code":
-                cell.outputs = kept(cell.outputs, str(path.resolve().parents[2]))
+                cell.outputs = printed(cell.outputs, str(path.resolve().parents[2]))
         notebook.metadata.language_info = {"name": "python"}
         nbformat.write(notebook, path)
         print(f"{path}: {time.monotonic() - started:.0f} s")
 
 
-def kept(outputs: list[nbformat.NotebookNode], root: str) -> list[nbformat.NotebookNode]:
-    """Return one output with all text of a cell, without paths of this machine, and its plots."""
-    plots = [each for each in outputs if "image/png" in each.get("data", {})]
-    for plot in plots:
-        plot.data.pop("text/plain", None)
-    texts = [
-        each.text if "text" in each else each.data["text/plain"]
-        for each in outputs
-        if each not in plots
-    ]
+def printed(outputs: list[nbformat.NotebookNode], root: str) -> list[nbformat.NotebookNode]:
+    """Return one output with all text of a cell, without paths of this machine."""
+    texts = [each.text if "text" in each else each.data["text/plain"] for each in outputs]
     text = re.sub(r"\S*/bin/tlt\b", "tlt", "".join(texts).replace(f"{root}/", ""))
     text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
-    stream = [nbformat.v4.new_output("stream", name="stdout", text=text)] if text else []
-    return stream + plots
+    return [nbformat.v4.new_output("stream", name="stdout", text=text)] if text else []
 
 
 if __name__ == "__main__":
