@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from tlt_megatron.engines.embedded.decode import Ended
-from tlt_megatron.engines.embedded.generation import Generation, finish_reason_of
+from tlt_megatron.engines.embedded.ended_responses import finish_reason_of
+from tlt_megatron.engines.embedded.generation import Generation
 from tlt_megatron.engines.embedded.scheduler import (
     DrawnTokens,
     ResponseKey,
@@ -67,6 +68,6 @@ def serve_clients(
         run.passes.clear()
         ended = [] if run.is_done else run.sample()
         for request, tokens in run.take_news():
-            clients.receive(request.key, tokens, request.accept_lengths)
+            clients.receive(request.key, tokens, [count for _, count in request.passes])
         for end in ended:
             clients.finish(end.request.key, finish_reason_of(end, params))
