@@ -58,7 +58,7 @@ def test_resume_equals_straight_run(num_before: int) -> None:
 
 
 def test_a_refused_state_names_both_data_sets_and_all_that_must_be_the_same() -> None:
-    """A state of an older version. tests/e2e/test_template_arguments.py has a newer one."""
+    """An older version has no parts. tests/e2e/test_template_arguments.py has a newer one."""
     state = PromptSampler(make_set(name="old"), shuffle=True, seed=1).state_dict()
     del state["parts"]
     now = dataclasses.replace(make_set(name="new"), parts={"the rows": "a", "the tokenizer": "b"})
