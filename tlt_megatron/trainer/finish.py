@@ -15,6 +15,7 @@ import torch
 from tlt_megatron.config.own_layer import OWN
 from tlt_megatron.config.preflight import foreign_code
 from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.models.own_drafter import own_tensors
@@ -38,7 +39,6 @@ TABLE_COLUMNS = (
     "response_length/clip_ratio",
     "actor/grad_norm",
     "rollout/entropy",
-    "actor/entropy",
     "timing_s/gen",
     "timing_s/wait",
     "timing_s/update_actor",
@@ -58,6 +58,7 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     has_folder = trainer.drafter is not None and not is_own  # its own: hf/ holds it
     if not run.is_stopped:
         if config.speculation.measure_gain and is_complete:
+            progress.message("measuring the speed-up: more batches, with and without speculation")
             gain = run.measure_gain()
         if trainer.drafter is not None and not is_own and is_first:
             trainer.drafter.export(run_dir / "hf_drafter")
@@ -91,8 +92,9 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
         _write_evaluation(config, rows[0], left_out, run_dir / "evaluation.json", progress)
         return
     progress.print_table(rows, TABLE_COLUMNS)
+    progress.message("summary.json")
     for name, value in summary.items():
-        if value is not None:
+        if value is not None and name != "is_stopped":
             progress.message(f"{name:<22} {format_number(value)}")
     progress.message(f"run folder: {run_dir.resolve()}")
     _print_next(config, run_dir, progress, has_drafter=has_folder)
@@ -125,6 +127,9 @@ def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:
     if run.trainer.world.is_first:
         dtype = getattr(torch, config.model.dtype)
         save_hf_model(folder, weights, Path(config.model.path), dtype=dtype)
+        data = run.config.data  # with its date
+        tokenizer = load_tokenizer(config.model.path, data.template_date)
+        tokenizer.pin_template(folder, data.chat_template_kwargs)
     else:
         for _ in weights:
             pass
