@@ -118,6 +118,8 @@ def slow_outputs(
             if c.norm_before_residual:
                 residual = right
         elif c.is_mtp:
+            if c.has_zero_first and position == 0:
+                embedded = torch.zeros_like(embedded)
             left = slow_norm(embedded, w["enorm.weight"], eps)
             right = slow_norm(feature, w["hnorm.weight"], eps)
             residual = w["fc.weight"] @ torch.cat((left, right))

@@ -41,6 +41,7 @@ class MtpNames:
     fusion: str  # [D, 2D]
     final_norm: str
     is_hidden_first: bool = False  # the fusion's input is [hidden; embedding]
+    has_zero_first: bool = False  # the embedding at position 0 counts as 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,7 @@ FAMILIES = {  # by model_type of config.json
             fusion="input_proj",
             final_norm="final_layernorm",
             is_hidden_first=True,
+            has_zero_first=True,
         ),
     ),
 }

@@ -215,6 +215,8 @@ class DraftInference:
         """See `DraftModel.forward`."""
         c, norm, start, m = self.config, self._rms, self._head_start, self._matrices
         embedded_PD = self._model.embedding_VD.index_select(0, token_ids_P).to(self.dtype)
+        if c.has_zero_first:
+            embedded_PD = embedded_PD.masked_fill((position_ids_P == 0).unsqueeze(1), 0)
         inputs_P2D = torch.stack((embedded_PD, hidden_PD), dim=1)
         if c.architecture != "eagle":
             inputs_P2D = norm(inputs_P2D)

@@ -23,6 +23,7 @@ from tlt_megatron.config.draft_folder import (
     SIZES,
     default_aux_layer_ids,
 )
+from tlt_megatron.config.model_shape import FAMILIES
 from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.config import ExpertsConfig, ModelConfig, RopeConfig
 from tlt_megatron.models.layers import RotaryTable
@@ -57,6 +58,7 @@ class DraftConfig:
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
     experts: ExpertsConfig | None = None
+    has_zero_first: bool = False  # the embedding at position 0 counts as 0
 
     def __post_init__(self) -> None:
         known = (*ARCHITECTURES, MTP)
@@ -118,7 +120,8 @@ def make_draft_config(
 
 def own_draft_config(policy: ModelConfig) -> DraftConfig:
     """Return the config of the policy's own layer, which has the form of its last layer."""
-    sizes = {name: getattr(policy, name) for name in SIZES}
+    sizes, names = {name: getattr(policy, name) for name in SIZES}, FAMILIES[policy.model_type].mtp
+    assert names is not None
     if policy.experts is not None:
         sizes["ffn_size"] = policy.experts.shared_ffn_size
     return DraftConfig(
@@ -127,6 +130,7 @@ def own_draft_config(policy: ModelConfig) -> DraftConfig:
         has_qkv_bias=policy.has_qkv_bias,
         has_qk_norm=policy.has_qk_norm,
         experts=policy.experts,
+        has_zero_first=names.has_zero_first,
         **sizes,
     )
 
@@ -368,6 +372,8 @@ class DraftModel(nn.Module):
             residual_PD = normed[1] if self.config.norm_before_residual else hidden_PD
             input_PI = torch.cat(normed, dim=-1)
         elif self.config.is_mtp:
+            if self.config.has_zero_first:
+                embedded_PD = embedded_PD.masked_fill((position_ids_P == 0).unsqueeze(1), 0)
             normed = (self.enorm(embedded_PD), self.hnorm(hidden_PD))
             residual_PD = self.fc(torch.cat(normed, dim=-1))
             input_PI = layer.input_layernorm(residual_PD)
