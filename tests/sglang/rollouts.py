@@ -13,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tlt_megatron.config.own_layer import OWN
 from tlt_megatron.config.schema import (
     DrafterSection,
     RolloutSection,
@@ -31,7 +33,8 @@ from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
-from tlt_megatron.models.hf_io import HfReader, checksum_tensors
+from tlt_megatron.models.hf_io import HfReader, checksum_tensors, policy_tensors
+from tlt_megatron.models.own_drafter import load_own_drafter, own_tensors
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import DraftSequence, Prompt, Rollout, RolloutGroup, SamplingParams
@@ -62,6 +65,11 @@ def load_draft(engine: SglangEngine, tensors: Weights, version: int = 1) -> None
 def tensors_of(folder: Path) -> list[tuple[str, Tensor]]:
     """Return all tensors of a model or drafter."""
     return list(HfReader(folder).items())
+
+
+def policy_weights(folder: Path) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a policy, without a layer for MTP."""
+    return list(policy_tensors(folder, load_model_config(folder), torch.float32))
 
 
 def make_prompts(count: int = 6, seed: int = 0) -> list[Prompt]:
@@ -117,7 +125,7 @@ def start_sglang(
         max_prompt_tokens=MAX_PROMPT_TOKENS,
         speculation=speculation,
     )
-    load(engine, tensors_of(policy))
+    load(engine, policy_weights(policy))
     return engine
 
 
@@ -140,10 +148,15 @@ def start_embedded(
         max_prompt_tokens=MAX_PROMPT_TOKENS,
         tap_layers=tuple(tap_layers),
     )
-    load(engine, tensors_of(policy))
+    load(engine, policy_weights(policy))
     if drafter is not None:
         embedding, head = engine.target_tensors()
-        model = load_drafter(drafter, embedding_VD=embedding, lm_head_VD=head)
+        if str(drafter) == OWN:
+            model = load_own_drafter(
+                policy, load_model_config(policy), embedding_VD=embedding, lm_head_VD=head
+            )
+        else:
+            model = load_drafter(drafter, embedding_VD=embedding, lm_head_VD=head)
         parsed = SpeculationStrategy.parse(strategy)
         draft = DraftInference(model, num_ids=len(ids))
         speculation = Speculation(draft, FixedSelector(parsed), [parsed])
@@ -165,23 +178,38 @@ def train_drafter(policy: Path, folder: Path, *, num_steps: int = 120) -> Path:
     """An EAGLE drafter, trained for seconds on the policy's own responses."""
     engine = start_embedded(policy)
     embedding, head = engine.target_tensors()
+    config = make_draft_config(load_model_config(policy), "eagle", embedding)
+    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
+    _train(model, engine, num_steps)
+    save_drafter(folder, model)
+    return folder
+
+
+def train_own_layer(policy: Path, *, num_steps: int = 120) -> None:
+    """Train the policy's layer for MTP likewise, and write it into its folder."""
+    engine, config = start_embedded(policy), load_model_config(policy)
+    embedding, head = engine.target_tensors()
+    model = load_own_drafter(policy, config, embedding_VD=embedding, lm_head_VD=head)
+    _train(model, engine, num_steps)
+    own = {name: tensor.contiguous() for name, tensor in own_tensors(model.state_dict(), config)}
+    file = policy / "model.safetensors"
+    save_file(load_file(file) | own, file, metadata={"format": "pt"})
+
+
+def _train(model: DraftModel, engine: EmbeddedEngine, num_steps: int) -> None:
     sequences: list[DraftSequence] = []
 
     def keep(rollout: Rollout, features_TF: Tensor) -> None:
-        sequence = draft_sequence(rollout, features_TF, embedding.shape[1])
+        sequence = draft_sequence(rollout, features_TF, model.config.hidden_size)
         if sequence.num_rows > 0:
             sequences.append(sequence)
 
     params = SamplingParams(num_samples=16, max_new_tokens=40, stop_token_ids=(STOP_TOKEN,))
     engine.generate(make_prompts(), params, policy_version=VERSION, on_features=keep)
-    config = make_draft_config(load_model_config(policy), "eagle", embedding)
-    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
     trainer = DrafterTrainer(model, DrafterSection(lr=3e-3, batch_tokens=1024))
     batches = pack_sequences(sequences, 1024)
     for step in range(num_steps):
         trainer.step(batches[step % len(batches)])
-    save_drafter(folder, model)
-    return folder
 
 
 def answers(

@@ -108,11 +108,6 @@ def _check_critic(path: str, policy: ModelConfig) -> None:
 
 
 def _check_own(config: RunConfig, policy: ModelConfig) -> None:
-    config.speculation.require(
-        config.rollout.engine != "sglang",
-        "drafter",
-        "the folder of an EAGLE drafter where rollout.engine='sglang'",
-    )
     config.drafter.require(
         config.drafter.algorithm != "eagle3",
         "algorithm",

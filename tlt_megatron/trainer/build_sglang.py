@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from tlt_megatron.config.draft_folder import is_of_sglang
+from tlt_megatron.config.own_layer import OWN
 from tlt_megatron.config.schema import RunConfig, SpeculationSection
 from tlt_megatron.drafter.eagle_folder import save_drafter
 from tlt_megatron.engines.sglang.connection import check_version
@@ -67,6 +68,8 @@ def _with_drafter(config: RunConfig, run_dir: Path, world: Group) -> Speculation
     """
     speculation = config.speculation
     if not (speculation.enabled and speculation.is_learned):
+        return speculation
+    if speculation.drafter == OWN:
         return speculation
     if speculation.drafter and is_of_sglang(speculation.drafter):
         return speculation

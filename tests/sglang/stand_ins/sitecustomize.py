@@ -1,5 +1,5 @@
 """Runs at the start of every Python process that has this folder on its path: lets torchvision's
-wheel import beside CPU torch.
+wheel import beside CPU torch, and SGLang's models with a layer for MTP run on a CPU.
 
 Its compiled half needs CUDA, so operators that its Python half refers to at import are never
 registered. Declaring them is enough: nobody here runs one.
@@ -22,6 +22,8 @@ class _DeclareBeforeImport(MetaPathFinder):
         sys.meta_path.remove(self)
         import torch
 
+        if not torch.cuda.is_available():  # GLM's models call it when they share their embedding
+            torch.cuda.synchronize = lambda *_: None
         for name in _OPERATORS:
             if not hasattr(torch.ops.torchvision, name):
                 torch.library.define(f"torchvision::{name}", _SCHEMA)

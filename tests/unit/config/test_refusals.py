@@ -183,7 +183,6 @@ CASES = [
     Case("own layer that is not there", r"has no MTP layer \(it is a mimo;", model(model_type="mimo"), OWN),
     Case("own layer with a tensor too many", r"drafter='own': \S+: its files lack model\.mtp_layers\.0\.token_layernorm\.weight, .* and hold tensors that a layer for MTP .*: model\.mtp_layers\.0\.x", own_layer, OWN),
     Case("own layer by EAGLE-3", r"drafter\.algorithm='eagle3': must be eagle or hass where speculation\.drafter='own'", overrides=(*OWN, "drafter.algorithm=eagle3")),
-    Case("own layer with SGLang", r"speculation\.drafter='own': must be the folder of an EAGLE drafter where rollout\.engine='sglang'", overrides=(*OWN, "rollout.engine=sglang", "rollout.dtype=bfloat16")),
     Case("drafter by its old key", r"drafter\.path='x': unknown key; drafter\.path: here speculation\.drafter$", overrides=("drafter.path=x",)),
     # run folder and prompts
     Case("run.dir under a file", r"run\.dir='[^']*/train\.jsonl/run': cannot be written: .*Not a directory", overrides=("run.dir={0}/train.jsonl/run",)),

@@ -10,6 +10,7 @@ from typing import Any
 
 from tlt_megatron.config.draft_folder import read_architecture
 from tlt_megatron.config.layout import draft_slack
+from tlt_megatron.config.own_layer import OWN
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.sglang.sglang_noise import MARK
@@ -41,8 +42,9 @@ class SpeculationPlan:
         return "speculative_draft_model_path" in self.options
 
 
-def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
+def plan_speculation(section: SpeculationSection, model_path: str = "") -> SpeculationPlan | None:
     """Return the plan, or None if speculation is off. ValueError for what SGLang does not support.
+    The drafter of a policy in `model_path` may be its own layer.
 
     It keeps graphs for one `topk`, adapts chains alone, and does not mix two kinds of drafts."""
     if not section.enabled:
@@ -71,9 +73,11 @@ def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
         }
     else:
         widest = max(drafting, key=lambda strategy: strategy.num_steps)
+        is_own = section.drafter == OWN
+        algorithm = "EAGLE" if is_own else _ALGORITHMS[read_architecture(section.drafter)]
         options = {
-            "speculative_algorithm": _ALGORITHMS[read_architecture(section.drafter)],
-            "speculative_draft_model_path": section.drafter,
+            "speculative_algorithm": algorithm,
+            "speculative_draft_model_path": model_path if is_own else section.drafter,
             "speculative_num_steps": widest.num_steps,
             "speculative_eagle_topk": widest.topk,
             "speculative_num_draft_tokens": widest.num_draft_tokens + 1,  # the root's row counts

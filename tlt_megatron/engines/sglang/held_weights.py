@@ -6,13 +6,17 @@ checksum detects a lost or misplaced tensor.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tlt_megatron.config.own_layer import is_frozen
 from tlt_megatron.models.hf_io import dtype_of
+
+_OWN_LAYER = re.compile(r"^model\.(mtp_block\.|decoder\.)?")  # SGLang's names of a layer for MTP
 
 
 def named_held_tensors(model: nn.Module, *, is_draft: bool) -> Iterator[tuple[str, Tensor]]:
@@ -30,12 +34,28 @@ def named_held_tensors(model: nn.Module, *, is_draft: bool) -> Iterator[tuple[st
             continue
         for kind, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{kind}"
-            if is_draft:
+            if own := _own_prefix(model):
+                if is_frozen(name):
+                    continue
+                name = _OWN_LAYER.sub(own, name)
+            elif is_draft:
                 name = name.removeprefix("model.")
             if is_eagle3:
                 name = name.replace("layers.0.", "midlayer.")
             for part, tensor in _parts(name, kind, module, parameter.detach()):
                 yield part, tensor.to(dtype_of(part, dtype))
+
+
+def _own_prefix(model: nn.Module) -> str:
+    """Return the checkpoint's prefix of the layer for MTP that an SGLang model is; "": it is
+    none.
+    """
+    if type(model).__name__ == "MiMoMTP":
+        return "model.mtp_layers.0."
+    if type(model).__name__ == "Glm4MoeForCausalLMNextN":
+        config: Any = model.config
+        return f"model.layers.{config.num_hidden_layers}."
+    return ""
 
 
 def _parts(name: str, kind: str, module: Any, shard: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.own_layer import OWN
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
 from tlt_megatron.engines.base import EngineStats, MorePrompts, PassRecord, group_rollouts
 from tlt_megatron.engines.sglang.adaptive_policy import write_config
@@ -27,6 +28,7 @@ from tlt_megatron.engines.sglang.sglang_responses import answer_all, generate_on
 from tlt_megatron.engines.sglang.weights import WeightSender
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import checksum_tensors
+from tlt_megatron.models.own_drafter import own_tensors
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
@@ -65,8 +67,10 @@ class SglangEngine:
         self._is_cuda = device.is_cuda
         self._version: int | None = None
         self._is_asleep = False
-        self._plan = None if speculation is None else plan_speculation(speculation)
+        self._plan = None if speculation is None else plan_speculation(speculation, model_path)
         self._stats = EngineStats()
+        is_own = speculation is not None and speculation.drafter == OWN
+        self._own = load_model_config(model_path) if is_own else None  # the drafter's policy
         self._routed = load_model_config(model_path) if rollout.routing_replay else None
         self._most_positions = max_prompt_tokens + rollout.max_new_tokens
         self._folder = tempfile.TemporaryDirectory(prefix="tlt_sglang_")
@@ -145,7 +149,8 @@ class SglangEngine:
         held = checksum_tensors((name, t.to(device)) for name, t in tensors.items())
         if held != checksum:
             raise RuntimeError(f"drafter version {version} has checksum {held}: must be {checksum}")
-        named = list(self._weights.cast(tensors.items()))
+        named = tensors.items() if self._own is None else own_tensors(tensors, self._own)
+        named = list(self._weights.cast(named))
         cast = checksum_tensors(named)
         self._load(DRAFT, named, version, lambda: cast)
 

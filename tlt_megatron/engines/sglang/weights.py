@@ -103,14 +103,13 @@ class WeightSender:
             return
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        # Drafter weights do not change the policy's KV; the policy's last bucket drops it.
-        is_complete = last_of is not None and role == TARGET
+        # The last bucket drops the KV of cached prompts: the drafter has its own in the same slots.
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads,
             load_format="flattened_bucket",
             selector=role,
-            flush_cache=is_complete,
-            weight_version=last_of if is_complete else None,
+            flush_cache=last_of is not None,
+            weight_version=last_of if role == TARGET else None,
         )
         self.connection.call("update_weights_from_tensor", request)
 
