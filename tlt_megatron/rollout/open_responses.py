@@ -10,7 +10,6 @@ the same. The rollout worker uses this file in all runs; without a limit nothing
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,13 @@ import torch
 from tlt_megatron.policy.batching import join_kept
 from tlt_megatron.policy.exchange import gather_rows
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.saved_files import amount, errors_named, is_number, read_bytes
+from tlt_megatron.saved_files import (
+    amount,
+    errors_named,
+    is_number,
+    parse_torch,
+    read_bytes,
+)
 from tlt_megatron.types import (
     FinishReason,
     KeptTokens,
@@ -221,7 +226,7 @@ def load_carried(
     own: list[ScoredResponse] = []
     for path in sorted(folder.glob("carried_*.pt"))[ranks.rank :: ranks.size]:
         with errors_named(path):
-            saved = torch.load(io.BytesIO(read_bytes(path, _MAX_BYTES)), weights_only=True)
+            saved = parse_torch(path, read_bytes(path, _MAX_BYTES))
             for rows, (rewards, details) in zip(saved["rollouts"], saved["scores"], strict=True):
                 for row, reward, more in zip(rows, rewards, details, strict=True):
                     own.append(ScoredResponse(_from_row(row), reward, more))
