@@ -19,6 +19,7 @@ from tests.tiny_task import (
     metric_rows,
     rollouts,
     run,
+    run_ending,
     write_environment,
 )
 
@@ -126,6 +127,18 @@ def test_a_chat_whose_tool_writes_control_tokens(task: Path, tmp_path: Path) -> 
         observations = [[token for _, token in part] for is_drawn, part in parts if not is_drawn]
         assert len(observations) == len(turns) - 1
         assert all(1 not in ids[1:] for ids in observations)  # the template may end a turn with it
+
+
+@pytest.mark.parametrize(("column", "key"), [("extra_info", "train"), ("metadata", "eval")])
+def test_the_users_own_messages_are_not_replaced(
+    task: Path, tmp_path: Path, column: str, key: str
+) -> None:
+    """A reward function gets the conversation under this name, so a row cannot have it."""
+    rows = [{"prompt": "1=", "label": "5", "id": "x", column: {"messages": ["mine"]}}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
+    own = (*SETTINGS, write_environment(task.parent), f"data.{key}={tmp_path}/rows.jsonl")
+    said = run_ending(2, 1, task, tmp_path / "run", *own)
+    assert "prompt_id='x': extra_info.messages must not be there" in said
 
 
 @pytest.mark.parametrize("name", ["calculator", "self_correction"])

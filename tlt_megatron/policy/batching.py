@@ -260,8 +260,8 @@ def join_kept(parts: Sequence[Rollout]) -> KeptTokens | None:
 # ---- memory
 
 
-# Of a token of a response: its id, two log-probs, its loss mask, and the accept length of its pass.
-_TOKEN_BYTES = 24
+# Of a token of a response: its id, two log-probs, its loss mask, and its share of a pass's numbers.
+_TOKEN_BYTES = 32
 # A rank sends its tokens in rounds of this many bytes, or of one response: with routes, a batch of
 # long responses has gigabytes. A round takes at most 4 times as much (measured on 2 CPU ranks).
 ROUND_BYTES = 64 << 20

@@ -14,6 +14,7 @@ import torch
 
 from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.load import dump_config
+from tlt_megatron.config.own_layer import OWN, note_own_layer
 from tlt_megatron.config.preflight import named_code
 from tlt_megatron.config.risky_settings import risky_settings
 from tlt_megatron.config.schema import RunConfig
@@ -83,6 +84,9 @@ def build_run(site: Site) -> Run:
     if world.is_first:
         for line in risky_settings(config):
             log.warning("%s", line)
+        note = note_own_layer(config.model.path, load_model_config(config.model.path))
+        if note and config.speculation.drafter != OWN:
+            log.info("%s", note)
     reward = config.reward
     rewards = stack.enter_context(
         RewardPool(
