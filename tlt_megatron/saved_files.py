@@ -12,16 +12,16 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-MAX_BYTES = 1 << 30  # of a file that is read as a whole; a manifest of 10,000 files has 1.5 MB
+MAX_BYTES = 1 << 30  # the largest file that is read whole; a manifest of 10,000 files has 1.5 MB
 # What values of wrong types, sizes and names raise, and a collective does not.
 MALFORMED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, AssertionError)
-_MAX_CHARACTERS = 400  # of a text from a file, in a message
+_MAX_CHARACTERS = 400  # that a message shows of a text from a file
 
 
 def printable(text: str) -> str:
@@ -97,6 +97,29 @@ def parse_torch(path: object, data: bytes) -> Any:
         found = re.search(r"(?:WeightsUnpickler error: |Trying to load )(.*)", str(error))
         reason = found[1] if found else error
         raise ValueError(f"{path} is not loaded: {one_line(reason)}") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of JSON text.
+
+    ValueError for a key that stands twice in an object, because a value would be lost.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_without_twins)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
+def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"the key {first_twin([key for key, _ in pairs])!r} stands twice")
+    return found
+
+
+def first_twin(names: Sequence[str]) -> str:
+    """Return the first name that stands twice, or nothing."""
+    return next((name for name in names if names.count(name) > 1), "")
 
 
 def is_number(value: object) -> bool:

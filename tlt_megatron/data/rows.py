@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt_megatron.config.schema import DataSection
-from tlt_megatron.data.row_files import parse_json, read_raw_rows, without_nulls
+from tlt_megatron.data.row_files import read_raw_rows, without_nulls
+from tlt_megatron.saved_files import parse_json
 from tlt_megatron.types import Message, Prompt
 
 _VERL_LABEL = "reward_model.ground_truth"
@@ -23,7 +24,7 @@ _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 _OTHER_MEDIA = ("images", "videos", "audios", "image", "video", "audio", "multi_modal_data")
 _SYSTEM = ("system", "system_prompt")
 _OF_TEMPLATE = {"tools": list, "documents": list, "chat_template_kwargs": dict}
-_SHOWN_CHARACTERS = 60  # of a prompt, in an error message
+_SHOWN_CHARACTERS = 60  # that an error message shows of a prompt
 
 
 class Row(NamedTuple):

@@ -24,6 +24,7 @@ from tlt_megatron.engines.embedded.graph_plan import GraphKey
 from tlt_megatron.models.attention.lanes import (
     LaneTreeAttention,
     LaneView,
+    LooseView,
     causal_bias,
     drafted_bias,
 )
@@ -64,9 +65,9 @@ class LaneBatch(NamedTuple):
     view: LaneView
     state_FB: Tensor  # the matrix of `rows`
     rows: Rows
-    # of the positions after the roots; None: noise is made where it is used
+    # for the positions after the roots; None: noise is made where it is used
     noise_BSV: Tensor | None = None
-    # of each row, if not all of them sample as the steps do; a drafter ranks as the steps do
+    # for each row, if not all of them sample as the steps do; a drafter ranks as the steps do
     sampling: tuple[SamplingParams, ...] = ()
 
 
@@ -117,7 +118,9 @@ class Committed(NamedTuple):
 
 
 class LaneSteps:
-    """The steps over lanes of `lane` slots, and the constants that they read."""
+    """The steps over lanes of `lane` slots, and the constants that they read. With a `lane` of 0,
+    lanes start anywhere.
+    """
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class LaneSteps:
         self.params = params
         self._model = model
         self._draft = draft
-        self._draft_layer = model.config.num_layers  # of the cache
+        self._draft_layer = model.config.num_layers  # its index in the cache
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=cache.device)
         self._last_slot = cache.bias_T.shape[0] - 1
         self._grower = functools.cache(partial(TreeGrower, device=cache.device))
@@ -165,11 +168,17 @@ class LaneSteps:
         """Run the step of a graph: DRAFT returns `DraftTree.tensors`, and TARGET returns a
         `Committed`.
         """
-        batch = LaneBatch(self._view(key.batch_size), state_FB, Rows(*state_FB))
+        rows = Rows(*state_FB)
+        if self.lane:
+            view = self._view(key.batch_size)
+        else:  # padding reads from slot 0: a tree may be wider than the scratch page
+            starts_B = (rows.slot - rows.position) % self.cache.scratch_slot
+            view = LooseView(self.cache, starts_B, rows.position)
+        batch = LaneBatch(view, state_FB, rows)
         if key.strategy is not None:
             return self.draft(batch, key.strategy, key.num_rows, key.length).tensors
         tree = DraftTree(*tree_3BQ, depth=key.depth)
-        if key.num_rows == 1:
+        if key.num_rows == 1 or key.is_chain:
             tree = chain_tree(tree.token_ids_BQ)
         return self.target(batch, tree, key.length)
 
