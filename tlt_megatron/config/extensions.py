@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +70,15 @@ REGISTRY = {
         sglang="trainer.build_sglang:build_sglang_engine",
     ),
 }
+
+
+def named_code(config: Any) -> Iterator[tuple[str, str]]:
+    """Yield every setting that names a function or a class, with a name that it has."""
+    for key in REGISTRY:
+        value = config.reward.weights if key == "reward.function" else attrgetter(key)(config)
+        for spec in [value] if isinstance(value, str) else value:
+            if spec or key != "rollout.environment":
+                yield key, spec
 
 
 def check_extension(key: str, spec: str) -> None:

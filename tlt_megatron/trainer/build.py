@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from tlt_megatron.config.extensions import load_extension
+from tlt_megatron.config.extensions import load_extension, named_code
 from tlt_megatron.config.load import dump_config
-from tlt_megatron.config.preflight import named_code
-from tlt_megatron.config.risky_settings import risky_settings
+from tlt_megatron.config.rules import warnings_of
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_held_out, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
@@ -81,7 +80,7 @@ def build_run(site: Site) -> Run:
     _check_extensions(config)
     fp8_fields(config.mcore, getattr(torch, config.model.dtype))
     if world.is_first:
-        for line in risky_settings(config):
+        for line in warnings_of(config):
             log.warning("%s", line)
     reward = config.reward
     rewards = stack.enter_context(

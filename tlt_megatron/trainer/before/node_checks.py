@@ -14,10 +14,9 @@ from pathlib import Path
 
 import torch
 
-from tlt_megatron.config.extensions import REGISTRY, load_extension
+from tlt_megatron.config.extensions import REGISTRY, load_extension, named_code
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import dump_config
-from tlt_megatron.config.preflight import named_code
 from tlt_megatron.config.ranges import Section
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.doctor import examine
