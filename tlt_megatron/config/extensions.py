@@ -81,6 +81,10 @@ def named_code(config: Any) -> Iterator[tuple[str, str]]:
                 yield key, spec
 
 
+# Their functions also get the keywords of another setting, such as algorithm.loss_args.
+WITH_ARGUMENTS = ("algorithm.advantage", "algorithm.loss")
+
+
 def check_extension(key: str, spec: str) -> None:
     """Raise ValueError unless `spec` is a registered name or looks like a path. Imports nothing."""
     built_in = REGISTRY[key].built_in
@@ -119,13 +123,29 @@ def load_extension(key: str, spec: str) -> Callable[..., Any]:
     if spec in point.built_in or not point.parameters:
         return function
     signature = inspect.signature(function)
+    bind = signature.bind_partial if key in WITH_ARGUMENTS else signature.bind
     try:
-        signature.bind(**dict.fromkeys(point.parameters))
+        bind(**dict.fromkeys(point.parameters))
     except TypeError as error:
         raise ValueError(
             f"{key}={spec!r}: has parameters {signature}, must accept ({', '.join(point.parameters)}): {error}"
         ) from error
     return function
+
+
+def load_code(config: Any, key: str, spec: str) -> None:
+    """Import what a setting names. ValueError also for arguments that it does not take."""
+    function, point = load_extension(key, spec), REGISTRY[key]
+    if key not in WITH_ARGUMENTS or spec in point.built_in:
+        return
+    arguments, signature = attrgetter(f"{key}_args")(config), inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(point.parameters), **arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{key}_args={arguments!r}: must be the parameters of {spec}{signature} behind"
+            f" {', '.join(point.parameters)}: {error}"
+        ) from error
 
 
 def call_extension(key: str, spec: str, **arguments: object) -> Any:

@@ -104,9 +104,13 @@ class AlgorithmSection(Section):
     # grpo | dr_grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | gae (with a
     # critic, section `critic`) | import path
     advantage: str = "grpo"
+    # keywords that an advantage of yours gets besides `rewards`, such as {power: 0.5}
+    advantage_args: dict[str, Any] = field(default_factory=dict)
     gamma: Fraction = 1.0  # gae, reinforce_plus_plus: discount of a reward per token
     lam: Unit = 1.0  # gae: 0 trusts the critic, 1 the rewards
     loss: str = "ppo"  # ppo | gspo | cispo | import path
+    # keywords that a loss of yours gets, such as {delta: 4.0}
+    loss_args: dict[str, Any] = field(default_factory=dict)
     # ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_low: Fraction = 0.2
     clip_high: Positive = 0.2  # 0.28 in DAPO

@@ -70,6 +70,8 @@ RULES = (
     Rule("algorithm.filter_groups", lambda c: c.rollout.num_samples > 1 or c.algorithm.filter_groups == "none", "none where rollout.num_samples=1 (it compares siblings)"),
     Rule("algorithm.filter_groups", lambda c: c.sampling_metric in ("", *c.reward.numbers) or c.reward.may_return(c.sampling_metric), lambda c: f"one of none, {', '.join(c.reward.numbers)}, or a further number of {', '.join(c.reward.weights)}"),
     Rule("algorithm.kl_estimator", lambda c: c.algorithm.kl_estimator != "k1" or c.algorithm.kl_placement == "reward", "k2 or k3 where algorithm.kl_placement='loss' (the gradient of k1 is zero on average), or set algorithm.kl_placement=reward"),
+    Rule("algorithm.advantage_args", lambda c: not c.algorithm.advantage_args or ":" in c.algorithm.advantage, "{{}} where algorithm.advantage={c.algorithm.advantage!r} (they are keywords of a function of yours)"),
+    Rule("algorithm.loss_args", lambda c: not c.algorithm.loss_args or ":" in c.algorithm.loss, "{{}} where algorithm.loss={c.algorithm.loss!r} (they are keywords of a function of yours)"),
     Rule("algorithm.dual_clip", lambda c: c.algorithm.dual_clip == 0 or c.algorithm.dual_clip > 1, "0 (off) or > 1"),
     Rule("algorithm.dual_clip", lambda c: c.algorithm.dual_clip == 0 or c.algorithm.loss not in ("gspo", "cispo"), "0 where algorithm.loss={c.algorithm.loss!r}"),
     Rule("algorithm.aggregation", lambda c: c.algorithm.loss != "gspo" or c.algorithm.aggregation == "sequence_mean", "sequence_mean where algorithm.loss='gspo' (its ratio is that of a whole response)"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tlt_megatron.config.extensions import load_extension, named_code
+from tlt_megatron.config.extensions import load_code, load_extension, named_code
 from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.rules import warnings_of
 from tlt_megatron.config.schema import RunConfig
@@ -195,7 +195,7 @@ def _check_extensions(config: RunConfig) -> None:
     """Refuse a user's function or class that cannot be used, before models are built."""
     for key, spec in named_code(config):
         if key not in ("reward.function", "rollout.environment"):  # workers load these
-            load_extension(key, spec)
+            load_code(config, key, spec)
 
 
 def _build_worker(
