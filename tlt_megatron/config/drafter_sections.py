@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from tlt_megatron.config.extensions import named
 from tlt_megatron.config.ranges import NonNegative, Positive, PositiveInt, Section, one_of
 from tlt_megatron.config.strategy import SpeculationStrategy
 
@@ -21,7 +22,7 @@ class SpeculationSection(Section):
     )
     # cost_model | beg_mab | fixed (the first strategy, always), or a class of yours:
     # path/to/file.py:Class | package.module:Class
-    selector: str = "cost_model"
+    selector: Annotated[str, named("speculation.selector")] = "cost_model"
     measure_gain: bool = False  # at the end, time the rollouts of further steps with and without
     # embedded: most frequent token ids of the rollouts, the only ones that the learned drafter
     # proposes; 0: all; None: 8192 of a vocabulary of 32768 or more

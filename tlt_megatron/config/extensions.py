@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tlt_megatron.config.ranges import require
+from tlt_megatron.config.ranges import Range, require
 from tlt_megatron.config.user_files import import_file
 
 
@@ -85,13 +85,21 @@ def named_code(config: Any) -> Iterator[tuple[str, str]]:
 WITH_ARGUMENTS = ("algorithm.advantage", "algorithm.loss")
 
 
+def named(key: str) -> Range:
+    """Return the range of a setting that names a function or a class."""
+    built_in = REGISTRY[key].built_in
+    names = f"one of {', '.join(built_in)}, " if built_in else ""
+    optional = ("",) if key == "rollout.environment" else ()
+    return Range(
+        lambda spec: spec in (*built_in, *optional) or all(spec.rpartition(":")[::2]),
+        f"{names}path/to/file.py:name or package.module:name",
+    )
+
+
 def check_extension(key: str, spec: str) -> None:
     """Raise ValueError unless `spec` is a registered name or looks like a path. Imports nothing."""
-    built_in = REGISTRY[key].built_in
-    place, _, name = spec.rpartition(":")
-    names = f"one of {', '.join(built_in)}, " if built_in else ""
-    rule = f"{names}path/to/file.py:name or package.module:name"
-    require(spec in built_in or bool(place and name), key, spec, rule)
+    allowed = named(key)
+    require(allowed.holds(spec), key, spec, allowed.allowed)
 
 
 def check_extension_file(key: str, spec: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from tlt_megatron.config.extensions import REGISTRY
+from tlt_megatron.config.extensions import REGISTRY, named
 from tlt_megatron.config.mcore_fields import check_transformer_fields
 from tlt_megatron.config.ranges import (
     Fraction,
@@ -103,12 +103,12 @@ class AlgorithmSection(Section):
     # Each is a name, path/to/file.py:function or package.module:function.
     # grpo | dr_grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | gae (with a
     # critic, section `critic`) | import path
-    advantage: str = "grpo"
+    advantage: Annotated[str, named("algorithm.advantage")] = "grpo"
     # keywords that an advantage of yours gets besides `rewards`, such as {power: 0.5}
     advantage_args: dict[str, Any] = field(default_factory=dict)
     gamma: Fraction = 1.0  # gae, reinforce_plus_plus: discount of a reward per token
     lam: Unit = 1.0  # gae: 0 trusts the critic, 1 the rewards
-    loss: str = "ppo"  # ppo | gspo | cispo | import path
+    loss: Annotated[str, named("algorithm.loss")] = "ppo"  # ppo | gspo | cispo | import path
     # keywords that a loss of yours gets, such as {delta: 4.0}
     loss_args: dict[str, Any] = field(default_factory=dict)
     # ratio is clipped to [1 - clip_low, 1 + clip_high]

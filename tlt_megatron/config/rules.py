@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from tlt_megatron.config.extensions import check_extension, named_code
 
-if TYPE_CHECKING:
-    from tlt_megatron.config.schema import RunConfig
+RunConfig = Any  # of schema.py, which imports this file
 
 
 class Rule(NamedTuple):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from tlt_megatron.config.drafter_sections import DrafterSection, SpeculationSection, SpotSection
+from tlt_megatron.config.extensions import named
 from tlt_megatron.config.policy_sections import (
     AlgorithmSection,
     CriticSection,
@@ -72,12 +73,15 @@ class DataSection(Section):
 class RolloutSection(Section):
     """Generation. An RL step draws `num_prompts` prompts, each with `num_samples` responses."""
 
-    engine: str = "embedded"  # embedded | sglang | import path of a function that builds one
+    engine: Annotated[str, named("rollout.engine")] = (
+        "embedded"  # embedded | sglang | import path of a function that builds one
+    )
     # float64 gives the same tokens in any batch shape
     dtype: Annotated[str, one_of("float32", "bfloat16", "float64")] = "float32"
     num_prompts: PositiveInt = 16  # prompts per RL step over all ranks
     num_samples: PositiveInt = 8  # responses per prompt (G)
     max_new_tokens: PositiveInt = 512  # tokens of a response, at most
+    # of softmax: below 1 the likeliest tokens gain
     temperature: Annotated[float, Range(lambda value: 0 < value <= 10, "in (0, 10]")] = 1.0
     top_p: Fraction = 1.0  # 1 keeps all
     top_k: NonNegativeInt = 0  # 0 keeps all
@@ -96,7 +100,7 @@ class RolloutSection(Section):
     # empty: one turn | path/to/file.py:function | package.module:function, which answers each turn
     # of the policy; max_new_tokens then limits the policy's tokens of the whole conversation.
     # reward.timeout_s and reward.on_error hold for its answers too
-    environment: str = ""
+    environment: Annotated[str, named("rollout.environment")] = ""
     max_turns: PositiveInt = 4  # of the policy, at most
     # of all observations of a conversation; one that does not fit ends it
     max_observation_tokens: PositiveInt = 1024

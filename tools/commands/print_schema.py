@@ -77,6 +77,7 @@ def _section(name: str, kind: type) -> dict[str, Any]:
         setting = _setting(hints[key], comment)
         if names := getattr(REGISTRY.get(f"{name}.{key}"), "built_in", None):
             setting = _named(setting, [*names], may_be_empty=getattr(default, key) == "")
+            setting["description"] = comment
         settings[key] = setting | {"default": getattr(default, key)}
     about = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
     return {"description": about, **_object(settings), "type": ["object", "null"]}
