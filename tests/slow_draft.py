@@ -96,12 +96,15 @@ def slow_rotate(head_H: Tensor, position: int, theta: float) -> Tensor:
 
 
 def slow_outputs(
-    model: DraftModel, tokens: Sequence[int], hidden: Sequence[Tensor]
+    model: DraftModel,
+    tokens: Sequence[int],
+    hidden: Sequence[Tensor],
+    weights: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(hidden for the next step, head input) of the last of the pairs (tokens[i], hidden[i]) at
     positions 0, 1, ...
     """
-    c, w = model.config, dict(model.state_dict())
+    c, w = model.config, weights or dict(model.state_dict())
     prefix = "midlayer." if c.is_eagle3 else "layers.0."
     eps, theta = c.rms_norm_eps, c.rope.theta
     queries, keys, values, residuals = [], [], [], []
@@ -114,11 +117,18 @@ def slow_outputs(
             x = torch.cat((left, right))
             if c.norm_before_residual:
                 residual = right
+        elif c.is_mtp:
+            left = slow_norm(embedded, w["enorm.weight"], eps)
+            right = slow_norm(feature, w["hnorm.weight"], eps)
+            residual = w["fc.weight"] @ torch.cat((left, right))
+            x = slow_norm(residual, w[prefix + "input_layernorm.weight"], eps)
         else:
             residual = x = w["fc.weight"] @ torch.cat((embedded, feature)) + w["fc.bias"]
-        q, k, v = (
-            (w[f"{prefix}self_attn.{name}_proj.weight"] @ x).view(-1, c.head_dim) for name in "qkv"
-        )
+        parts = [w[f"{prefix}self_attn.{name}_proj.weight"] @ x for name in "qkv"]
+        if c.has_qkv_bias:
+            names = [f"{prefix}self_attn.{name}_proj.bias" for name in "qkv"]
+            parts = [part + w[name] for part, name in zip(parts, names, strict=True)]
+        q, k, v = (part.view(-1, c.head_dim) for part in parts)
         queries.append([slow_rotate(head, position, theta) for head in q])
         keys.append([slow_rotate(head, position, theta) for head in k])
         values.append(list(v))
@@ -127,20 +137,26 @@ def slow_outputs(
     for n in range(c.num_heads):
         kv_head = n // (c.num_heads // c.num_kv_heads)
         scores = torch.stack([queries[-1][n] @ key[kv_head] for key in keys])
-        weights = (scores / math.sqrt(c.head_dim)).softmax(dim=0)
+        shares = (scores / math.sqrt(c.head_dim)).softmax(dim=0)
         heads.append(
-            sum(weight * value[kv_head] for weight, value in zip(weights, values, strict=True))
+            sum(share * value[kv_head] for share, value in zip(shares, values, strict=True))
         )
     x = residuals[-1] + w[prefix + "self_attn.o_proj.weight"] @ torch.cat(heads)
     normed = slow_norm(x, w[prefix + "post_attention_layernorm.weight"], eps)
     gate = w[prefix + "mlp.gate_proj.weight"] @ normed
     up = w[prefix + "mlp.up_proj.weight"] @ normed
     output = x + w[prefix + "mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up)
+    if c.is_mtp:
+        output = slow_norm(output, w["norm.weight"], eps)
     return output, slow_norm(output, w["norm.weight"], eps) if c.is_eagle3 else output
 
 
 def slow_draft(
-    model: DraftModel, sequence: DraftSequence, position: int, num_steps: int
+    model: DraftModel,
+    sequence: DraftSequence,
+    position: int,
+    num_steps: int,
+    weights: dict[str, Tensor] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """What the engine does after it has verified the tokens up to `position` + 1. It drafts along
     the tokens of the sequence, with true features up to `position` and own ones after it.
@@ -150,6 +166,6 @@ def slow_draft(
     results = []
     for step in range(num_steps):
         tokens = sequence.token_ids[1 : position + step + 2].tolist()
-        results.append(slow_outputs(model, tokens, hidden))
+        results.append(slow_outputs(model, tokens, hidden, weights))
         hidden = [*hidden, results[-1][0]]
     return results

@@ -8,16 +8,25 @@ shows.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+KINDS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "glm4_moe",
+)  # and mimo, which transformers lacks
 _THETA = {"llama": 500000.0, "mistral": 10000.0}
 
 LLAMA3 = {
@@ -69,10 +78,11 @@ def make_tiny_hf(
     vocab_size: int = 512,
     num_layers: int = 4,
     seed: int = 0,
+    has_mtp: bool = False,
     **config: Any,
 ) -> Path:
     """Write a random float32 model of a `kind` of KINDS (config.json + model.safetensors) to the
-    folder `path` and return it.
+    folder `path` and return it. With `has_mtp` it has a layer that predicts a further token.
 
     The same arguments always give the same weights. `config` goes to the transformers config
     verbatim: `make_tiny_hf(tmp_path / "m", "llama", rope_parameters={"rope_type": "linear",
@@ -106,7 +116,7 @@ def make_tiny_hf(
     if kind == "mistral":
         settings["sliding_window"] = None
     settings |= config
-    name = kind.title().replace("_", "")
+    name = "Qwen2" if kind == "mimo" else kind.title().replace("_", "")
     model_class = getattr(transformers, f"{name}ForCausalLM")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -123,4 +133,40 @@ def make_tiny_hf(
                 else:
                     parameter.mul_(4.0)
     model.save_pretrained(path)
+    if kind == "mimo":
+        change_json(path / "config.json", model_type="mimo", architectures=["MiMoForCausalLM"])
+    if has_mtp:
+        _add_mtp(path, num_layers, seed)
     return path
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    """Set keys of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def _add_mtp(path: Path, num_layers: int, seed: int) -> None:
+    """Add a layer that predicts a further token, with the names of the family's checkpoints. GLM's
+    also stores copies of embedding and LM head.
+    """
+    tensors = load_file(path / "model.safetensors")
+    is_mimo = json.loads((path / "config.json").read_text())["model_type"] == "mimo"
+    prefix = "model.mtp_layers.0." if is_mimo else f"model.layers.{num_layers}."
+    names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    if not is_mimo:
+        names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    generator = torch.Generator().manual_seed(seed + 100)
+    hidden = tensors["model.norm.weight"].numel()
+    last = f"model.layers.{num_layers - 1}."
+    shapes = {n.removeprefix(last): t.shape for n, t in tensors.items() if n.startswith(last)}
+    shapes |= dict.fromkeys((f"{name}.weight" for name in names), torch.Size([hidden]))
+    shapes[f"{names[2]}.weight"] = torch.Size([hidden, 2 * hidden])
+    for name, shape in shapes.items():
+        scale = 0.3 if len(shape) == 1 else 1.5 * shape[1] ** -0.5
+        noise = scale * torch.randn(shape, generator=generator)
+        tensors[prefix + name] = noise + name.endswith("norm.weight")
+    if not is_mimo:
+        tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    change_json(path / "config.json", num_nextn_predict_layers=1)

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
+from tlt_megatron.config.model_shape import tensor_shapes
+from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
 from tools.commands.compare_runs import compare, read_run
 
@@ -71,7 +73,8 @@ def engine(config, device, run_dir, world):
 
     def marked(*args, **kwargs):
         stats = step(*args, **kwargs)
-        (run_dir / f"trained {2 - len(marks)}").touch()
+        if stats.num_updates >= NUM_UPDATES:
+            (run_dir / f"trained {2 - len(marks)}").touch()
         return stats
 
     engine.generate, DrafterTrainer.step = held, marked
@@ -79,7 +82,9 @@ def engine(config, device, run_dir, world):
 """
 
 
-def make_tiny_task(folder: Path, *, kind: str = "qwen2", num_layers: int = 2) -> Path:
+def make_tiny_task(
+    folder: Path, *, kind: str = "qwen2", num_layers: int = 2, has_mtp: bool = False
+) -> Path:
     """Write model/, train.jsonl, eval.jsonl, reward.py and config.yaml; returns the path of the
     config.
     """
@@ -91,7 +96,13 @@ def make_tiny_task(folder: Path, *, kind: str = "qwen2", num_layers: int = 2) ->
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     model = make_tiny_hf(
-        folder / "model", kind, vocab_size=48, num_layers=num_layers, eos_token_id=1, pad_token_id=0
+        folder / "model",
+        kind,
+        vocab_size=48,
+        num_layers=num_layers,
+        has_mtp=has_mtp,
+        eos_token_id=1,
+        pad_token_id=0,
     )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
@@ -200,12 +211,13 @@ def torchrun(num_ranks: int, *arguments: str | Path) -> list[str]:
     ]
 
 
-def patient_engine(folder: Path, name: str) -> str:
+def patient_engine(folder: Path, name: str, num_updates: int = 0) -> str:
     """Return the setting of an engine, embedded or sglang, that makes sure of idle time. In the
-    first two steps rank 0's rollouts end when rank 1 has trained the drafter.
+    first two steps rank 0's rollouts end when rank 1 has trained the drafter, `num_updates` times
+    so far.
     """
     path = folder / "patient_engine.py"
-    path.write_text(PATIENT_ENGINE.replace("NAME", name))
+    path.write_text(PATIENT_ENGINE.replace("NAME", name).replace("NUM_UPDATES", str(num_updates)))
     return f"rollout.engine={path}:engine"
 
 
@@ -227,8 +239,9 @@ def answers(run_dir: Path) -> list[tuple]:
 
 
 def weights(run_dir: Path) -> dict[str, Tensor]:
-    """Return the weights of the trained policy."""
-    return dict(HfReader(run_dir / "hf").items())
+    """Return the weights of the trained policy. A layer for MTP is none of them."""
+    reader = HfReader(run_dir / "hf")
+    return {name: reader[name] for name in tensor_shapes(load_model_config(run_dir / "hf"))}
 
 
 def checkpoints(run_dir: Path) -> list[str]:

@@ -60,6 +60,7 @@ def full_response(group: int, sample: int) -> Rollout:
             policy_logprobs=logprobs[min(sample, 1)],  # of the first sample, the same tensor
         ),
         accept_lengths=(1, 2),
+        pass_positions=(3, 4),
         loss_mask=torch.arange(length) != 1 if sample else None,
         kept=KeptTokens(token_ids=torch.arange(length).int(), counts=torch.ones(length).int()),
         transcript=Transcript(messages=talk, num_turns=1, has_failed=False),

@@ -7,10 +7,12 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +24,19 @@ from tlt_megatron.config.draft_folder import check_drafter
 from tlt_megatron.config.hub import fetch_model
 from tlt_megatron.config.layout import PAGE_TOKENS
 from tlt_megatron.config.model_folder import check_model
+from tlt_megatron.config.model_shape import ModelConfig
+from tlt_megatron.config.own_layer import OWN, check_own_layer
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.data.tokenizer import load_tokenizer
+from tlt_megatron.data.tokenizer import NOTHING, load_tokenizer
 from tlt_megatron.drafter.eagle_folder import load_draft_config, load_drafter
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.memory_plan import draft_slots_of
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.hf_io import checksum_tensors, policy_tensors
+from tlt_megatron.models.own_drafter import load_own_drafter
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import make_selector
 from tlt_megatron.types import Prompt, SamplingParams
@@ -53,6 +59,23 @@ class Completion:
     finish_reason: str  # "stop" | "length"
 
 
+def _open_drafter(
+    drafter: str | PathLike[str] | None, folder: Path, config: ModelConfig
+) -> tuple[tuple[int, ...], Callable[..., DraftModel] | None]:
+    """Return the layers whose states a drafter reads, and the function that loads it over embedding
+    and LM head. ValueError for one that the model cannot use.
+    """
+    if drafter is None:
+        return (), None
+    if drafter == OWN:
+        check_own_layer(folder, config, "drafter")
+        return (), partial(load_own_drafter, folder, config)
+    path, num_layers = fetch_model("drafter", fspath(drafter)), config.num_layers
+    check_drafter("drafter", path, config, folder)
+    tap_layers = load_draft_config(path, num_layers).aux_layer_ids
+    return tap_layers, partial(load_drafter, path, num_layers=num_layers)
+
+
 class Engine:
     """Generates with a model of this machine or of the Hugging Face Hub. Speculation changes no
     token.
@@ -71,8 +94,8 @@ class Engine:
         max_batch_size: int = 8,
         max_tokens: int = 2048,
     ) -> None:
-        """`model` and `drafter` are folders or ids of the Hub. ValueError for one that cannot be
-        used.
+        """`model` and `drafter` are folders or ids of the Hub, or `drafter` is own, the model's MTP
+        layer. ValueError for one that cannot be used.
 
         The engine chooses among `strategies` before each decode pass: a drafter's are 2_1_2, 4_1_4
         and 6_1_6 by default, and ngram_8 needs no drafter. `dtype` "auto" is bfloat16 on a GPU and
@@ -81,10 +104,7 @@ class Engine:
         """
         folder = fetch_model("model", str(model))
         config = check_model("model", folder)
-        self._drafter = None if drafter is None else fetch_model("drafter", fspath(drafter))
-        self._num_layers = config.num_layers
-        if self._drafter is not None:
-            check_drafter("drafter", self._drafter, config, folder)
+        tap_layers, self._load_drafter = _open_drafter(drafter, folder, config)
         self._strategies = [
             SpeculationStrategy.parse(text)
             for text in (strategies if strategies is not None else WITH_DRAFTER if drafter else ())
@@ -107,7 +127,7 @@ class Engine:
             ),
             place,
             max_prompt_tokens=self.max_tokens - half,
-            tap_layers=self._tap_layers(),
+            tap_layers=tap_layers,
             make_speculation=self._speculation if self._strategies else None,
         )
 
@@ -126,20 +146,10 @@ class Engine:
         self._request_numbers = itertools.count()
         self._reader = PromptReader(self.tokenizer, config.vocab_size, self.max_tokens)
 
-    def _tap_layers(self) -> tuple[int, ...]:
-        if self._drafter is None:
-            return ()
-        return load_draft_config(self._drafter, self._num_layers).aux_layer_ids
-
     def _speculation(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Speculation:
         draft = None
-        if self._drafter is not None:
-            model = load_drafter(
-                self._drafter,
-                embedding_VD=embedding_VD,
-                lm_head_VD=lm_head_VD,
-                num_layers=self._num_layers,
-            )
+        if self._load_drafter is not None:
+            model = self._load_drafter(embedding_VD=embedding_VD, lm_head_VD=lm_head_VD)
             draft = DraftInference(model)
         selector = make_selector("cost_model", self._strategies, max_batch_size=1)
         return Speculation(draft, selector, self._strategies)
@@ -166,12 +176,12 @@ class Engine:
         for a prompt that is empty, does not fit into `max_tokens` or is none.
         """
         params = self.sampling(
+            seed,
             max_new_tokens=max_new_tokens,
             num_samples=num_samples,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
-            seed=seed,
         )
         over = threading.Event()
 
@@ -192,26 +202,11 @@ class Engine:
             raise RuntimeError(f"the engine has failed: {job.error}") from job.error
         return [self.completion(response) for response in job.responses.values()]
 
-    def sampling(
-        self,
-        *,
-        max_new_tokens: int,
-        num_samples: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        seed: int | None,
-    ) -> SamplingParams:
+    def sampling(self, seed: int | None, **settings: Any) -> SamplingParams:
         """Return settings with the stop tokens of the model. ValueError for a bad one."""
-        return SamplingParams(
-            num_samples=num_samples,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            stop_token_ids=self.tokenizer.stop_token_ids,
-            seed=secrets.randbits(63) if seed is None else seed,
-        )
+        seed = secrets.randbits(63) if seed is None else seed
+        stops = self.tokenizer.stop_token_ids
+        return SamplingParams(seed=seed, stop_token_ids=stops, **settings)
 
     def job(
         self,
@@ -243,10 +238,19 @@ class Engine:
         return Job(prompts, params, make_text, on_news, num_top=num_top)
 
     def encode(
-        self, prompts: Sequence[TextPrompt], name: str = "prompts[{}]"
+        self,
+        prompts: Sequence[TextPrompt],
+        name: str = "prompts[{}]",
+        template_kwargs: Mapping[str, object] = NOTHING,
     ) -> list[tuple[int, ...]]:
-        """Return the token ids of prompts. ValueError for one that is none, by its `name`."""
-        return [self._reader.encode(prompt, name.format(i)) for i, prompt in enumerate(prompts)]
+        """Return the token ids of prompts. ValueError for one that is none, by its `name`.
+
+        The chat template gets `template_kwargs`.
+        """
+        return [
+            self._reader.encode(prompt, name.format(i), template_kwargs)
+            for i, prompt in enumerate(prompts)
+        ]
 
     def _prompt(self, index: int, token_ids: tuple[int, ...], params: SamplingParams) -> Prompt:
         num_tokens = len(token_ids) + params.max_new_tokens

@@ -27,6 +27,7 @@ from tlt_megatron.saved_files import MALFORMED, read_json
 log = logging.getLogger(__name__)
 
 ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}  # SGLang's
+MTP = "mtp"  # the checkpoint's own layer, see own_layer.py: no folder of its own
 _FOREIGN_ARCHITECTURES = {  # the names of vLLM, and of speculators
     "EagleLlamaForCausalLM": "LlamaForCausalLMEagle",
     "Eagle3LlamaForCausalLM": "LlamaForCausalLMEagle3",
@@ -146,6 +147,10 @@ def _settings(
 def _architecture(hf: Mapping[str, Any]) -> str:
     names = hf.get("architectures")
     found = names[0] if isinstance(names, list) and names else names
+    if found == MTP:
+        raise ValueError(
+            "is the MTP layer of a policy: hf/ of its run holds it, and tlt convert --from RUN writes it"
+        )
     known = [*ARCHITECTURES.values(), *_FOREIGN_ARCHITECTURES]
     require(found in known, "architectures", found, f"one of {', '.join(known)}")
     assert isinstance(found, str)

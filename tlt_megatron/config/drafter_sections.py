@@ -15,7 +15,9 @@ class SpeculationSection(Section):
     """Speculative rollouts. They change only the time to draw tokens, not the tokens."""
 
     enabled: bool = False  # draft and verify in rollouts
-    drafter: str = ""  # folder or Hub id of an EAGLE drafter of this policy (tlt train-drafter)
+    # folder or Hub id of an EAGLE drafter of this policy (tlt train-drafter), or own: the MTP layer
+    # of the policy's checkpoint
+    drafter: str = ""
     # num_steps_topk_num_draft_tokens, or ngram_N; with beg_mab also off
     strategies: list[str] = field(
         default_factory=lambda: ["2_1_2", "4_1_4", "6_1_6", "4_2_8", "6_4_16"]

@@ -91,7 +91,7 @@ def named(key: str) -> Range:
     names = f"one of {', '.join(built_in)}, " if built_in else ""
     optional = ("",) if key == "rollout.environment" else ()
     return Range(
-        lambda spec: spec in (*built_in, *optional) or all(spec.rpartition(":")[::2]),
+        lambda spec: spec in (*REGISTRY[key].built_in, *optional) or all(spec.rpartition(":")[::2]),
         f"{names}path/to/file.py:name or package.module:name",
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from tlt_megatron.config.model_shape import (
+    FAMILIES,
     ModelConfig,
     load_model_config,
     read_eos_token_ids,
@@ -57,10 +58,8 @@ def check_model(
         if needs_weights or any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
             tensors, shapes = find_tensors(folder), tensor_shapes(config)
             check_not_quantized(settings, tensors)
-            # GLM's last layer predicts the token after the next one; neither loaded nor exported.
-            if config.model_type == "glm4_moe":
-                last = f"model.layers.{config.num_layers}."
-                tensors = {n: t for n, t in tensors.items() if not n.startswith(last)}
+            if prefix := mtp_prefix(config):  # `own_layer.py` checks these
+                tensors = {n: t for n, t in tensors.items() if not n.startswith(prefix)}
             check_shapes(config.model_type, shapes, tensors, {HEAD} - {*shapes})
             _check_tied_head(config, tensors)
         if needs_tokenizer:
@@ -68,6 +67,14 @@ def check_model(
     except ValueError as error:
         raise name_setting(f"{key}={str(path)!r}", folder, error) from error
     return config
+
+
+def mtp_prefix(config: ModelConfig) -> str:
+    """Return the beginning of the names of layers that predict a further token; "": the family has
+    none.
+    """
+    names = FAMILIES[config.model_type].mtp
+    return names.prefix.format(num_layers=config.num_layers) if names else ""
 
 
 def name_setting(setting: str, folder: Path, error: ValueError) -> ValueError:

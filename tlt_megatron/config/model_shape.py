@@ -29,6 +29,21 @@ ROUTER_BIAS = "e_score_correction_bias"  # in float32 whatever the other tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MtpNames:
+    """The names of a family's layer that predicts a further token (MTP): a decoder layer with a
+    fusion of embedding and hidden state before it and a norm after it.
+    """
+
+    prefix: str  # of every layer of this kind, with the number of the policy's layers
+    first: str  # of the first layer of this kind, after the prefix
+    embedding_norm: str
+    hidden_norm: str
+    fusion: str  # [D, 2D]
+    final_norm: str
+    is_hidden_first: bool = False  # the fusion's input is [hidden; embedding]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What tells one Llama-like family from the others.
 
@@ -44,6 +59,7 @@ class Family:
     has_experts: bool = False
     rms_norm_eps: float = 1e-6
     partial_rotary_factor: float = 1.0
+    mtp: MtpNames | None = None
 
 
 FAMILIES = {  # by model_type of config.json
@@ -59,6 +75,27 @@ FAMILIES = {  # by model_type of config.json
         has_experts=True,
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
+        mtp=MtpNames(
+            prefix="model.layers.{num_layers}.",
+            first="",
+            embedding_norm="enorm",
+            hidden_norm="hnorm",
+            fusion="eh_proj",
+            final_norm="shared_head.norm",
+        ),
+    ),
+    "mimo": Family(
+        has_qkv_bias=True,
+        num_kv_heads=32,
+        mtp=MtpNames(
+            prefix="model.mtp_layers.",
+            first="0.",
+            embedding_norm="token_layernorm",
+            hidden_norm="hidden_layernorm",
+            fusion="input_proj",
+            final_norm="final_layernorm",
+            is_hidden_first=True,
+        ),
     ),
 }
 

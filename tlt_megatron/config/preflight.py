@@ -13,6 +13,7 @@ from tlt_megatron.config.draft_folder import check_drafter, default_aux_layer_id
 from tlt_megatron.config.extensions import REGISTRY, check_extension_file, named_code
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.model_shape import ModelConfig
+from tlt_megatron.config.own_layer import OWN, check_own_layer
 from tlt_megatron.config.schema import RunConfig
 
 
@@ -22,7 +23,9 @@ def check_files(config: RunConfig) -> None:
     if config.has_critic and config.critic.path:
         _check_critic(config.critic.path, policy)
     if config.speculation.enabled and config.speculation.is_learned:
-        if config.speculation.drafter:
+        if config.speculation.drafter == OWN:
+            _check_own(config, policy)
+        elif config.speculation.drafter:
             _check_drafter(config, policy)
         elif config.drafter.algorithm == "eagle3":
             default_aux_layer_ids(policy.num_layers)
@@ -91,6 +94,20 @@ def _check_critic(path: str, policy: ModelConfig) -> None:
         raise ValueError(
             f"critic.path={path!r}: vocab_size={found} must be >= {policy.vocab_size}, the policy's"
         )
+
+
+def _check_own(config: RunConfig, policy: ModelConfig) -> None:
+    config.speculation.require(
+        config.rollout.engine != "sglang",
+        "drafter",
+        "the folder of an EAGLE drafter where rollout.engine='sglang'",
+    )
+    config.drafter.require(
+        config.drafter.algorithm != "eagle3",
+        "algorithm",
+        "eagle or hass where speculation.drafter='own'",
+    )
+    check_own_layer(config.model.path, policy)
 
 
 def _check_drafter(config: RunConfig, policy: ModelConfig) -> None:

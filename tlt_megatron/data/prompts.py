@@ -160,12 +160,10 @@ def _read_prompts(path: Path, tokenizer: Tokenizer, section: DataSection) -> Pro
 
 def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) -> str:
     try:
-        text = tokenizer.render(row.text, row.prompt.template_kwargs)
-        text.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
+        return tokenizer.render(row.text, row.prompt.template_kwargs)
     except ValueError as error:
         where = f"{path} row {row.number}: {section.input_key}"
         raise ValueError(f"{where} cannot be encoded: {error}") from error
-    return text
 
 
 def _warn(path: str | Path, found: list[Row], overlong: list[str], limit: int) -> None:

@@ -19,6 +19,7 @@ from tlt_megatron.config.draft_folder import (
     ARCHITECTURES,
     AUX_LAYER_IDS,
     BORROWED,
+    MTP,
     NORM_BEFORE_RESIDUAL,
     SIZES,
     own_name,
@@ -92,7 +93,7 @@ def draft_config_json(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]
     parameters: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     parameters |= {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.kind]}
     hf: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.architecture]],
+        "architectures": [ARCHITECTURES.get(config.architecture, MTP)],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "hidden_act": "silu",

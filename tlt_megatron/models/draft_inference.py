@@ -18,9 +18,10 @@ from torch import Tensor
 
 from tlt_megatron.models.arithmetic import Arithmetic, fastest_arithmetic
 from tlt_megatron.models.attention import Attention
-from tlt_megatron.models.draft_model import DraftModel
+from tlt_megatron.models.draft_model import DraftMixture, DraftModel, FrozenExperts
 from tlt_megatron.models.layers import RotaryTable
 from tlt_megatron.models.matrix import Matrix, packs
+from tlt_megatron.models.mlp import DenseMlp, ExpertsMlp
 
 _MAX_PACKED_HEAD = 256 << 20  # bytes; a larger head is read in place, without a packed copy
 
@@ -28,11 +29,12 @@ _MAX_PACKED_HEAD = 256 << 20  # bytes; a larger head is read in place, without a
 class _Matrices(NamedTuple):
     """The drafter's fused matrices, in the engine's dtype."""
 
-    inputs: Matrix  # EAGLE: fc, then q, k and v after it; EAGLE-3: q, k and v
+    inputs: Matrix  # EAGLE: fc, then q, k and v after it; EAGLE-3: q, k and v; MTP: fc
     output: Matrix
     gate_up: Matrix
     down: Matrix
     fuse: Matrix | None  # fc of EAGLE-3
+    qkv: Matrix | None  # of MTP, which has a norm after fc
     head: Matrix | None  # None: the target's head is read in place
 
 
@@ -59,7 +61,7 @@ class DraftInference:
         c = self.config = model.config
         dtype, device = model.lm_head_VD.dtype, model.embedding_VD.device
         self.dtype = dtype
-        self.rotary = RotaryTable(c.rope, c.head_dim, dtype, device)
+        self.rotary = RotaryTable(c.rope, c.rotary_dim, dtype, device)
         self._num_rotated = c.num_heads + c.num_kv_heads
         self._num_fused = self._num_rotated + c.num_kv_heads
         self._head_start = 0 if c.is_eagle3 else c.hidden_size  # EAGLE: a fused row begins with fc
@@ -69,7 +71,11 @@ class DraftInference:
         self._hidden_norm = torch.empty_like(self._norm)
 
         matrix, d = partial(Matrix.empty, dtype=dtype, device=device), c.hidden_size
-        width = self._head_start + self._num_fused * c.head_dim
+        num_heads = self._num_fused * c.head_dim
+        width = d if c.is_mtp else self._head_start + num_heads
+        self._qk_norm = None  # [N+K, H], as in `LayerWeights`
+        if c.has_qk_norm:
+            self._qk_norm = torch.empty(self._num_rotated, c.head_dim, dtype=dtype, device=device)
         # Token ids of the columns of `logits`, ascending; None: all V.
         self.ids_C: Tensor | None = None
         head = None
@@ -80,14 +86,33 @@ class DraftInference:
         elif packs(dtype, device) and model.lm_head_VD.nbytes <= _MAX_PACKED_HEAD:
             head = Matrix(model.lm_head_VD)
         self._matrices = _Matrices(
-            inputs=matrix(width, 2 * d, has_bias=not c.is_eagle3),
+            inputs=matrix(width, 2 * d, has_bias=c.architecture == "eagle"),
             output=matrix(d, c.num_heads * c.head_dim),
             gate_up=matrix(2 * c.ffn_size, d),
             down=matrix(d, c.ffn_size),
             fuse=matrix(d, model.fc.in_features) if c.is_eagle3 else None,
+            qkv=matrix(num_heads, d, has_bias=c.has_qkv_bias) if c.is_mtp else None,
             head=head,
         )
+        self._post_norm, self._mixture = None, None  # of a mixture alone
+        if isinstance(model.layer.mlp, DraftMixture):
+            self._post_norm = torch.empty_like(self._norm)
+            self._mixture = self._make_mixture(model.layer.mlp.frozen)
         self.refresh()
+
+    def _make_mixture(self, frozen: FrozenExperts) -> ExpertsMlp:
+        """Return the checkpoint's experts, not copied, beside the trained shared experts."""
+        gate, m = self._arithmetic.gate, self._matrices
+        return ExpertsMlp(
+            config=frozen.config,
+            router=Matrix(frozen.router_ED),
+            bias_E=frozen.bias_E,
+            parts=[
+                DenseMlp(Matrix(gate_up), Matrix(down), gate)
+                for gate_up, down in zip(frozen.gate_up_EFD, frozen.down_EDF, strict=True)
+            ],
+            shared=DenseMlp(m.gate_up, m.down, gate),
+        )
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -121,7 +146,11 @@ class DraftInference:
         """Update the fused copies from the current drafter and target."""
         self._is_stale = False
         model, layer, matrices = self._model, self._model.layer, self._matrices
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp, post_norm = (
+            layer.self_attn,
+            layer.mlp,
+            layer.post_attention_layernorm.weight,
+        )
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         qkv = torch.cat([projection.weight for projection in projections])
         if self.config.is_eagle3:
@@ -131,13 +160,29 @@ class DraftInference:
             matrices.fuse.set(model.fc.weight)
             self._norm.copy_(model.norm.weight)
             self._hidden_norm.copy_(layer.hidden_norm.weight)
+        elif matrices.qkv is not None:
+            norms = (model.enorm.weight, model.hnorm.weight)
+            matrices.inputs.set(model.fc.weight * torch.cat(norms))
+            bias = None
+            if self.config.has_qkv_bias:
+                bias = torch.cat([projection.bias for projection in projections])
+            matrices.qkv.set(qkv * layer.input_layernorm.weight, bias)
+            self._norm.copy_(model.norm.weight)
+            if self._qk_norm is not None:
+                parts = self._qk_norm.split((self.config.num_heads, self.config.num_kv_heads))
+                parts[0].copy_(attention.q_norm.weight)
+                parts[1].copy_(attention.k_norm.weight)
         else:
             fc = model.fc
             bias = torch.cat((fc.bias, qkv @ fc.bias))
             matrices.inputs.set(torch.cat((fc.weight, qkv @ fc.weight)), bias)
         matrices.output.set(attention.o_proj.weight)
+        if isinstance(mlp, DraftMixture):  # the frozen experts read the same normalized rows
+            assert self._post_norm is not None
+            self._post_norm.copy_(post_norm)
+            mlp, post_norm = mlp.shared_experts, torch.ones_like(post_norm)
         gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
-        matrices.gate_up.set(gate_up * layer.post_attention_layernorm.weight)
+        matrices.gate_up.set(gate_up * post_norm)
         matrices.down.set(mlp.down_proj.weight)
         if matrices.head is not None and self.ids_C is not None:
             matrices.head.set(model.lm_head_VD.index_select(0, self.ids_C))
@@ -147,8 +192,10 @@ class DraftInference:
     def tensors_read(self) -> list[Tensor]:
         """Return what `forward` reads besides inputs and KV; graphs need fixed addresses."""
         own = [t for matrix in self._matrices if matrix for t in matrix.tensors()]
+        norms = [norm for norm in (self._qk_norm, self._post_norm) if norm is not None]
         return [
             *own,
+            *norms,
             self._model.embedding_VD,
             self._norm,
             self._hidden_norm,
@@ -169,25 +216,33 @@ class DraftInference:
         c, norm, start, m = self.config, self._rms, self._head_start, self._matrices
         embedded_PD = self._model.embedding_VD.index_select(0, token_ids_P).to(self.dtype)
         inputs_P2D = torch.stack((embedded_PD, hidden_PD), dim=1)
-        if c.is_eagle3:
+        if c.architecture != "eagle":
             inputs_P2D = norm(inputs_P2D)
         fused = m.inputs(inputs_P2D.flatten(1))
         residual_PD = fused[:, :start] if start else hidden_PD
         if c.norm_before_residual:
             residual_PD = inputs_P2D[:, 1] * self._hidden_norm
         heads = fused[:, start:] if start else fused
+        if m.qkv is not None:
+            heads = m.qkv(norm(residual_PD))
         heads_PAH = self._arithmetic.rotate(
             heads.view(-1, self._num_fused, c.head_dim),
             self._num_rotated,
             self.rotary.lookup(position_ids_P),
             norm,
-            None,
+            self._qk_norm,
         )
         context = attention.attend(0, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :])
-        residual_PD, normed_PD = norm.after(m.output, context, residual_PD, None)
+        residual_PD, normed_PD = norm.after(m.output, context, residual_PD, self._post_norm)
+        if self._mixture is not None:
+            output_PD = norm.after(self._mixture, normed_PD, residual_PD, self._norm)[1]
+            return output_PD, output_PD
         gated_PF = self._arithmetic.gate(*m.gate_up(normed_PD).chunk(2, dim=-1))
         if c.is_eagle3:
             return norm.after(m.down, gated_PF, residual_PD, self._norm)
+        if c.is_mtp:
+            output_PD = norm.after(m.down, gated_PF, residual_PD, self._norm)[1]
+            return output_PD, output_PD
         output_PD = m.down(gated_PF, residual_PD)
         return output_PD, output_PD
 

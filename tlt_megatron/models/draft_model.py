@@ -1,10 +1,11 @@
-"""The learned drafter: a decoder layer over [embedding(x_{t+1}); hidden(h_t)], EAGLE or EAGLE-3.
+"""The learned drafter: a decoder layer over [embedding(x_{t+1}); hidden(h_t)]: EAGLE, EAGLE-3, or
+the checkpoint's own layer (MTP).
 
 `drafter/` trains it and the engines run it. The pair (x_{t+1}, h_t) has position t and predicts
 x_{t+2}. Parameter names and computation match SGLang's LlamaForCausalLMEagle and
 LlamaForCausalLMEagle3, so SGLang can load the state_dict. Embedding and LM head belong to the
 target; the drafter never trains or saves them. Sources: EAGLE (Li et al. 2024, arXiv 2401.15077),
-EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
+EAGLE-3 (Li et al. 2025, arXiv 2503.01840), MTP (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from torch import Tensor, nn
 
 from tlt_megatron.config.draft_folder import (
     ARCHITECTURES,
+    MTP,
     NUM_AUX_LAYERS,
     SIZES,
     default_aux_layer_ids,
 )
 from tlt_megatron.models.attention import Attention
-from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.models.config import ExpertsConfig, ModelConfig, RopeConfig
 from tlt_megatron.models.layers import RotaryTable
+from tlt_megatron.models.mlp import route
 
 # Two targets count as the same if at most this many of the 256 bits of their embedding hashes
 # differ. Unrelated targets differ in 128 +- 8 bits; RL changes a few bits.
@@ -36,7 +39,7 @@ _HASH_ROWS = 256
 class DraftConfig:
     """Sizes of a drafter, and its target. Fields are named as in ModelConfig."""
 
-    # eagle: features after the target's final norm | eagle3: features of three layers
+    # eagle, mtp: features after the target's final norm | eagle3: features of three layers
     architecture: str
     hidden_size: int
     ffn_size: int
@@ -50,11 +53,16 @@ class DraftConfig:
     aux_layer_ids: tuple[int, ...] = ()  # eagle3: features are the residual stream after these
     norm_before_residual: bool = False  # eagle3: the residual stream begins after hidden_norm
     target: str | None = None  # `fingerprint_target`; None: a foreign checkpoint without it
+    # mtp: of the layer. `ffn_size` of a mixture is that of its shared experts.
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
+        known = (*ARCHITECTURES, MTP)
+        if self.architecture not in known:
             raise ValueError(
-                f"architecture={self.architecture!r}: must be one of {', '.join(ARCHITECTURES)}"
+                f"architecture={self.architecture!r}: must be one of {', '.join(known)}"
             )
         needed = NUM_AUX_LAYERS if self.is_eagle3 else 0
         ids = self.aux_layer_ids
@@ -68,6 +76,16 @@ class DraftConfig:
     def is_eagle3(self) -> bool:
         """Return whether the features of three layers are fused."""
         return self.architecture == "eagle3"
+
+    @property
+    def is_mtp(self) -> bool:
+        """Return whether it is the checkpoint's own layer."""
+        return self.architecture == MTP
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return the channels of a head that turn with the position."""
+        return int(self.head_dim * self.rope.partial_rotary_factor)
 
     @property
     def feature_size(self) -> int:
@@ -95,6 +113,21 @@ def make_draft_config(
         aux_layer_ids=aux_layer_ids,
         target=fingerprint_target(embedding_VD),
         **{name: getattr(target, name) for name in SIZES},
+    )
+
+
+def own_draft_config(policy: ModelConfig) -> DraftConfig:
+    """Return the config of the policy's own layer, which has the form of its last layer."""
+    sizes = {name: getattr(policy, name) for name in SIZES}
+    if policy.experts is not None:
+        sizes["ffn_size"] = policy.experts.shared_ffn_size
+    return DraftConfig(
+        architecture=MTP,
+        rope=policy.rope,
+        has_qkv_bias=policy.has_qkv_bias,
+        has_qk_norm=policy.has_qk_norm,
+        experts=policy.experts,
+        **sizes,
     )
 
 
@@ -158,10 +191,14 @@ class DraftAttention(nn.Module):
         super().__init__()
         c = config
         self._head_dim = c.head_dim
-        input_size = c.hidden_size * (2 if c.is_eagle3 else 1)
-        self.q_proj = nn.Linear(input_size, c.num_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, c.num_kv_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, c.num_kv_heads * c.head_dim, bias=False)
+        input_size, bias = c.hidden_size * (2 if c.is_eagle3 else 1), c.has_qkv_bias
+        self.q_proj = nn.Linear(input_size, c.num_heads * c.head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, c.num_kv_heads * c.head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, c.num_kv_heads * c.head_dim, bias=bias)
+        if c.has_qk_norm:
+            self.q_norm = DraftNorm(c.head_dim, c.rms_norm_eps)
+            self.k_norm = DraftNorm(c.head_dim, c.rms_norm_eps)
+        self._has_qk_norm = c.has_qk_norm
         self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
 
     def forward(
@@ -170,6 +207,8 @@ class DraftAttention(nn.Module):
         """Return [P, D]. The input has width D, or 2D in EAGLE-3."""
         parts = (self.q_proj(x_PI), self.k_proj(x_PI), self.v_proj(x_PI))
         q_PNH, k_PKH, v_PKH = (part.unflatten(-1, (-1, self._head_dim)) for part in parts)
+        if self._has_qk_norm:
+            q_PNH, k_PKH = self.q_norm(q_PNH), self.k_norm(k_PKH)
         q_PNH = _rotate(q_PNH, cos_P1H, sin_P1H)
         k_PKH = _rotate(k_PKH, cos_P1H, sin_P1H)
         return self.o_proj(attention.attend(0, q_PNH, torch.cat((k_PKH, v_PKH), dim=1)))
@@ -189,16 +228,54 @@ class DraftMlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_PD)) * self.up_proj(x_PD))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenExperts:
+    """Router and routed experts of the checkpoint's own layer, in the target's dtype. They are
+    neither trained nor saved.
+    """
+
+    config: ExpertsConfig
+    router_ED: Tensor  # in at least float32; so is the bias
+    bias_E: Tensor | None
+    gate_up_EFD: Tensor  # [E, 2F, D], gate first
+    down_EDF: Tensor
+
+
+class DraftMixture(nn.Module):
+    """The weighted sum of a token's frozen experts, + the shared experts."""
+
+    def __init__(self, config: DraftConfig, frozen: FrozenExperts) -> None:
+        super().__init__()
+        self.shared_experts = DraftMlp(config)
+        self.frozen = frozen
+
+    def forward(self, x_PD: Tensor) -> Tensor:
+        """Return [P, D]."""
+        frozen = self.frozen
+        with torch.autocast(x_PD.device.type, enabled=False):  # a rounded score chooses others
+            scores_PE = F.linear(x_PD.to(frozen.router_ED.dtype), frozen.router_ED)
+            weights_PK, chosen_PK = route(scores_PE, frozen.bias_E, frozen.config)
+        rows_PD, sum_PD = x_PD.to(frozen.down_EDF.dtype), self.shared_experts(x_PD)
+        for expert in chosen_PK.unique().tolist():
+            tokens, places = (chosen_PK == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(rows_PD[tokens], frozen.gate_up_EFD[expert]).chunk(2, dim=-1)
+            out = F.linear(F.silu(gate) * up, frozen.down_EDF[expert]).to(sum_PD.dtype)
+            weights = weights_PK[tokens, places].unsqueeze(-1).to(sum_PD.dtype)
+            sum_PD = sum_PD.index_add(0, tokens, out * weights)
+        return sum_PD
+
+
 class DraftLayer(nn.Module):
     """The decoder layer. EAGLE has no norm before attention; EAGLE-3 one for each input."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, experts: FrozenExperts | None = None) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config)
-        self.mlp = DraftMlp(config)
+        self.mlp = DraftMlp(config) if experts is None else DraftMixture(config, experts)
         self.post_attention_layernorm = DraftNorm(config.hidden_size, config.rms_norm_eps)
-        if config.is_eagle3:
+        if config.is_eagle3 or config.is_mtp:
             self.input_layernorm = DraftNorm(config.hidden_size, config.rms_norm_eps)
+        if config.is_eagle3:
             self.hidden_norm = DraftNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -217,8 +294,10 @@ class DraftModel(nn.Module):
         lm_head_VD: Tensor,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        experts: FrozenExperts | None = None,
     ) -> None:
         super().__init__()
+        assert (experts is None) == (config.experts is None)
         check_target(config, embedding_VD)
         if lm_head_VD.shape != embedding_VD.shape:
             raise ValueError(
@@ -233,13 +312,19 @@ class DraftModel(nn.Module):
             self.fc = nn.Linear(config.feature_size, hidden_size, bias=False)
             self.midlayer = DraftLayer(config)
             self.norm = DraftNorm(hidden_size, config.rms_norm_eps)
+        elif config.is_mtp:
+            self.enorm = DraftNorm(hidden_size, config.rms_norm_eps)
+            self.hnorm = DraftNorm(hidden_size, config.rms_norm_eps)
+            self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+            self.layers = nn.ModuleList([DraftLayer(config, experts)])
+            self.norm = DraftNorm(hidden_size, config.rms_norm_eps)
         else:
             # SGLang always gives this layer a bias, even if a checkpoint has none.
             self.fc = nn.Linear(2 * hidden_size, hidden_size)
             self.layers = nn.ModuleList([DraftLayer(config)])
         self._initialize(seed)
         self.to(embedding_VD.device, dtype)
-        self.rotary = RotaryTable(config.rope, config.head_dim, dtype, embedding_VD.device)
+        self.rotary = RotaryTable(config.rope, config.rotary_dim, dtype, embedding_VD.device)
 
     @torch.no_grad()
     def _initialize(self, seed: int) -> None:
@@ -248,7 +333,7 @@ class DraftModel(nn.Module):
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
-        if not self.config.is_eagle3:
+        if self.fc.bias is not None:
             nn.init.zeros_(self.fc.bias)
             # Embeddings are far smaller than features, and EAGLE has no norm here. Without this
             # scale, training is slow to use the token.
@@ -272,8 +357,8 @@ class DraftModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Run a step over packed tokens; return hidden [P, D] and the LM head's input [P, D].
 
-        `hidden_PD` comes from `fuse` or from the previous step. In EAGLE both outputs are the same
-        tensor. `rotary.reserve` must cover the positions.
+        `hidden_PD` comes from `fuse` or from the previous step. In EAGLE and MTP both outputs are
+        the same tensor. `rotary.reserve` must cover the positions.
         """
         layer = self.layer
         cos_P1H, sin_P1H = self.rotary.lookup(position_ids_P)
@@ -282,10 +367,16 @@ class DraftModel(nn.Module):
             normed = (layer.input_layernorm(embedded_PD), layer.hidden_norm(hidden_PD))
             residual_PD = normed[1] if self.config.norm_before_residual else hidden_PD
             input_PI = torch.cat(normed, dim=-1)
+        elif self.config.is_mtp:
+            normed = (self.enorm(embedded_PD), self.hnorm(hidden_PD))
+            residual_PD = self.fc(torch.cat(normed, dim=-1))
+            input_PI = layer.input_layernorm(residual_PD)
         else:
             residual_PD = input_PI = self.fc(torch.cat((embedded_PD, hidden_PD), dim=-1))
         residual_PD = residual_PD + layer.self_attn(input_PI, cos_P1H, sin_P1H, attention)
         output_PD = residual_PD + layer.mlp(layer.post_attention_layernorm(residual_PD))
+        if self.config.is_mtp:
+            output_PD = self.norm(output_PD)
         return output_PD, self.norm(output_PD) if self.config.is_eagle3 else output_PD
 
     def logits(self, head_input_PD: Tensor) -> Tensor:
@@ -295,5 +386,7 @@ class DraftModel(nn.Module):
 
 def _rotate(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> Tensor:
     """Rotate as `layers.apply_rope_`, out of place for autograd."""
-    swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1)
-    return (heads_PNH * cos_P1H + swapped * sin_P1H).to(heads_PNH.dtype)
+    size = cos_P1H.shape[-1]
+    turned = heads_PNH[..., :size]
+    turned = turned * cos_P1H + turned.roll(size // 2, -1) * sin_P1H
+    return torch.cat((turned.to(heads_PNH.dtype), heads_PNH[..., size:]), dim=-1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,10 +16,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_megatron.config.model_folder import ADAPTER_CONFIG
-from tlt_megatron.config.model_shape import ROUTER_BIAS, ModelConfig, tensor_shapes
+from tlt_megatron.config.model_shape import (
+    ROUTER_BIAS,
+    ModelConfig,
+    load_model_config,
+    tensor_shapes,
+)
+from tlt_megatron.config.own_layer import copied_parts, stored_layers
 from tlt_megatron.config.weight_files import INDEX_NAME, SINGLE_NAME, find_tensors, read_header
 from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.runtime.durable import new_folder, save_tensors
+
+log = logging.getLogger(__name__)
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_ELEMENTS = 1 << 22  # for a GPU, where each chunk costs kernel launches
@@ -105,18 +114,43 @@ def save_hf_model(
     dtype: torch.dtype,
     max_shard_bytes: int = 4 << 30,
 ) -> None:
-    """Write `tensors` as sharded safetensors, and copy config and tokenizer files of `source`.
+    """Write `tensors` as sharded safetensors, and copy config and tokenizer files of `source`. A
+    layer for MTP of `source` comes along: see `with_own_layer`.
 
     Holds one shard in memory. Replaces an older folder as a whole: see `new_folder`.
     """
     with new_folder(path) as temporary:
-        _write_shards(temporary, tensors, dtype, max_shard_bytes)
-        _copy_companions(source, temporary, dtype)
+        names = _write_shards(temporary, with_own_layer(tensors, source), dtype, max_shard_bytes)
+        _copy_companions(source, temporary, dtype, names)
+
+
+def with_own_layer(
+    tensors: Iterable[tuple[str, Tensor]], source: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield `tensors`, and then those of the layers for MTP in `source` that are not among them.
+
+    Copies of embedding and LM head that belong to such a layer get the values in `tensors`.
+    """
+    if not any(source.glob("*.safetensors")):
+        yield from tensors
+        return
+    reader, policy = HfReader(source), load_model_config(source)
+    missing = dict.fromkeys(stored_layers(policy, reader.names()))
+    copies = copied_parts(policy, missing)
+    for name, tensor in tensors:
+        yield name, tensor
+        missing.pop(name, None)
+        for copy in [copy for copy, original in copies.items() if original == name]:
+            yield copy, tensor
+            missing.pop(copy, None)
+    for name in missing:
+        yield name, reader[name]
 
 
 def _write_shards(
     path: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_shard_bytes: int
-) -> None:
+) -> list[str]:
+    """Return the names of all tensors."""
     shard: dict[str, Tensor] = {}
     written: list[list[str]] = []  # the names in each file
     total_bytes = 0
@@ -143,6 +177,7 @@ def _write_shards(
     if len(written) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (path / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return [*weight_map]
 
 
 def companions(folder: Path) -> list[Path]:
@@ -155,13 +190,15 @@ def companions(folder: Path) -> list[Path]:
     ]
 
 
-def _copy_companions(source: Path, path: Path, dtype: torch.dtype) -> None:
+def _copy_companions(source: Path, path: Path, dtype: torch.dtype, names: Collection[str]) -> None:
     for file in companions(source):
         shutil.copy2(file, path / file.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    # The policy has no layer that predicts a further token.
-    if "num_nextn_predict_layers" in config:
+    if config.get("num_nextn_predict_layers") and not stored_layers(
+        load_model_config(source), names
+    ):
+        log.warning("%s: its files hold no MTP layer: num_nextn_predict_layers becomes 0", source)
         config["num_nextn_predict_layers"] = 0
     config["dtype"] = str(dtype).removeprefix("torch.")
     (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

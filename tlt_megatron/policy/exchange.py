@@ -35,6 +35,7 @@ from tlt_megatron.types import (
 )
 
 _Fields = dict[str, Any]  # fields of `Rollout` by name
+_PASSES = ("accept_lengths", "pass_positions")
 _TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask", "routes")
 
 # ---- rows
@@ -101,7 +102,7 @@ def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
     for rollout in rollouts:
         name = _name(key_of(rollout))
         found = {field: getattr(rollout, field) for field in _TENSORS}
-        found["accept_lengths"] = torch.tensor(rollout.accept_lengths).int()
+        found |= {name: torch.tensor(getattr(rollout, name)).int() for name in _PASSES}
         if rollout.kept is not None:
             found |= {"kept_ids": rollout.kept.token_ids, "kept_counts": rollout.kept.counts}
         found["token_ids"] = rollout.token_ids.int()
@@ -127,7 +128,7 @@ def from_bytes(data: bytes) -> dict[RolloutKey, _Fields]:
         fields[_key(name)]["transcript"] = Transcript(**transcript)
     for each in fields.values():
         each["token_ids"] = each["token_ids"].long()
-        each["accept_lengths"] = tuple(each["accept_lengths"].tolist())
+        each |= {name: tuple(each[name].tolist()) for name in _PASSES}
         if "kept_ids" in each:
             ids, counts = each.pop("kept_ids"), each.pop("kept_counts")
             each["kept"] = KeptTokens(token_ids=ids, counts=counts)

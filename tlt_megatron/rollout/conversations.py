@@ -88,6 +88,7 @@ def _observed(token_ids: tuple[int, ...], turn: Rollout) -> Rollout:
         logprobs=nothing,
         policy_logprobs=nothing,
         accept_lengths=(),
+        pass_positions=(),
         kept=None,
         versions=((turn.policy_version, len(token_ids)),),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from tlt_megatron.policy.batching import join_kept
 from tlt_megatron.policy.exchange import gather_rows
+from tlt_megatron.runtime.collectives import call_on_each
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.saved_files import amount, errors_named, is_number, read_bytes
 from tlt_megatron.types import (
@@ -159,6 +161,7 @@ def join_parts(before: Rollout, part: Rollout) -> Rollout:
         logprobs=torch.cat((before.logprobs, part.logprobs)),
         policy_logprobs=torch.cat((before.policy_logprobs, part.policy_logprobs)),
         accept_lengths=before.accept_lengths + part.accept_lengths,
+        pass_positions=before.pass_positions + part.pass_positions,
         versions=_merge(before.versions + part.versions),
         kept=join_kept((before, part)),
     )
@@ -218,14 +221,8 @@ def load_carried(
 
     Each rank has the tokens of the files that it reads. `prompt_at(draw_index)` returns a prompt.
     """
-    own: list[ScoredResponse] = []
-    for path in sorted(folder.glob("carried_*.pt"))[ranks.rank :: ranks.size]:
-        with errors_named(path):
-            saved = torch.load(io.BytesIO(read_bytes(path, _MAX_BYTES)), weights_only=True)
-            for rows, (rewards, details) in zip(saved["rollouts"], saved["scores"], strict=True):
-                for row, reward, more in zip(rows, rewards, details, strict=True):
-                    own.append(ScoredResponse(_from_row(row), reward, more))
-                    _check_response(own[-1])
+    files = sorted(folder.glob("carried_*.pt"))[ranks.rank :: ranks.size]
+    own = call_on_each(lambda: list(chain(*map(_read_carried, files))), ranks)
     by_draw: dict[int, list[ScoredResponse]] = {}
     for part in gather_rows(own, ranks):
         by_draw.setdefault(part.rollout.draw_index, []).append(part)
@@ -236,6 +233,17 @@ def load_carried(
         whole = [p._replace(rollout=dataclasses.replace(p.rollout, **known)) for p in parts]
         groups.append(_group(prompt, whole))
     return tuple(groups)
+
+
+def _read_carried(path: Path) -> list[ScoredResponse]:
+    found: list[ScoredResponse] = []
+    with errors_named(path):
+        saved = torch.load(io.BytesIO(read_bytes(path, _MAX_BYTES)), weights_only=True)
+        for rows, (rewards, details) in zip(saved["rollouts"], saved["scores"], strict=True):
+            for row, reward, more in zip(rows, rewards, details, strict=True):
+                found.append(ScoredResponse(_from_row(row), reward, more))
+                _check_response(found[-1])
+    return found
 
 
 def _from_row(row: dict[str, Any]) -> Rollout:

@@ -14,7 +14,7 @@ import torch
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.rollout.batch_rules import right_responses, scores
 from tlt_megatron.rollout.speculation_log import PassTotals
-from tlt_megatron.types import FinishReason, ScoredGroup
+from tlt_megatron.types import FinishReason, Rollout, ScoredGroup
 
 
 def token_sums(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -35,7 +35,19 @@ def token_sums(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "conversations": len(turns),
         "turns": sum(turns),
         "most_turns": max(turns, default=0),
+        **_by_position(rollouts),
     }
+
+
+def _by_position(rollouts: Iterable[Rollout]) -> Counter[str]:
+    """Return passes and tokens out of them, by the octave of the pass's position."""
+    sums: Counter[str] = Counter()
+    for rollout in rollouts:
+        for position, count in zip(rollout.pass_positions, rollout.accept_lengths, strict=True):
+            octave = 1 << max(position, 1).bit_length() - 1
+            sums[f"passes from {octave}"] += 1
+            sums[f"accepted from {octave}"] += count
+    return sums
 
 
 def rollout_metrics(
@@ -49,7 +61,8 @@ def rollout_metrics(
 
     `sums` are the `token_sums` of all ranks. `right_score` as in `right_responses`.
     """
-    total = {name: math.fsum(each[name] for each in sums) for name in sums[0]}
+    names = dict.fromkeys(name for each in sums for name in each)
+    total = {name: math.fsum(each.get(name, 0) for each in sums) for name in names}
     rollouts = [r for g in groups for r in g.rollouts]
     rewards = torch.tensor([reward for g in groups for reward in g.rewards], dtype=torch.float64)
     lengths = torch.tensor([r.num_generated for r in rollouts], dtype=torch.float64)
@@ -82,6 +95,9 @@ def rollout_metrics(
         metrics["rollout/num_turns/max"] = float(max(each["most_turns"] for each in sums))
     if total["drafted_passes"]:
         metrics["rollout/spec_token_share"] = total["accepted"] / float(lengths.sum())
+    for octave in (name.removeprefix("passes from ") for name in names if "passes from" in name):
+        length = total[f"accepted from {octave}"] / total[f"passes from {octave}"]
+        metrics[f"spec/accept_length_by_position/{octave}"] = length
     for (source, name), rows in details_by_source(groups).items():
         metrics[f"reward/{source}/{name}/mean"] = fmean(value for row in rows for value in row)
     metrics["rollout/solve_none"] = _share(groups, lambda g: max(scores(g)) <= 0)

@@ -22,12 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from tlt_megatron.config.ranges import Count, Section
-from tlt_megatron.drafter.eagle_folder import (
-    WEIGHTS_FILE,
-    load_draft_config,
-    load_trainer_state,
-    write_drafter,
-)
+from tlt_megatron.drafter.eagle_folder import WEIGHTS_FILE, load_trainer_state, write_drafter
 from tlt_megatron.models.draft_model import DraftConfig
 from tlt_megatron.models.hf_io import read_tensors
 from tlt_megatron.runtime.device import HostCopies
@@ -86,9 +81,9 @@ class DrafterCheckpoint:
             (temporary / _RECORD_FILE).write_text(json.dumps(self.record), encoding="utf-8")
 
     @staticmethod
-    def load(folder: Path) -> DrafterCheckpoint:
-        """Read a folder of `write`. ValueError for any other folder, and for weights that are not
-        finite.
+    def load(folder: Path, config: DraftConfig) -> DrafterCheckpoint:
+        """Read a folder of `write` for the run's drafter of `config`. ValueError for any other
+        folder, and for weights that are not finite.
         """
         state = load_trainer_state(folder)
         if state is None or not (folder / _RECORD_FILE).is_file():
@@ -99,7 +94,7 @@ class DrafterCheckpoint:
         if broken:
             raise ValueError(f"{folder}: not finite, or negative: {', '.join(broken[:3])}")
         return DrafterCheckpoint(
-            config=load_draft_config(folder),
+            config=config,
             weights=weights,
             state=state,
             record=read_json(folder / _RECORD_FILE),

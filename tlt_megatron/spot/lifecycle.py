@@ -250,7 +250,7 @@ class DrafterLifecycle:
         """
         try:
             with errors_named(folder / _FOLDER):
-                saved = DrafterCheckpoint.load(folder / _FOLDER)
+                saved = DrafterCheckpoint.load(folder / _FOLDER, self.trainer.model.config)
                 record = check_record(RecordSection, saved.record, folder / _FOLDER)
                 self.trainer.load_state_dict(saved.state)
         except ValueError as error:

@@ -14,6 +14,7 @@ import torch
 
 from tlt_megatron.config.extensions import load_code, load_extension, named_code
 from tlt_megatron.config.load import dump_config
+from tlt_megatron.config.own_layer import OWN, note_own_layer
 from tlt_megatron.config.rules import warnings_of
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_held_out, load_prompts
@@ -82,6 +83,9 @@ def build_run(site: Site) -> Run:
     if world.is_first:
         for line in warnings_of(config):
             log.warning("%s", line)
+        note = note_own_layer(config.model.path, load_model_config(config.model.path))
+        if note and config.speculation.drafter != OWN:
+            log.info("%s", note)
     reward = config.reward
     rewards = stack.enter_context(
         RewardPool(

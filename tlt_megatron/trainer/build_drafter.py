@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.draft_folder import default_aux_layer_ids
+from tlt_megatron.config.own_layer import OWN
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
@@ -13,6 +14,7 @@ from tlt_megatron.drafter.eagle_folder import load_draft_config, load_drafter, l
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.own_drafter import load_own_drafter
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.holdout import Holdout
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
@@ -24,6 +26,8 @@ from tlt_megatron.types import SamplingParams
 def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...]:
     """Return the layers whose states an EAGLE-3 drafter reads; () for other drafters."""
     if not config.speculation.enabled or not config.speculation.is_learned:
+        return ()
+    if config.speculation.drafter == OWN:
         return ()
     if config.speculation.drafter:
         return load_draft_config(config.speculation.drafter, target.num_layers).aux_layer_ids
@@ -47,7 +51,7 @@ def build_drafter(
     embedding_VD, lm_head_VD = engine.target_tensors()
     # A second copy for training: the engine gets only weights that the publisher accepts.
     trainer = DrafterTrainer(make_drafter(config, target, embedding_VD, lm_head_VD), config.drafter)
-    if config.speculation.drafter:
+    if config.speculation.drafter not in ("", OWN):
         state = load_trainer_state(config.speculation.drafter)
         if state is not None:
             trainer.load_state_dict(state)
@@ -75,7 +79,13 @@ def build_drafter(
 def make_drafter(
     config: RunConfig, target: ModelConfig, embedding_VD: Tensor, lm_head_VD: Tensor
 ) -> DraftModel:
-    """Load the drafter at `speculation.drafter`, or make the same random one on every rank."""
+    """Load the drafter at `speculation.drafter` or the policy's own layer, or make the same random
+    one on every rank.
+    """
+    if config.speculation.drafter == OWN:
+        return load_own_drafter(
+            config.model.path, target, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD
+        )
     if config.speculation.drafter:
         return load_drafter(
             config.speculation.drafter,

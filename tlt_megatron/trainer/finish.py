@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shlex
@@ -11,9 +12,13 @@ from pathlib import Path
 
 import torch
 
+from tlt_megatron.config.own_layer import OWN
 from tlt_megatron.config.preflight import foreign_code
 from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.data.tokenizer import load_tokenizer
+from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import save_hf_model
+from tlt_megatron.models.own_drafter import own_tensors
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.durable import replace_text
 from tlt_megatron.runtime.progress import Progress, format_number
@@ -50,11 +55,12 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     trainer = run.trainer
     progress, is_first = trainer.phases.progress, trainer.world.is_first
     is_complete = trainer.step == config.run.num_steps
-    gain = None
+    is_own, gain = config.speculation.drafter == OWN, None
+    has_folder = trainer.drafter is not None and not is_own  # its own: hf/ holds it
     if not run.is_stopped:
         if config.speculation.measure_gain and is_complete:
             gain = run.measure_gain()
-        if trainer.drafter is not None and is_first:
+        if trainer.drafter is not None and not is_own and is_first:
             trainer.drafter.export(run_dir / "hf_drafter")
         if config.checkpoint.export_hf and is_complete:
             _export_policy(run, config, run_dir / "hf")
@@ -70,7 +76,7 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
         summary = read_json(path) | summary
     replace_text(path, json.dumps(summary, indent=2) + "\n")
     if config.checkpoint.export_hf and is_complete and not run.is_stopped:
-        card = model_card(config, summary, has_drafter=trainer.drafter is not None)
+        card = model_card(config, summary, has_drafter=has_folder)
         replace_text(run_dir / "hf" / "README.md", card)
     if run.is_stopped:
         progress.close()
@@ -90,7 +96,7 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
         if value is not None:
             progress.message(f"{name:<22} {format_number(value)}")
     progress.message(f"run folder: {run_dir.resolve()}")
-    _print_next(config, run_dir, progress, has_drafter=trainer.drafter is not None)
+    _print_next(config, run_dir, progress, has_drafter=has_folder)
 
 
 def _print_next(config: RunConfig, run_dir: Path, progress: Progress, *, has_drafter: bool) -> None:
@@ -109,11 +115,20 @@ def _print_next(config: RunConfig, run_dir: Path, progress: Progress, *, has_dra
 
 
 def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:
-    """Write the policy as a Hugging Face model on rank 0. A collective of all ranks."""
-    weights = run.trainer.policy_trainer.model.export_hf_weights()
+    """Write the policy as a Hugging Face model on rank 0, with its own layer as it was trained. A
+    collective of all ranks.
+    """
+    weights, drafter = run.trainer.policy_trainer.model.export_hf_weights(), run.trainer.drafter
+    if drafter is not None and config.speculation.drafter == OWN:
+        policy = load_model_config(config.model.path)
+        trained = own_tensors(drafter.publisher.published.weights, policy)
+        weights = itertools.chain(weights, trained)
     if run.trainer.world.is_first:
         dtype = getattr(torch, config.model.dtype)
         save_hf_model(folder, weights, Path(config.model.path), dtype=dtype)
+        data = run.config.data  # with its date
+        tokenizer = load_tokenizer(config.model.path, data.template_date)
+        tokenizer.pin_template(folder, data.chat_template_kwargs)
     else:
         for _ in weights:
             pass

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from tlt_megatron.config.own_layer import OWN
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.version import __version__
 
@@ -34,6 +35,8 @@ def model_card(config: RunConfig, summary: Mapping[str, float | None], *, has_dr
     base, algorithm = base_model(config.model.path), config.algorithm
     recipe = {
         "data": config.data.train,
+        "arguments of the chat template (its defaults here)": config.data.chat_template_kwargs
+        or "-",
         "reward": ", ".join(config.reward.weights),
         "advantage": algorithm.advantage,
         "loss": algorithm.loss,
@@ -61,6 +64,15 @@ def model_card(config: RunConfig, summary: Mapping[str, float | None], *, has_dr
             "",
             "```bash",
             "tlt serve RUN --engine sglang   # or vllm; RUN is the run folder that holds hf/ and hf_drafter/",
+            "```",
+            "",
+        ]
+    if config.speculation.drafter == OWN:
+        lines += [
+            "Its MTP layer drafted in the rollouts, and is part of this folder. To serve both:",
+            "",
+            "```bash",
+            "python -m sglang.launch_server --model-path HF --speculative-algorithm NEXTN   # HF is this folder",
             "```",
             "",
         ]

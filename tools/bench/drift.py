@@ -8,7 +8,8 @@ The task `drift` rewards short right answers first, and long responses from the 
 `quickstart` is that of the config. Tokens do not depend on the drafter, so all variants of a seed
 have the same policy at every step; "equal" counts the steps in which they drew the same tokens.
 `serial` trains the drafter every --serial-every steps, while all ranks wait; its steps count
-the seconds of training alone. Runs are kept in
+the seconds of training alone. `own` starts from
+the MTP layer of the policy, which must have one. Runs are kept in
 --folder and continued, so more steps or variants can be added. Beside the JSON there is a figure.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tlt_megatron.config.own_layer import OWN
 from tools.bench.measure import made, print_table
 from tools.bench.step import (
     COLD,
@@ -38,10 +40,18 @@ from tools.bench.step import (
     variant_overrides,
 )
 from tools.commands.compare_runs import STEP_SECONDS, Run, read_run
-from tools.run_report.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY
+from tools.run_report.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION
 
 SERIAL, NGRAM = "serial", "ngram"
-_COLOURS = {OFF: INK, FROZEN: BLUE, TLT: ORANGE, COLD: SKY, SERIAL: GREEN, NGRAM: PURPLE}
+_COLOURS = {
+    OFF: INK,
+    FROZEN: BLUE,
+    TLT: ORANGE,
+    COLD: SKY,
+    SERIAL: GREEN,
+    NGRAM: PURPLE,
+    OWN: VERMILLION,
+}
 _LEARNED, _ANY, _KL = "drafter/live_accept_length", "rollout/spec_accept_length", "actor/kl_loss"
 _LONG = 400  # characters: a response of the tiny policy with a long derivation
 _SERIAL_PROMPTS = 64  # of which responses a serial training gets; a run would reuse its own
@@ -75,7 +85,7 @@ def add_options(add: Callable[..., object]) -> None:
     add("--config", default="examples/quickstart.yaml")
     add("--drafter", default="build/tiny_drafter", type=made, help="warmed up")
     add("--task", choices=("drift", "quickstart"), default="drift")
-    add("--variants", nargs="+", choices=[*_COLOURS], default=[*_COLOURS])
+    add("--variants", nargs="+", choices=[*_COLOURS], default=[*_COLOURS][:-1])
     add("--steps", type=int, default=300)
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--serial-every", type=int, default=25, help="RL steps between two trainings of `serial`")
@@ -108,6 +118,8 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 def _run(launch: Launch, name: str, options: argparse.Namespace, folder: Path) -> Run:
     """Run a variant to its last step, with the rewards of its task."""
     settings = variant_overrides(options.drafter).get(name)
+    if name == OWN:
+        settings = variant_overrides(OWN)[TLT]
     if name == NGRAM:
         settings = ("speculation.enabled=true", 'speculation.strategies=["ngram_8"]')
         settings += ("spot.enabled=false",)

@@ -27,13 +27,18 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.hub import TOKENIZER, check_push, fetch_model, push_folder
-from tlt_megatron.config.load import read_sections
+from tlt_megatron.config.load import check_record, read_sections
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.model_shape import tensor_shapes
+from tlt_megatron.config.own_layer import copied_parts, own_names, stored_layers
+from tlt_megatron.config.schema import DataSection
+from tlt_megatron.config.weight_files import name_some
+from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.mcore.checkpoint_reader import read_common
 from tlt_megatron.mcore.stored_weights import iter_stored_weights, write_stored_weights
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.hf_io import HfReader, save_hf_model
+from tlt_megatron.models.hf_io import HfReader, save_hf_model, with_own_layer
+from tlt_megatron.models.own_drafter import read_own_layer, save_own_layer
 from tlt_megatron.runtime.device import host_available_bytes
 from tlt_megatron.runtime.durable import new_folder
 from tlt_megatron.runtime.progress import Progress
@@ -136,6 +141,7 @@ def hf_to_megatron(source: Path, target: Path, *, dtype: str = "float32") -> Non
         temporary.mkdir(exist_ok=True)
         shown = _Shown(len(tensor_shapes(config)))
         write_stored_weights(temporary, config, HfReader(source), dtype, shown.add)
+        save_own_layer(temporary, source, getattr(torch, dtype))
         shown.close()
 
 
@@ -143,12 +149,40 @@ def megatron_to_hf(source: Path, target: Path, model: Path, *, dtype: str | None
     """Write the policy of the torch_dist checkpoint `source` to `target`, a new folder, with the
     config and tokenizer of `model`.
 
-    `dtype` defaults to that of its training.
+    `dtype` defaults to that of its training. The chat template has the run's arguments.
     """
     if target.exists():
         raise ValueError(f"--to {target}: must not exist")
+    _check_own_layer(source, model)
     kept = getattr(torch, dtype or trained_dtype(source))
+    data = data_of(source)
     save_hf_model(target, _read_shown(source, model), model, dtype=kept)
+    if data is not None:
+        load_tokenizer(model, data.template_date).pin_template(target, data.chat_template_kwargs)
+
+
+def data_of(policy: Path) -> DataSection | None:
+    """Return how the run that saved a policy read its prompts; None if it is in no run folder."""
+    run = run_of(policy)
+    section = read_sections(run / "config.yaml").get("data") if run else None
+    if not isinstance(section, dict):
+        return None
+    named = {
+        key: section[key] for key in ("chat_template_kwargs", "template_date") if key in section
+    }
+    return check_record(DataSection, named, f"{run}/config.yaml: data")
+
+
+def _check_own_layer(source: Path, model: Path) -> None:
+    """Raise ValueError if the layer for MTP would lack tensors: a Hub id brings no weights."""
+    config = load_model_config(model)
+    found = {name for name, _ in read_own_layer(source, config)}
+    missing = {*own_names(config).values()} - found if found else set()
+    if missing and not any(model.glob("*.safetensors")):
+        raise ValueError(
+            f"--model {model}: must be a folder with weights: {name_some(sorted(missing))} of the MTP"
+            f" layer are not in {source}"
+        )
 
 
 def trained_dtype(policy: Path) -> str:
@@ -180,10 +214,17 @@ def verify(policy: Path, folder: Path, dtype: str, *, model: Path | None = None)
     config = load_model_config(model or folder)
     is_export = model is not None
     stored = _read_shown(policy, model or folder)
-    differences = [*tensor_differences(stored, folder, kept, is_export=is_export)]
-    compared = [f"{len(tensor_shapes(config))} tensors, bit for bit"]
     if model is not None:
-        differences += companion_differences(model, folder)
+        stored = with_own_layer(stored, model)
+    differences = [*tensor_differences(stored, folder, kept, is_export=is_export)]
+    layers = {*stored_layers(config, HfReader(folder).names())}
+    if not is_export:
+        layers -= copied_parts(config, layers).keys()
+        held = {name for name, _ in read_own_layer(policy, config)}
+        differences += [f"{policy} has no tensor {name}" for name in sorted(layers - held)]
+    compared = [f"{len(tensor_shapes(config)) + len(layers)} tensors, bit for bit"]
+    if model is not None:
+        differences += companion_differences(model, folder, data_of(policy))
         compared.append("tokenizer, chat template, generation config")
     needed, available = logits_bytes(config), host_available_bytes()
     if needed > available:
@@ -204,13 +245,16 @@ def verify(policy: Path, folder: Path, dtype: str, *, model: Path | None = None)
 
 
 def _read_shown(policy: Path, model: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a torch_dist checkpoint of `model`, and show how many are done."""
+    """Yield the tensors of a torch_dist checkpoint of `model`, and show how many are done. Those of
+    its layer for MTP come last.
+    """
     config = load_model_config(model)
     shown = _Shown(len(tensor_shapes(config)))
     for tensor in iter_stored_weights(policy, config):
         yield tensor
         shown.add()
     shown.close()
+    yield from read_own_layer(policy, config)
 
 
 class _Shown:

@@ -27,10 +27,11 @@ from tlt_megatron.config.hub import TOKENIZER, fetch_model, name_version
 from tlt_megatron.config.layout import check_layout, draft_slack
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.model_folder import check_model
+from tlt_megatron.config.own_layer import note_own_layer
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.prompts import load_held_out, load_prompts
 from tlt_megatron.data.tokenizer import load_tokenizer
-from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.before.memory_ledger import make_ledger
@@ -61,7 +62,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
     settings = choose_settings(options, folder)
     model = settings["model"]
-    model["path"] = name_version(options.model, Path(model["path"]))
+    found = Path(model["path"])
+    model["path"] = name_version(options.model, found)
     text = ABOUT + yaml.safe_dump(settings, sort_keys=False)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
@@ -70,6 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
         script = slurm_script(folder / "config.yaml", options.gpus)
         (folder / "train.sbatch").write_text(script, encoding="utf-8")
     print(text, end="")
+    if note := note_own_layer(found, load_model_config(found)):
+        print(f"\n{note}")
     print(f"\nwritten to {options.out}: {', '.join(names)}. Edit reward.py, then:")
     config, script = (
         shlex.quote(f"{options.out / name}") for name in ("config.yaml", "train.sbatch")

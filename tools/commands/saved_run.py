@@ -7,6 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tlt_megatron.config.load import read_sections
+from tlt_megatron.config.own_layer import OWN
+
 
 def run_of(path: Path) -> Path | None:
     """Return the run folder that is `path` or holds it; None: there is none."""
@@ -26,7 +29,11 @@ def model_and_drafter(source: str) -> tuple[str, str | None]:
             f"{source}: has no hf/; tlt convert --from {source} --to FOLDER makes a model of its checkpoint"
         )
     drafter = run / "hf_drafter"
-    return str(run / "hf"), str(drafter) if drafter.is_dir() else None
+    if drafter.is_dir():
+        return str(run / "hf"), str(drafter)
+    section = read_sections(run / "config.yaml").get("speculation")
+    is_own = isinstance(section, dict) and section.get("drafter") == OWN
+    return str(run / "hf"), OWN if is_own else None
 
 
 def find_saved(path: Path, part: str, files: Sequence[str], wanted: str) -> Path:

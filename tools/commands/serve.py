@@ -11,6 +11,7 @@ it. The drafter is first exported to its format, beside the original.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import socket
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlt_megatron.config.hub import fetch_model
+from tlt_megatron.config.model_folder import check_model
+from tlt_megatron.config.own_layer import OWN, check_own_layer
 from tools.commands.export_drafter import export_drafter, find_drafter, load_target, server_command
 from tools.commands.saved_run import model_and_drafter
 
@@ -104,14 +107,20 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _other_server(options: argparse.Namespace, model: str, drafter: str | None) -> list[str]:
     """Return the command of SGLang or vLLM. Its format of the drafter is written once."""
-    exported = None
-    if drafter is not None:
+    exported, own = None, []
+    if drafter == OWN:
+        folder = fetch_model("model", model)
+        check_own_layer(folder, check_model("model", folder), "--drafter")
+        method = {"method": "mtp", "num_speculative_tokens": 1}
+        own = ["--speculative-algorithm", "NEXTN"]
+        own = ["--speculative-config", json.dumps(method)] if options.engine == "vllm" else own
+    elif drafter is not None:
         exported = Path(f"{drafter}_{options.engine}")
         if not exported.is_dir():
             target = load_target(fetch_model("model", model), "model")
             export_drafter(find_drafter(Path(drafter)), exported, options.engine, target)
     command = server_command(options.engine, model, exported)
-    return [*command, "--host", options.host, "--port", str(options.port)]
+    return [*command, *own, "--host", options.host, "--port", str(options.port)]
 
 
 def _parse() -> argparse.Namespace:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.model_shape import tensor_shapes
+from tlt_megatron.config.schema import DataSection
+from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.mcore.checkpoint_logits import checkpoint_logits
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.hf_io import HfReader, companions, dtype_of
@@ -51,15 +53,24 @@ def tensor_differences(
         yield from (f"{folder} has {name}, which the model has not" for name in sorted(unseen))
 
 
-def companion_differences(model: Path, folder: Path) -> list[str]:
+def companion_differences(model: Path, folder: Path, data: DataSection | None) -> list[str]:
     """Return a line for each file that belongs to the weights of `model` (tokenizer, chat template,
-    generation config) and is not the same in `folder`.
+    generation config) and is not the same in `folder`. `data`: of the run that trained it.
     """
-    differences = []
+    differences, pinned = [], None
+    if data is not None:
+        tokenizer = load_tokenizer(model, data.template_date)
+        pinned = tokenizer.pinned_template(data.chat_template_kwargs)
+        if load_tokenizer(folder).hf.chat_template != pinned:
+            differences.append(
+                f"{folder} has not the chat template of {model} with data.chat_template_kwargs"
+            )
     for file in companions(model):
         copy = folder / file.name
         is_same = copy.is_file() and copy.read_bytes() == file.read_bytes()
-        if file.name != "config.json" and not is_same:  # the dtype in it may change
+        is_compared = pinned is not None and file.suffix == ".jinja"
+        # the dtype in config.json may change
+        if file.name != "config.json" and not is_compared and not is_same:
             differences.append(f"{copy} is not {file}")
     return differences
 
@@ -82,11 +93,15 @@ def logits_difference(checkpoint: Path, folder: Path, dtype: torch.dtype) -> flo
 
 
 def _transformers_logits(folder: Path, token_ids_P: Tensor, rounded_to: torch.dtype) -> Tensor:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=False
-    ).eval()
+    # transformers lacks MiMo, which computes what a Qwen2 does.
+    kind = load_model_config(folder).model_type
+    model = (
+        (Qwen2ForCausalLM if kind == "mimo" else AutoModelForCausalLM)
+        .from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        .eval()
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.to(rounded_to).float()

@@ -31,6 +31,7 @@ from tlt_megatron.cli import ROOT
 from tlt_megatron.config.draft_folder import default_aux_layer_ids
 from tlt_megatron.config.hub import load_fetched_config
 from tlt_megatron.config.model_folder import check_model
+from tlt_megatron.config.own_layer import OWN
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import load_trainer_state, save_drafter
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = [f"model.path={options.model}"] if options.model else []
     settings += [f"data.train={options.prompts}", "data.eval="] if options.prompts else []
     config, _ = load_fetched_config(options.config, [*settings, *options.settings])
+    rule = "empty or a folder: tlt train-drafter makes a new EAGLE drafter"
+    config.speculation.require(config.speculation.drafter != OWN, "drafter", rule)
     is_eagle3 = config.drafter.algorithm == "eagle3"
     num_layers = check_model("model.path", config.model.path).num_layers
     aux_layer_ids = default_aux_layer_ids(num_layers) if is_eagle3 else ()

@@ -26,6 +26,7 @@ DRAFTS = (
     "speculation.strategies=['2_1_2']",
     "speculation.drafter={0}/drafter",
 )
+OWN = (*DRAFTS[:2], "speculation.drafter=own")
 # Ten lines of aliases that stand for 10^10 values.
 EXPANDING = "a: &a [1]\n" + "".join(
     f"{b}: &{b} [{', '.join(['*' + a] * 10)}]\n" for a, b in itertools.pairwise("abcdefghijk")
@@ -55,6 +56,12 @@ class Case:
     message: str
     change: Callable[[Path], object] = lambda folder: None
     overrides: tuple[str, ...] = field(default=())  # {0}: the run's folder
+
+
+def own_layer(folder: Path) -> None:
+    """Give a mimo one tensor of a layer for MTP, which such a layer does not have."""
+    write_model(folder / "model", model_type="mimo")
+    save_file({"model.mtp_layers.0.x": torch.zeros(2)}, folder / "model" / "more.safetensors")
 
 
 def model(**config: object) -> Callable[[Path], object]:
@@ -169,10 +176,14 @@ CASES = [
     # drafter
     Case("absent drafter", r"speculation\.drafter='[^']*/absent': must be a folder with config\.json", overrides=(*DRAFTS, "speculation.drafter={0}/absent")),
     Case("drafter of another kind", r"drafter': config\.json: architectures='LlamaForCausalLM': must be one of", drafter(architectures=["LlamaForCausalLM"]), DRAFTS),
-    Case("drafter without a size", r"drafter': config\.json: lacks intermediate_size", drafter(intermediate_size=None), DRAFTS),
     Case("drafter's rope", r"drafter': config\.json: rope_type='dynamic': must be one of default", drafter(rope_parameters={"rope_type": "dynamic"}), DRAFTS),
     Case("drafter of another policy", r"speculation\.drafter='[^']*/drafter': hidden_size=24 must be the policy's, 16", drafter(hidden_size=24), DRAFTS),
     Case("drafter without weights", r"speculation\.drafter=.*must hold \.safetensors files", remove("drafter/model.safetensors"), DRAFTS),
+    Case("own layer of a family without one", r"speculation\.drafter='own': the checkpoint \S+ has no MTP layer \(it is a llama; glm4_moe, mimo may have one\)", overrides=OWN),
+    Case("own layer that is not there", r"has no MTP layer \(it is a mimo;", model(model_type="mimo"), OWN),
+    Case("own layer with a tensor too many", r"drafter='own': \S+: its files lack model\.mtp_layers\.0\.token_layernorm\.weight, .* and hold tensors that a layer for MTP .*: model\.mtp_layers\.0\.x", own_layer, OWN),
+    Case("own layer by EAGLE-3", r"drafter\.algorithm='eagle3': must be eagle or hass where speculation\.drafter='own'", overrides=(*OWN, "drafter.algorithm=eagle3")),
+    Case("own layer with SGLang", r"speculation\.drafter='own': must be the folder of an EAGLE drafter where rollout\.engine='sglang'", overrides=(*OWN, "rollout.engine=sglang", "rollout.dtype=bfloat16")),
     Case("drafter by its old key", r"drafter\.path='x': unknown key; drafter\.path: here speculation\.drafter$", overrides=("drafter.path=x",)),
     # run folder and prompts
     Case("run.dir under a file", r"run\.dir='[^']*/train\.jsonl/run': cannot be written: .*Not a directory", overrides=("run.dir={0}/train.jsonl/run",)),

@@ -101,6 +101,20 @@ def test_metrics_of_kept_sets_by_hand() -> None:
     )
 
 
+def test_accept_lengths_by_position_by_hand() -> None:
+    """Two passes from 8 to 15, one from 16 on, on one of two ranks."""
+    group = scored((12,), (1.0,), 8)
+    passes = {"accept_lengths": (4, 1, 6), "pass_positions": (9, 13, 16)}
+    group = replace(group, rollouts=(replace(group.rollouts[0], **passes),))
+    metrics = rollout_metrics([group], sums_of(group), 8)
+    by_position = {
+        name.removeprefix("spec/accept_length_by_position/"): value
+        for name, value in metrics.items()
+        if name.startswith("spec/")
+    }
+    assert by_position == {"8": 2.5, "16": 6.0}
+
+
 def test_pass_at_k_by_hand() -> None:
     assert pass_at_k([0, 1, 4], 4) == pytest.approx(
         {"eval/pass@1": 5 / 12, "eval/pass@2": 0.5, "eval/pass@4": 2 / 3}

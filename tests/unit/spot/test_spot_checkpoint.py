@@ -36,7 +36,7 @@ def numbered(model: DraftModel, number: int) -> DrafterCheckpoint:
 
 def number_in(folder: Path) -> int:
     """The number of a whole checkpoint."""
-    loaded = DrafterCheckpoint.load(folder)
+    loaded = DrafterCheckpoint.load(folder, make_draft_model("eagle").config)
     number = loaded.record["step"]
     for tensor in [*loaded.weights.values(), *loaded.state.values()]:
         assert (tensor == number).all()
@@ -152,4 +152,4 @@ def json_step(folder: Path) -> int:
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must be a folder with training/record\.json"):
-        DrafterCheckpoint.load(tmp_path)
+        DrafterCheckpoint.load(tmp_path, make_draft_model("eagle").config)

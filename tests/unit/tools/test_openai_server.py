@@ -224,6 +224,12 @@ def test_neutral_defaults_are_accepted(address: str) -> None:
             400,
             "messages[0].content[0] has the type 'image_url': must be text",
         ),
+        (
+            "chat/completions",
+            {"messages": USER, "chat_template_kwargs": {"other": 1}},
+            400,
+            "has no argument 'other'",
+        ),
         ("chat/completions", {"messages": []}, 400, "prompts[0] has 0 tokens"),
         ("chat/completions", {"messages": ["hi"]}, 400, "messages.0='hi': "),
         ("chat/completions", {"messages": [{"content": "1"}]}, 400, "messages[0]={'content': '1'}"),
@@ -246,6 +252,14 @@ def test_a_bad_request_is_answered_in_one_line(
     assert said in message
     assert "\n" not in message
     assert len(message) < 300
+
+
+def test_the_chat_template_gets_the_arguments_of_a_request(address: str) -> None:
+    greedy = {"max_tokens": 9, "temperature": 0}
+    asked = {"messages": USER, "chat_template_kwargs": {"mode": "3*"}}
+    (chat,) = post(address, "chat/completions", asked | greedy)[1]["choices"]
+    (text,) = post(address, "completions", {"prompt": "3*u:12;a:"} | greedy)[1]["choices"]
+    assert chat["message"]["content"] == text["text"]
 
 
 def test_models_and_health(address: str) -> None:

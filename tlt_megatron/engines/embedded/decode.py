@@ -263,7 +263,7 @@ class DecodeBatch:
         has_ended = self._take(report)
         self._read_ended = lambda: has_ended
         for request, count in zip(self.requests, report.num_committed, strict=True):
-            request.accept_lengths.append(count)
+            request.passes.append((request.position + 1, count))
             request.position += count
         first = None if strategy.is_chain else report.first_by_depth[: strategy.depth]
         return Advance(sum(report.num_committed), report.num_accepted, first)

@@ -64,7 +64,7 @@ class Request:
     position: int = 0  # of the next token to compute, in the whole sequence, while it runs
     num_computed: int = 0  # saved tokens recomputed so far
     last_hidden_D: Tensor | None = None  # the state of the last saved token, after recomputation
-    accept_lengths: list[int] = field(default_factory=list)
+    passes: list[tuple[int, int]] = field(default_factory=list)  # verifying: tokens before, out
     # the ids that top-p and top-k kept at each token so far; empty without them
     kept: list[Tensor] = field(default_factory=list)
     text: IndexedText | None = None  # what the n-gram drafter has of it

@@ -67,6 +67,6 @@ def serve_clients(
         run.passes.clear()
         ended = [] if run.is_done else run.sample()
         for request, tokens in run.take_news():
-            clients.receive(request.key, tokens, request.accept_lengths)
+            clients.receive(request.key, tokens, [count for _, count in request.passes])
         for end in ended:
             clients.finish(end.request.key, finish_reason_of(end, params))

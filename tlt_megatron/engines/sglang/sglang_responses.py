@@ -146,6 +146,7 @@ def make_rollout(
         finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
         versions=((policy_version, len(token_ids)),),
         accept_lengths=tuple(min(count, len(token_ids) - start) for start, count in passes),
+        pass_positions=tuple(len(prompt.token_ids) + start for start, _ in passes),
         kept=kept,
         routes=None if routed is None else _routes(meta["routed_experts"], routed),
     )

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from tlt_megatron.config.own_layer import OWN
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.drafter.drafter_memory import drafter_parameters, spot_claims
 from tlt_megatron.engines.embedded.memory_plan import num_routes, plan_memory
@@ -93,6 +94,8 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
             has_pipeline=config.parallel.pipeline > 1,
             is_cuda=device.is_cuda,
         )
+        frozen = _frozen_experts(config, sizes) * _item_bytes(config)
+        claims.append(MemoryClaim("drafter's frozen experts", frozen, STEP_PHASES))
     return MemoryLedger(claims)
 
 
@@ -172,7 +175,7 @@ def _engine_claims(
     drafter = 0
     if config.speculation.enabled and config.speculation.is_learned:
         is_packed = packs(getattr(torch, rollout.dtype), device.torch_device)
-        drafter = drafter_parameters(sizes)
+        drafter = drafter_parameters(sizes) + _frozen_experts(config, sizes)
         drafter += config.speculation.num_draft_ids(sizes.vocab) * sizes.hidden
         drafter *= _item_bytes(config) * (2 if is_packed else 1)
     batch, kv = _engine_settings(config)
@@ -204,7 +207,7 @@ def _sglang_claims(config: RunConfig, sizes: ModelSizes, device: Device) -> list
     kv_layers, weights = sizes.num_layers, sizes.total
     if config.speculation.enabled and config.speculation.is_learned:
         kv_layers += 1
-        weights += drafter_parameters(sizes)
+        weights += drafter_parameters(sizes) + _frozen_experts(config, sizes)
     # Its memory saver, which frees a sleeping engine's memory, does nothing on a CPU.
     held_in = _AWAKE if device.is_cuda else ALL_PHASES
     graphs_mib = 512 + 1.5 * max(rollout.prefill_chunk_tokens, 2048) + 1024 * ranks / 8
@@ -227,6 +230,11 @@ def _sglang_claims(config: RunConfig, sizes: ModelSizes, device: Device) -> list
         MemoryClaim("engine graphs, workspaces", graphs, held_in, lower=chunk, is_estimate=True),
         MemoryClaim("engine routes", routes, in_host=device.is_cuda, lower=kv),
     ]
+
+
+def _frozen_experts(config: RunConfig, sizes: ModelSizes) -> int:
+    """Return the number of parameters of a drafter's routed experts, which are not trained."""
+    return sizes.experts if config.speculation.drafter == OWN else 0
 
 
 def _num_graph_sets(config: RunConfig) -> int:

@@ -17,6 +17,7 @@ import torch
 from tlt_megatron.config.extensions import REGISTRY, load_code, named_code
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import dump_config
+from tlt_megatron.config.own_layer import OWN
 from tlt_megatron.config.ranges import Section
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.doctor import examine
@@ -97,11 +98,11 @@ def examine_node(
 
 def _examine_inputs(config: RunConfig) -> Iterator[Check]:
     """Read the beginning of every input file, and load the code that settings name."""
-    speculation = config.speculation
+    speculation, drafter = config.speculation, config.speculation.drafter
     paths = {
         "model.path": [config.model.path],
         "critic.path": [config.critic.path] if config.has_critic else [],
-        "speculation.drafter": [speculation.drafter] if speculation.enabled else [],
+        "speculation.drafter": [drafter] if speculation.enabled and drafter != OWN else [],
         "data.train": [config.data.train],
         "data.eval": [*config.data.eval_files.values()],
     }

@@ -1,0 +1,125 @@
+"""A run whose drafter is the checkpoint's own layer: it changes no token, is trained on idle ranks,
+goes on after a resume, and comes home in the exported model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny_task import (
+    TLT,
+    answers,
+    check_same_run,
+    check_same_weights,
+    make_tiny_task,
+    metric_rows,
+    patient_engine,
+    run,
+)
+from tlt_megatron.api.text_engine import Engine
+from tlt_megatron.config.model_folder import check_model
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.models.own_drafter import load_own_drafter
+from tools.commands.saved_run import model_and_drafter
+
+pytestmark = pytest.mark.e2e
+
+UNEVEN = ("rollout.num_prompts=3", "rollout.max_batch_size=4", "rollout.max_new_tokens=40")
+PLAIN = (*UNEVEN, "run.num_steps=4", "data.eval=", "logging.trackers=[]")
+OWN = (*PLAIN, *TLT, "drafter.algorithm=hass", "drafter.lr=0.005", "speculation.drafter=own")
+FEATURES = {"mimo": (), "glm4_moe": ("rollout.routing_replay=true",)}
+
+
+@pytest.fixture(scope="module", params=FEATURES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def task(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_task(tmp_path_factory.mktemp("task"), kind=kind, has_mtp=True)
+
+
+@pytest.fixture(scope="module")
+def straight(task: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps, checkpointed after each."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    engine = patient_engine(tmp_path_factory.mktemp("engine"), "embedded", num_updates=60)
+    kept = ("checkpoint.interval=1", "checkpoint.keep=0")
+    run(2, task, run_dir, *OWN, *FEATURES[kind], engine, *kept)
+    return run_dir
+
+
+def test_no_token_and_no_weight_changes(task: Path, kind: str, straight: Path, tmp_path) -> None:
+    run(2, task, tmp_path / "off", *PLAIN, *FEATURES[kind])
+    check_same_run(straight, tmp_path / "off")
+    assert metric_rows(straight)[0]["rollout/spec_accept_length"] > 1
+
+
+def test_a_resumed_run_goes_on_with_the_trained_layer(
+    task: Path, kind: str, straight: Path, tmp_path: Path
+) -> None:
+    first = straight / "checkpoints" / "iter_0000002"
+    run(2, task, tmp_path, *OWN, *FEATURES[kind], f"checkpoint.resume={first}")
+    assert answers(tmp_path) == answers(straight)[len(answers(straight)) // 2 :]
+    check_same_weights(tmp_path, straight)
+    saved = load_file(first / "drafter" / "training" / "state.safetensors")
+    rows = metric_rows(tmp_path)
+    made = sum(row["spot/updates"] for row in rows)
+    assert rows[-1]["drafter/num_updates"] == int(saved["num_updates"]) + made > 0
+
+
+def test_the_export_holds_the_trained_layer(task: Path, straight: Path, kind: str) -> None:
+    source, exported = (HfReader(folder) for folder in (task.parent / "model", straight / "hf"))
+    assert source.names() == exported.names()
+    check_model("model.path", straight / "hf")
+    assert metric_rows(straight)[-1]["drafter/version"] >= 1
+    prefix = "model.mtp_layers.0." if kind == "mimo" else "model.layers.2."
+    changed = {
+        name.removeprefix(prefix)
+        for name in source.names()
+        if name.startswith(prefix) and not torch.equal(source[name], exported[name])
+    }
+    fusion = "input_proj.weight" if kind == "mimo" else "eh_proj.weight"
+    assert {fusion, "self_attn.q_proj.weight", "input_layernorm.weight"} <= changed
+    assert not [name for name in changed if ".experts." in name or "mlp.gate." in name]
+    for copy in ("embed_tokens", "shared_head.head"):
+        if f"{prefix}{copy}.weight" in exported:
+            whole = "model.embed_tokens" if copy == "embed_tokens" else "lm_head"
+            assert torch.equal(exported[f"{prefix}{copy}.weight"], exported[f"{whole}.weight"])
+    config = json.loads((straight / "hf" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    assert not (straight / "hf_drafter").exists()
+
+
+def test_the_exported_model_loads_the_drafter_that_the_engines_had(straight: Path) -> None:
+    """Bit for bit, so its accept length is the same."""
+    reader = HfReader(straight / "hf")
+    tables = [reader[name] for name in ("model.embed_tokens.weight", "lm_head.weight")]
+    policy = load_model_config(straight / "hf")
+    model = load_own_drafter(straight / "hf", policy, embedding_VD=tables[0], lm_head_VD=tables[1])
+    published = load_file(straight / "drafter" / "model.safetensors")
+    assert published.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, published[name]), name
+
+
+def test_the_commands_and_the_api_draft_with_the_exported_layer(straight: Path) -> None:
+    model, drafter = model_and_drafter(str(straight))
+    assert (model, drafter) == (str(straight / "hf"), "own")
+    settings = {"max_new_tokens": 40, "num_samples": 4, "seed": 3}
+    plain, drafted = (
+        Engine(model, drafter=each, strategies=strategies, dtype="float64").generate(
+            ["t1=", "t2="], **settings
+        )
+        for each, strategies in ((None, None), (drafter, ["3_1_3"]))
+    )
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    lengths = [length for each in drafted for length in each.accept_lengths]
+    assert sum(lengths) / len(lengths) > 1
