@@ -28,7 +28,7 @@ class FakeHub:
     url: str = ""
     created: list[dict[str, object]] = field(default_factory=list)  # repositories
     uploads: dict[str, bytes] = field(default_factory=dict)  # by name
-    # of a download: "breaks off", or the ending of files that get wrong bytes of the right size
+    # in a download: "breaks off", or the ending of files that get wrong bytes of the right size
     fault: str = ""
 
     def downloads(self) -> list[str]:

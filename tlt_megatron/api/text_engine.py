@@ -42,18 +42,18 @@ from tlt_megatron.speculation.selector import make_selector
 from tlt_megatron.types import Prompt, SamplingParams
 
 WITH_DRAFTER = ("2_1_2", "4_1_4", "6_1_6")
-_VERSION = 0  # of the weights: they never change
+_VERSION = 0  # the weights never change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One response."""
 
-    prompt_index: int  # of its prompt in the list that was given
+    prompt_index: int  # its prompt's place in the list that was given
     sample_index: int  # 0 .. num_samples - 1
     text: str  # without special tokens, and without the stop string that ended it
     token_ids: list[int]
-    # of the distribution that was sampled: after temperature, top-p and top-k
+    # under the distribution that was sampled: after temperature, top-p and top-k
     logprobs: list[float]
     accept_lengths: list[int]  # tokens out of each verify pass; empty for plain decoding
     finish_reason: str  # "stop" | "length"

@@ -23,7 +23,7 @@ _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 _OTHER_MEDIA = ("images", "videos", "audios", "image", "video", "audio", "multi_modal_data")
 _SYSTEM = ("system", "system_prompt")
 _OF_TEMPLATE = {"tools": list, "documents": list, "chat_template_kwargs": dict}
-_SHOWN_CHARACTERS = 60  # of a prompt, in an error message
+_SHOWN_CHARACTERS = 60  # that an error message shows of a prompt
 
 
 class Row(NamedTuple):

@@ -159,7 +159,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program of the folder
             raise ValueError(f"the chat template of {self._path} refuses it: {error}") from error
-        assert isinstance(text, str)  # of one conversation
+        assert isinstance(text, str)  # the text of one conversation
         return text
 
     def _check_template_kwargs(self, names: Iterable[str]) -> None:
@@ -318,7 +318,7 @@ class Tokenizer:
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )
-        assert isinstance(text, str)  # of one response
+        assert isinstance(text, str)  # the text of one response
         return text
 
 
@@ -337,7 +337,7 @@ def load_tokenizer(path: str | Path, template_date: str = "") -> Tokenizer:
         )
     except Exception as error:  # tokenizers raises Exception itself for a file of a newer version
         reason = " ".join(str(error).split())
-        is_config = reason.startswith("Validation error for field")  # of config.json, read first
+        is_config = reason.startswith("Validation error for field")  # config.json was read first
         part = "config.json" if is_config else "its tokenizer"
         raise ValueError(f"model.path={str(path)!r}: {part} cannot be loaded: {reason}") from error
     hf = as_in_file(hf, folder)

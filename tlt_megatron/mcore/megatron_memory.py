@@ -71,7 +71,7 @@ class Sharding:
         Experts have copies on fewer ranks than the rest, and share their state with those alone.
         """
         dense, experts = self._cut_parameters(sizes)
-        num_ranks = self.parallel.tensor * self.num_copies  # of a stage
+        num_ranks = self.parallel.tensor * self.num_copies  # in a stage
         return dense // self.num_copies + experts * self.parallel.expert // num_ranks
 
     def _cut_parameters(self, sizes: ModelSizes) -> tuple[int, int]:

@@ -33,7 +33,7 @@ from tlt_megatron.types import (
     ScoredResponse,
 )
 
-_MAX_BYTES = 1 << 40  # of carried responses: those of a large batch with their routes
+_MAX_BYTES = 1 << 40  # enough for the carried responses of a large batch with their routes
 
 
 class OpenResponses:
@@ -247,7 +247,7 @@ def _read_carried(path: Path) -> list[ScoredResponse]:
 
 
 def _from_row(row: dict[str, Any]) -> Rollout:
-    row.pop("verify_starts", None)  # of older checkpoints, as is the next
+    row.pop("verify_starts", None)  # older checkpoints have it, and the next
     version = row.pop("policy_version", None)
     row["versions"] = row["versions"] or ((version, row["token_ids"].numel()),)
     row["finish_reason"] = FinishReason(row["finish_reason"])
@@ -262,7 +262,7 @@ def _check_response(response: ScoredResponse) -> None:
     num_tokens = rollout.token_ids.numel()
     masks = [] if rollout.loss_mask is None else [rollout.loss_mask]
     drawn = [int(amount(number)) for pair in rollout.versions for number in pair]
-    places = [int(amount(each)) for each in (rollout.draw_index, rollout.sample_index)]
+    places = [int(amount(each)) for each in rollout.key]
     is_good = (
         all(tensor.shape == (num_tokens,) for tensor in (*tensors, *masks))
         and rollout.token_ids.dtype == torch.int64

@@ -55,7 +55,7 @@ from tools.commands.verify_conversion import (
 
 DTYPES = ("float32", "bfloat16")
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
-_INDEX_FILE = ".metadata"  # of a torch_dist folder
+_INDEX_FILE = ".metadata"  # every torch_dist folder has it
 
 
 def main() -> int:

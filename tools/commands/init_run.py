@@ -42,7 +42,7 @@ ABOUT = """# Written by tlt init. All settings with their values: tlt train conf
 # rollout.engine: embedded needs no SGLang. Speculation and spot training change no token: enabled: false turns them off.
 """
 NODE_GPUS = 8
-KV_SHARE = 0.19  # of a GPU's memory, at most: about as in examples/qwen2_5_7b_8gpu.yaml
+KV_SHARE = 0.19  # most of a GPU's memory: about as in examples/qwen2_5_7b_8gpu.yaml
 
 
 def main(arguments: list[str] | None = None) -> None:

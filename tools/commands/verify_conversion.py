@@ -17,7 +17,7 @@ from tlt_megatron.mcore.checkpoint_logits import checkpoint_logits
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.hf_io import HfReader, companions, dtype_of
 
-NUM_TOKENS = 64  # of the prompt
+NUM_TOKENS = 64  # in the prompt
 # The largest allowed difference, as a share of the largest logit. Sums in another order differ by
 # less (1.4e-5 in a mixture of 1.1 billion random weights), and a wrong layout by far more.
 MOST_DIFFERENCE = 1e-3
