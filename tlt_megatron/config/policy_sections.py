@@ -76,6 +76,11 @@ class RewardSection(Section):
         return {self.function: 1.0} if isinstance(self.function, str) else self.function
 
     @property
+    def names(self) -> list[str]:
+        """Return the name of every function, without its place."""
+        return [spec.rpartition(":")[2] for spec in self.weights]
+
+    @property
     def is_built_in(self) -> bool:
         """Return whether no function is the user's."""
         return self.weights.keys() <= REGISTRY["reward.function"].built_in.keys()

@@ -55,7 +55,7 @@ RULES = (
     Rule("data.template_date", lambda c: not c.data.template_date or _is_date(c.data.template_date), "YYYY-MM-DD"),
     Rule("data.eval", lambda c: all(c.data.eval), "a file or a list of files"),
     Rule("data.eval", lambda c: isinstance(c.data.eval, str) or len(c.data.eval_files) == len(c.data.eval), "files with different names, or in folders with different names"),
-    Rule("reward.function", lambda c: _has_each_once([spec.rpartition(":")[2] for spec in c.reward.weights]), "functions with different names"),
+    Rule("reward.function", lambda c: _has_each_once(c.reward.names), "functions with different names, not {c.reward.names}"),
     Rule("reward.function", lambda c: any(c.reward.weights.values()), "functions of which one has a weight that is not 0"),
     Rule("reward.overlong_tokens", lambda c: c.reward.overlong_tokens < c.rollout.max_new_tokens, "< rollout.max_new_tokens={c.rollout.max_new_tokens}"),
     Rule("rollout.max_turns", lambda c: not c.rollout.environment or c.rollout.max_turns > 1, "> 1 where rollout.environment is set"),
