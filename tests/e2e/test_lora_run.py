@@ -42,7 +42,8 @@ def test_a_resumed_run_equals_a_straight_one(config: Path, tmp_path: Path) -> No
     run(1, config, straight, *QUICK, "run.num_steps=3")
     run(1, config, resumed, *QUICK, "run.num_steps=2")
     said = run_ending(2, 1, config, resumed, *QUICK, "--resume=auto", "model.lora_rank=0")
-    assert "belongs to another run: LoRA.rank 4 -> None" in said
+    assert "belongs to another run: LoRA.alpha 32.0 -> None" in said
+    assert "LoRA.rank 4 -> None" in said
     run(1, config, resumed, *QUICK, "--resume=auto", "run.num_steps=3")
     check_same_bits(weights(resumed), weights(straight))
     adapters = [
