@@ -58,7 +58,7 @@ def accept_lengths(run: Path) -> list[float | None]:
 def accepted_by_depth(run: Path) -> list[float]:
     """Return the share of passes that accept the drafted token of each depth.
 
-    Of the deepest strategy, in the last ten steps.
+    They are the deepest strategy's, in the last ten steps.
     """
     rows = [
         json.loads(line)

@@ -2,9 +2,9 @@
 
     rollout:
       environment: examples/calculator.py:answer     # or package.module:function
-      max_turns: 4                  # of the policy
-      max_new_tokens: 256           # of the policy, in all turns together
-      max_observation_tokens: 64    # of the environment, in all answers together
+      max_turns: 4                  # by the policy
+      max_new_tokens: 256           # by the policy, in all turns together
+      max_observation_tokens: 64    # by the environment, in all answers together
     reward:
       num_workers: 2                # processes per rank, which also answer
 

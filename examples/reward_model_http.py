@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 URL = os.environ.get("REWARD_MODEL_URL", "")
 if not URL.startswith(("http://", "https://")):
     raise ValueError(f"REWARD_MODEL_URL={URL!r}: must be the http(s) address of the reward model")
-REQUEST_TIMEOUT_S = 30.0  # of one attempt
+REQUEST_TIMEOUT_S = 30.0  # for one attempt
 NUM_ATTEMPTS = 4
 FIRST_WAIT_S = 0.25  # before the second attempt; doubles with each further one
 BUSY = (429, 500, 502, 503, 504)  # repeated; another status of failure is an error

@@ -125,7 +125,7 @@ class _Forwarder:
 
     def __init__(self) -> None:
         self.has_killed = False
-        self.files = ExitStack()  # of a dry run; closed when a signal ends it
+        self.files = ExitStack()  # a dry run's files; closed when a signal ends it
         self._num_interrupts = 0
 
     def start(self) -> None:

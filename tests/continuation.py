@@ -44,10 +44,10 @@ def check_continued(
     fresh = replace(prompts[0], draw_index=10_000)
     groups = generate([fresh, *continued], params)
     assert len(groups[0].rollouts) == params.num_samples
-    expected = {(r.draw_index, r.sample_index): r for group in whole for r in group.rollouts}
+    expected = {r.key: r for group in whole for r in group.rollouts}
     for (_, so_far), group in zip(begun, groups[1:], strict=True):
         (later,) = group.rollouts
-        one = expected[later.draw_index, later.sample_index]
+        one = expected[later.key]
         assert torch.cat((so_far.token_ids, later.token_ids)).tolist() == one.token_ids.tolist()
         assert later.finish_reason is one.finish_reason
         for name in ("logprobs", "policy_logprobs"):

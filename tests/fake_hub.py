@@ -28,7 +28,8 @@ class FakeHub:
     url: str = ""
     created: list[dict[str, object]] = field(default_factory=list)  # repositories
     uploads: dict[str, bytes] = field(default_factory=dict)  # by name
-    fault: str = ""  # of a download of weights: "breaks off", or "wrong bytes" of the right size
+    # in a download: "breaks off", or the ending of files that get wrong bytes of the right size
+    fault: str = ""
 
     def downloads(self) -> list[str]:
         """Return the names of the files that were sent, in order."""
@@ -98,7 +99,7 @@ def serve(hub: FakeHub) -> Iterator[FakeHub]:
             if file.is_file():
                 content = file.read_bytes()
                 tag = hashlib.sha256(content).hexdigest()
-                if hub.fault == "wrong bytes" and file.suffix == ".safetensors":
+                if file.suffix == hub.fault:
                     content = content[:-1] + bytes([content[-1] ^ 1])
                 self._send(200, content, {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT})
             else:

@@ -70,6 +70,4 @@ def write_drafter(folder: Path, **config: Any) -> None:
     except ValueError:  # a config to be refused: its weights are never reached
         shapes = {"fc.weight": (16, 32)}
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    if num_rows := settings.get("draft_vocab_size"):
-        tensors |= {"lm_head.weight": torch.zeros(num_rows, 16), "d2t": torch.arange(num_rows)}
     save_file(tensors, folder / "model.safetensors")

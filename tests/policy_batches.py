@@ -15,11 +15,11 @@ from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
-from tlt_megatron.types import FinishReason, MicroBatch, Prompt, Rollout, ScoredGroup
+from tlt_megatron.types import FinishReason, MicroBatch, Prompt, Rollout, RolloutKey, ScoredGroup
 
 
 def make_rollout(
-    prompt_ids: tuple[int, ...], token_ids: Tensor, key: tuple[int, int] = (0, 0), **changes: Any
+    prompt_ids: tuple[int, ...], token_ids: Tensor, key: RolloutKey = (0, 0), **changes: Any
 ) -> Rollout:
     """A response that stopped, all log-probs 0, of the draw and sample `key`."""
     zeros = torch.zeros(token_ids.numel())

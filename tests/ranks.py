@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
-GROUP_TIMEOUT_S = 180.0  # of the world's collectives
+GROUP_TIMEOUT_S = 180.0  # for the world's collectives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

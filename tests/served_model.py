@@ -21,9 +21,7 @@ from tlt_megatron import Engine
 from tools.commands.openai_server import Bounds, make_app
 from tools.commands.serve import server_config
 
-TEMPLATE = (
-    "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }};{% endfor %}a:"
-)
+TEMPLATE = "{{ mode }}{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }};{% endfor %}a:"
 
 
 def make_chat_model(folder: Path) -> Path:

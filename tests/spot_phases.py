@@ -27,7 +27,7 @@ from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 from tlt_megatron.spot.session import StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
 
-_alive: list[object] = []  # of this rank
+_alive: list[object] = []  # keeps this rank's objects
 
 
 def run_spot_ranks(world_size: int, body: Callable[[], Any], **options: Any) -> list[Any]:
@@ -44,7 +44,7 @@ def world_group() -> Group:
 
 def begin_phase(heartbeat: Heartbeat, name: str) -> None:
     """Begin a phase as `Phases` does, which also leaves it at its end."""
-    heartbeat.status.begin(name)
+    heartbeat.status.count_phase(name)
     heartbeat.status.leave((name,))
     heartbeat.tell_phase()
 

@@ -170,7 +170,7 @@ def train_command(arguments: Sequence[str]) -> list[str]:
         has_open_option = last.startswith("-") and "=" not in last and _name(last) not in _FLAGS
         if word.endswith((".yaml", ".yml")) and not is_setting:
             program += ["--config", word]
-        elif word == "--config":  # of launch/pretrain_rl.py: the file follows
+        elif word == "--config":  # an option of launch/pretrain_rl.py: the file follows
             continue
         elif word == "--resume":
             program += [word, *rest[:1]]

@@ -16,10 +16,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-MAX_BYTES = 1 << 30  # of a file that is read as a whole; a manifest of 10,000 files has 1.5 MB
+MAX_BYTES = 1 << 30  # the largest file that is read whole; a manifest of 10,000 files has 1.5 MB
 # What values of wrong types, sizes and names raise, and a collective does not.
 MALFORMED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, AssertionError)
-_MAX_CHARACTERS = 400  # of a text from a file, in a message
+_MAX_CHARACTERS = 400  # that a message shows of a text from a file
 
 
 def printable(text: str) -> str:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 MIN_TEMPERATURE = 1e-5  # logits over a smaller one overflow float32
 MIN_DRAFT_TOKENS = 3  # a shorter DraftSequence has no row
-Message = Mapping[str, object]  # of a chat: at least the texts role and content
+RolloutKey = tuple[int, int]  # (draw_index, sample_index), unique in a batch
+Message = Mapping[str, object]  # in a chat: at least the texts role and content
 
 
 class FinishReason(StrEnum):
@@ -43,7 +44,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    seed: int = 0  # of the run; a request's noise also depends on (draw_index, sample_index)
+    seed: int = 0  # the run's; a request's noise also depends on (draw_index, sample_index)
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.max_new_tokens < 1:
@@ -90,7 +91,7 @@ class Prompt:
     data_source: str = ""
     ground_truth: str = ""
     extra_info: Mapping[str, object] = field(default_factory=dict)
-    messages: tuple[Message, ...] = ()  # of a chat prompt; (): the prompt is plain text
+    messages: tuple[Message, ...] = ()  # the chat; (): the prompt is plain text
     # for the chat template besides the messages: tools, enable_thinking, ...
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
     # For a prompt that continues a response: `token_ids` end with what the response has so far.
@@ -130,7 +131,7 @@ class Transcript:
     """The messages of a conversation with an environment."""
 
     messages: tuple[Message, ...]  # prompt included
-    num_turns: int  # of the policy
+    num_turns: int  # the policy's
     has_failed: bool  # the environment failed: the conversation ended, and its reward is 0
 
 
@@ -167,6 +168,10 @@ class Rollout:
     # experts; -1 where they are not known. None: rollout.routing_replay is off
     routes: Tensor | None = None
     num_observed: int = 0  # observation tokens, where `is_here` is False
+
+    @property
+    def key(self) -> RolloutKey:
+        return self.draw_index, self.sample_index
 
     @property
     def is_here(self) -> bool:
@@ -308,7 +313,7 @@ class MicroBatch:
     routes: Tensor | None = None  # [P, L, K] int16, as in Rollout; -1 at the end of a sequence
     critic: CriticTargets | None = None  # for the critic's loss
     loss_count: int = 0  # this micro-batch's share of the loss divisor (tokens or sequences)
-    requests: tuple[tuple[int, int], ...] = ()  # (draw_index, sample_index) of each sequence
+    requests: tuple[RolloutKey, ...] = ()  # the response of each sequence
 
     @property
     def num_tokens(self) -> int:

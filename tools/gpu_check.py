@@ -65,7 +65,7 @@ def read_items() -> list[Item]:
 
 
 ITEMS = read_items()
-_FIRST_DAY_S = 560.0  # of a lease of 15 minutes with its start, and of a command of 10
+_FIRST_DAY_S = 560.0  # fits a lease of 15 minutes with its start, and a command of 10
 
 
 def first_day() -> list[Item]:

@@ -30,7 +30,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 
-TIMEOUT_S = 10.0  # of wall time for all tests of a response; extra_info["timeout_s"] goes over it
+TIMEOUT_S = 10.0  # wall time for all tests of a response; extra_info["timeout_s"] goes over it
 _CPU_S, _MEMORY_BYTES, _FILE_BYTES, _OPEN_FILES = 10, 1 << 30, 1 << 20, 32
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # <sched.h>
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)

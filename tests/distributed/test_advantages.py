@@ -16,9 +16,8 @@ from tests.ranks import run_ranks
 from tests.unit.policy.test_observations import observed
 from tests.unit.policy.test_policy_trainer import FakeModel, scored_batch
 from tlt_megatron.config.schema import AlgorithmSection, CriticSection
-from tlt_megatron.policy.batching import key_of
 from tlt_megatron.policy.critic import CriticTrainer
-from tlt_megatron.policy.exchange import part_of, row_of
+from tlt_megatron.policy.exchange import ResponseRow, part_of, row_of
 from tlt_megatron.policy.policy_trainer import Inference
 from tlt_megatron.rollout.open_responses import ScoredResponse
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
@@ -45,7 +44,7 @@ class FakeCritic:
 
 
 def is_observed(rollout: Rollout, rows: str) -> bool:
-    return rows == "observed" or (rows == "mixed" and sum(key_of(rollout)) % 3 == 0)
+    return rows == "observed" or (rows == "mixed" and sum(rollout.key) % 3 == 0)
 
 
 def make_batch(rows: str, generated_by: int | None, num_ranks: int) -> list[ScoredGroup]:
@@ -63,7 +62,9 @@ def make_batch(rows: str, generated_by: int | None, num_ranks: int) -> list[Scor
         if generated_by not in (None, number % num_ranks):
             lines = [json.loads(json.dumps(row_of(ScoredResponse(r, 0.0, {})))) for r in rollouts]
             prompt = {"prompt_id": group.prompt.prompt_id, "prompt_ids": group.prompt.token_ids}
-            rollouts = [dataclasses.replace(part_of(line).rollout, **prompt) for line in lines]
+            rollouts = [
+                dataclasses.replace(part_of(ResponseRow(*line)).rollout, **prompt) for line in lines
+            ]
         batch.append(dataclasses.replace(group, rollouts=tuple(rollouts)))
     return batch
 
@@ -96,7 +97,7 @@ def test_shares_of_ranks_make_up_the_advantages_of_one(
 
     def on_rank(num_ranks: int) -> tuple[list[Any], dict[str, float]]:
         found, numbers = infer(section, rows, num_ranks)
-        assert found.advantages.keys() == {key_of(rollout) for rollout in found.plan.own}
+        assert found.advantages.keys() == {rollout.key for rollout in found.plan.own}
         for name in ("advantages", "returns"):
             known, mine = getattr(expected, name), getattr(found, name)
             assert (known is None) == (mine is None)

@@ -160,7 +160,7 @@ def test_a_verified_conversion_has_the_same_tensors_and_logits(
         (source / name).write_text(f'{{"name": "{name}"}}')
     (source / "made_with.json").write_text(
         "{}"
-    )  # of tools/tiny_models/make_tiny_policy.py: says what it made
+    )  # tools/tiny_models/make_tiny_policy.py says what it made
     there = ("--from", source, "--to", tmp_path / "megatron", "--dtype", dtype, "--verify")
     back = ("--from", tmp_path / "megatron", "--to", tmp_path / "back", "--model", source)
     num_tensors, names = len(tensor_shapes(load_model_config(source))), HfReader(source).names()

@@ -20,8 +20,9 @@ from torch.distributed import distributed_c10d
 from tests.policy_batches import make_rollout, score
 from tests.ranks import run_ranks
 from tests.rollout_stand_ins import make_passes
-from tlt_megatron.policy.batching import find_owners, key_of
+from tlt_megatron.policy.batching import find_owners
 from tlt_megatron.policy.exchange import (
+    ResponseRow,
     fetch_tokens,
     part_of,
     row_of,
@@ -57,7 +58,7 @@ def full_response(group: int, sample: int) -> Rollout:
             torch.randint(0, 150_000, (length,), generator=generator),
             (group, sample),
             logprobs=logprobs[0],
-            policy_logprobs=logprobs[min(sample, 1)],  # of the first sample, the same tensor
+            policy_logprobs=logprobs[min(sample, 1)],  # the same tensor for the first sample
         ),
         accept_lengths=(1, 2),
         pass_positions=(3, 4),
@@ -79,7 +80,7 @@ def batch_of(rank: int, num_groups: int) -> list[ScoredGroup]:
         rollouts = [full_response(group, sample) for sample in range(2)]
         if holder != rank:
             rows = [json.loads(json.dumps(row_of(ScoredResponse(r, 0.5, {})))) for r in rollouts]
-            outlines = [part_of(row).rollout for row in rows]
+            outlines = [part_of(ResponseRow(*row)).rollout for row in rows]
             assert [o.num_generated for o in outlines] == [r.num_generated for r in rollouts]
             rollouts = [
                 replace(o, prompt_id=r.prompt_id, prompt_ids=r.prompt_ids)
@@ -97,7 +98,7 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("num_groups", [7, 1])  # of one, three ranks have no response
+@pytest.mark.parametrize("num_groups", [7, 1])  # with one group, three ranks have no response
 def test_an_owner_gets_what_was_generated_and_others_nothing(num_groups: int) -> None:
     def on_rank() -> list[bool]:
         everyone = group_of(dist.group.WORLD)
@@ -118,8 +119,8 @@ def test_an_owner_gets_what_was_generated_and_others_nothing(num_groups: int) ->
         assert not pickled
         right = []
         for rollout in (rollout for each in fetched for rollout in each.rollouts):
-            whole = full_response(*key_of(rollout))
-            if owners[key_of(rollout)] == dp.rank:
+            whole = full_response(*rollout.key)
+            if owners[rollout.key] == dp.rank:
                 names = Rollout.__dataclass_fields__
                 right.append(all(same(getattr(whole, n), getattr(rollout, n)) for n in names))
             elif rollout.draw_index % NUM_RANKS != everyone.rank:
@@ -167,10 +168,10 @@ def test_a_rank_of_1024_receives_its_share_and_little_more() -> None:
         [i // 8, i % 8, length, 0, FinishReason.STOP, [[812, length]], 1.0, {"acc": 1.0}]
         for i, length in enumerate(lengths)
     ]
-    rollouts = [part_of(row).rollout for row in rows]
+    rollouts = [part_of(ResponseRow(*row)).rollout for row in rows]
     dp = Group(handle=None, rank=0, global_ranks=tuple(range(num_replicas)))
     owners = find_owners(rollouts, (), dp)
-    sizes = []  # of each replica's messages
+    sizes = []  # each replica's messages
     for first in range(0, len(rows), per_replica):
         share, *others = replica_numbers(rollouts[first : first + per_replica])
         messages = [share | {"rows": rows[first : first + per_replica]}, *others]
@@ -180,9 +181,9 @@ def test_a_rank_of_1024_receives_its_share_and_little_more() -> None:
     received += len(rows) * 2 * 8 * (1 + 2)  # sums of a ring: rewards, and moments of advantages
     share = 0
     for rollout in rollouts:
-        if owners[key_of(rollout)] == 0:
+        if owners[rollout.key] == 0:
             length = rollout.token_ids.numel()
-            whole = make_rollout((1,), torch.zeros(length).long(), key_of(rollout))
+            whole = make_rollout((1,), torch.zeros(length).long(), rollout.key)
             whole = replace(
                 whole, logprobs=torch.zeros(length), policy_logprobs=torch.zeros(length)
             )

@@ -20,7 +20,7 @@ EP2 = Layout(world=2, expert=2)
 
 
 def _grad_norm(path: Path, layout: Layout, coefficient: float) -> float:
-    """Of four micro-batches whose sequences are of multiples of four tokens, which no layout
+    """Four micro-batches whose sequences are of multiples of four tokens, which no layout
     pads.
     """
     policy, groups = build_policy(path, layout, transformer={"moe_aux_loss_coeff": coefficient})

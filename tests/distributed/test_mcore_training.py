@@ -30,7 +30,7 @@ from tlt_megatron.types import LossResult, MicroBatch, TokenLogprobs
 ALL = (len(LENGTHS),)
 ONE_RANK = Layout(world=1)
 EP2 = Layout(world=2, expert=2)
-AUX_LAYERS = (0, 1, 2)  # of four: with two stages on both of them
+AUX_LAYERS = (0, 1, 2)  # out of four: with two stages on both of them
 # Relative, of losses, gradient norms and weights after three steps.
 TOLERANCE = {"dense": 5e-6, "tied": 1e-5, "mixture": 5e-6, "glm": 5e-6}
 

@@ -151,7 +151,7 @@ def train(mode: str, section: AlgorithmSection) -> tuple[int, int, int]:
         trainer.update(trainer.infer_logprobs(planned, version=step, values=values))
         for rollout in planned.own:
             assert rollout.is_here
-            assert rollout.token_ids.numel() == length_of(rollout.draw_index, rollout.sample_index)
+            assert rollout.token_ids.numel() == length_of(*rollout.key)
             share += BYTES_OF_TOKEN * rollout.token_ids.numel()
             if rollout.routes is not None:
                 share += 2 * rollout.routes.numel()

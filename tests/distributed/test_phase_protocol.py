@@ -34,7 +34,7 @@ from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import Group, group_of
 from tlt_megatron.trainer.build_sglang import build_sglang_engine
 
-SLOW_S = 0.2  # of what a rank must wait for: without waiting it would be too early
+SLOW_S = 0.2  # a rank must wait so long: without waiting it would be too early
 SET_BY_SGLANG = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
@@ -168,7 +168,7 @@ def _run_noting(config: Path, run_dir: Path, *arguments: str) -> list[str]:
     which its optimizers arrive on the device and leave it.
     """
     events: list[str] = []
-    number: dict[int, int] = {}  # of each optimizer
+    number: dict[int, int] = {}  # by optimizer
 
     def note(owner: type, method: str, event: str, *, before: bool = False) -> None:
         original: Callable[..., Any] = getattr(owner, method)

@@ -47,7 +47,7 @@ def _run(
             on_sequence=tapped.append, max_bytes=1 << 20, hidden_size=64, aux_layer_ids=(0, 2, 3)
         )
         inference = trainer.infer_logprobs(trainer.plan(batch), tap)
-        steps.append(inference.metrics | trainer.update(inference))
+        steps.append(inference.metrics | trainer.update(inference, tap))
     states = [(s.token_ids, s.features, s.final_hidden, s.loss_start) for s in tapped]
     return steps, states, export(policy)
 

@@ -176,7 +176,7 @@ def test_a_session_goes_on_while_a_newcomer_still_measures(tmp_path: Path) -> No
 
 
 def test_a_clock_that_jumps_an_hour_changes_nothing(tmp_path: Path) -> None:
-    """Of one rank, forwards in one phase and backwards in the next: it ended the phase ("not
+    """One rank's clock, forwards in one phase and backwards in the next: it ended the phase ("not
     finished 3600 s after ..."), or was counted as hours of idle time."""
     markers = Markers(tmp_path)
 
@@ -207,4 +207,4 @@ def test_a_clock_that_jumps_an_hour_changes_nothing(tmp_path: Path) -> None:
             assert 0 <= report.used_s < 1800
             assert 0 <= report.stall_s < 1800
             assert report.num_broken == 0
-    assert reports[0].used_s == 0  # of the last rank to finish
+    assert reports[0].used_s == 0  # the last rank to finish

@@ -148,7 +148,7 @@ def test_a_run_is_saved_when_its_script_is_stopped(
         time.sleep(0.1)
     (launcher,) = psutil.Process(process.pid).children()
     family = [launcher, *launcher.children(recursive=True)]
-    if number == signal.SIGTERM:  # of the machine, to the run
+    if number == signal.SIGTERM:  # the machine tells the run
         launcher.terminate()
         assert process.wait(60) == 1
         last = (tmp_path / "output").read_text().splitlines()[-1]

@@ -13,6 +13,7 @@ import pickle
 import random
 import re
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,11 +146,13 @@ def test_a_tool_ends_in_one_line(
         tool(capsys, command, "--from", run_dir, "--to", tmp_path / f"to {seed}", *more)
 
 
-def resume(config: Path, run_dir: Path) -> str:
-    """Resume for a step. Return what it says; it may end well, or with 2 and one line."""
+def resume(config: Path, run_dir: Path, num_ranks: int = 1) -> str:
+    """Resume for a step. Return what it says; it may end well, or all ranks with 2 and one line."""
     words = ("--resume", "auto", *SETTINGS, "run.num_steps=3")
-    ((code, said),) = run_forked(1, "--config", config, f"run.dir={run_dir}", *words)
-    lines = [line for line in said.splitlines() if line.startswith("pretrain_rl: ")]
+    ends = run_forked(num_ranks, "--config", config, f"run.dir={run_dir}", *words)
+    code, said = ends[0][0], "".join(said for _, said in ends)
+    lines = {line for line in said.splitlines() if line.startswith("pretrain_rl: ")}
+    assert [each for each, _ in ends] == [code] * num_ranks, said
     assert code in (0, 2), said
     assert "Traceback" not in said
     assert len(lines) == (code == 2), said
@@ -213,6 +216,19 @@ def _pipe(name: str | Path) -> Callable[[Path], object]:
     return apply
 
 
+def _device(name: str) -> Callable[[Path], object]:
+    """Put what /dev/zero is in place of a file."""
+
+    def apply(run_dir: Path) -> None:
+        (run_dir / name).unlink(missing_ok=True)
+        try:
+            os.mknod(run_dir / name, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+        except PermissionError:
+            pytest.skip("only a privileged user makes devices")
+
+    return apply
+
+
 def _cut(name: str) -> Callable[[Path], object]:
     return lambda run_dir: os.truncate(run_dir / NEWEST / name, 100)
 
@@ -250,6 +266,9 @@ CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {  # and what a resum
     ),
     "a pipe as pointer": (_pipe(Path("checkpoints", POINTER)), "is not a regular file"),
     "a pipe as metrics": (_pipe("metrics.jsonl"), "metrics.jsonl is not a regular file"),
+    "a device as metrics": (_device("metrics.jsonl"), "metrics.jsonl is not a regular file"),
+    "a device as summary": (_device("summary.json"), "summary.json is not a regular file"),
+    "a device as timeline": (_device("timeline/rank_00000.jsonl"), "is not a regular file"),
     "a pipe as timeline": (_pipe("timeline/rank_00000.jsonl"), "is not a regular file"),
 }
 
@@ -262,6 +281,16 @@ def test_a_resume_says_in_one_line_what_is_wrong(copy: Path, config: Path, name:
     seal(copy / NEWEST, step=2)
     said = resume(config, copy)
     assert re.search(says, said), said
+
+
+def test_both_ranks_end_when_one_refuses_its_part(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run(2, config, run_dir, *SETTINGS, "run.num_steps=2", "rollout.num_prompts=4")
+    craft, says = CRAFTED["tokens of another type"]
+    craft(run_dir)  # the file that rank 0 reads
+    shutil.rmtree(run_dir / "checkpoints" / "iter_0000001")
+    seal(run_dir / NEWEST, step=2)
+    assert re.search(says, resume(config, run_dir, 2))
 
 
 @pytest.mark.parametrize("name", list(CRAFTED)[:5])

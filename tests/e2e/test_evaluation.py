@@ -147,7 +147,7 @@ def test_code_that_a_run_folder_names_runs_only_if_the_user_trusts_it(
 
 
 def test_top_k_of_one_is_greedy_in_an_evaluation(config: Path, tmp_path: Path) -> None:
-    """Of the rollout by default, or of its own."""
+    """By default the rollout's, or its own."""
     found = []
     for number, settings in enumerate(
         (["eval.temperature=0"], ["rollout.top_k=1"], ["rollout.top_k=5", "eval.top_k=1"])

@@ -74,13 +74,21 @@ def test_answers_are_those_of_the_engine(address: str, finished: Path) -> None:
     code, reply = post(address, "completions", prompt=prompts, max_tokens=20, n=2, **sampling)
     assert code == 200
     assert [choice["text"] for choice in reply["choices"]] == [one.text for one in expected]
-    assert reply["usage"]["completion_tokens"] == sum(len(one.token_ids) for one in expected)
-    assert reply["usage"]["accept_length"] >= 1.0  # with the run's drafter
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    assert [c["finish_reason"] for c in reply["choices"]] == [o.finish_reason for o in expected]
+    drawn = sum(len(one.token_ids) for one in expected)
+    assert reply["usage"].pop("accept_length") >= 1.0  # with the run's drafter
+    assert reply["usage"] == {
+        "prompt_tokens": 9,
+        "completion_tokens": drawn,
+        "total_tokens": 9 + drawn,
+    }
     code, text = post(
         address, "completions", prompt=prompts, max_tokens=20, n=2, stream=True, **sampling
     )
     events = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert events.pop() == "[DONE]"
+    assert len(events) > 4, "a response comes in pieces"
     texts = [""] * 4
     for event in events:
         (choice,) = json.loads(event)["choices"]

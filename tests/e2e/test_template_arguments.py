@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from tests.tiny_task import rollouts, run, run_ending
+from tlt_megatron import Engine
+from tlt_megatron.cli import run_tool
+from tlt_megatron.data.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.e2e
 
@@ -36,6 +41,26 @@ def prompts(run_dir: Path) -> set[str]:
     return {row["prompt"].replace(" ", "")[:6] for row in rollouts(run_dir)}
 
 
+def check_model_left(run_dir: Path, model: Path) -> None:
+    """Check that every server, and transformers itself, writes the run's prompts by default."""
+    asked = [{"role": "user", "content": "t1"}]
+    exported = run_dir.with_name("exported")
+    convert = [f"--from={run_dir}", f"--to={exported}", f"--model={model}", "--verify"]
+    run_tool("convert", convert)
+    for folder in (run_dir / "hf", exported):
+        hf = AutoTokenizer.from_pretrained(folder)
+        render = partial(hf.apply_chat_template, asked, tokenize=False)
+        assert (render(), render(mode="8")) == ("26077t1=", "26078t1=")
+        engine = Engine(folder, max_tokens=64)
+        assert engine.encode([asked]) == [load_tokenizer(folder).encode("26077t1=")]
+        engine.close()
+        later = load_tokenizer(folder, "2025-01-02")  # of a run that trains this model further
+        assert later.render(asked, {"mode": "x"}) == "0201xt1="
+        again = shutil.copytree(folder, folder.with_name(f"{folder.name} again"))
+        later.pin_template(again, {"mode": [1, "}}"]})
+        assert load_tokenizer(again).render(asked) == "0201[1, '}}']t1="
+
+
 def test_a_run_keeps_its_date_and_another_one_is_named(chat: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     data = (f"data.train={chat.parent}/chat.jsonl", "data.eval=", "logging.trackers=[]")
@@ -47,6 +72,7 @@ def test_a_run_keeps_its_date_and_another_one_is_named(chat: Path, tmp_path: Pat
     later = ("run.num_steps=2", "checkpoint.resume=auto", "data.chat_template_kwargs.mode=7")
     run(1, chat, run_dir, *data, *later)  # on another day
     assert prompts(run_dir) == {"26077t"}
+    check_model_left(run_dir, chat.parent / "model")
     other = (*data, "run.num_steps=3", "checkpoint.resume=auto")
     for settings, message in (
         (

@@ -33,7 +33,7 @@ _EXACT = (
     "critic/rewards/mean critic/rewards/max response_length/mean rollout/num_tokens eval/accuracy"
 )
 _ROUNDED = "actor/pg_loss actor/entropy actor/grad_norm critic/vf_loss"
-_OWN_PREFIX = re.compile(r"^\S*\s*rank \d+ [A-Z]+ ")  # of a log line: the rank that writes it
+_OWN_PREFIX = re.compile(r"^\S*\s*rank \d+ [A-Z]+ ")  # begins a log line: the rank that writes it
 COLUMNS = ("hang", "lost", "orphans", "unclear", "broken", "missed")  # fields of a verdict
 
 
@@ -272,7 +272,7 @@ def judge(run: Callable[[Case], None], case: Case) -> Verdict:
         case.verdict.hang = str(hang)
     except Missed as missed:
         case.verdict.missed = str(missed)
-    except Exception:  # of the harness: the table has a column for it
+    except Exception:  # an error of the harness: the table has a column for it
         case.verdict.broken = traceback.format_exc()
     while left := descendants():
         kill_all(left)

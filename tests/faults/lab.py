@@ -11,7 +11,7 @@ from tests.tiny_task import TLT, make_tiny_task, write_environment
 from tlt_megatron.trainer.saving.manifest import POINTER
 
 NUM_STEPS = 4
-RUN_LIMIT_S = 300.0  # of a run, which takes seconds, on a loaded machine
+RUN_LIMIT_S = 300.0  # for a run, which takes seconds, on a loaded machine
 _BASE = (
     f"run.num_steps={NUM_STEPS} checkpoint.interval=1 logging.trackers=[]"
     " rollout.num_samples=2 rollout.num_prompts=2 rollout.max_new_tokens=12"

@@ -75,7 +75,7 @@ class Job:
 
     folder: Path
     launchers: Sequence[int]  # pids, in the order of their start
-    codes: dict[int, int] = field(default_factory=dict)  # of the launchers, by pid; -N: signal N
+    codes: dict[int, int] = field(default_factory=dict)  # the launchers', by pid; -N: signal N
 
     @property
     def terminal(self) -> str:

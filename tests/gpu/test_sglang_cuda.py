@@ -40,7 +40,7 @@ pytestmark = needs_gpus()
 VERSION = "0.5.23"
 Weights = list[tuple[str, Tensor]]
 PARAMS = SamplingParams(num_samples=1, max_new_tokens=48, temperature=0.0, seed=5)
-NEAR = 0.2  # of `distance`: greedy tokens of this policy in bfloat16 have 0.01, those of other weights 12
+NEAR = 0.2  # by `distance`: greedy tokens of this policy in bfloat16 have 0.01, tokens of other weights 12
 PROMPTS = make_prompts(4, 9, 31, 70)
 
 

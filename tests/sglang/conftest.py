@@ -38,7 +38,7 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 4 layers and 48 tokens, sharp enough to be drafted for.
 
-    Of a width that SGLang can halve on a CPU, where it pads others to multiples of 32 for each
+    SGLang can halve its width on a CPU, where it pads others to multiples of 32 for each
     rank."""
     from tests.tiny_models import make_tiny_hf
 

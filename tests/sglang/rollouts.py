@@ -247,7 +247,7 @@ def check_accept_lengths(
 
 
 def engine_processes() -> list[psutil.Process]:
-    """Of all engines that this process started; Python's resource tracker stays."""
+    """The processes of all engines that this process started; Python's resource tracker stays."""
     children = psutil.Process().children(recursive=True)
     return [child for child in children if is_of_engine(child)]
 

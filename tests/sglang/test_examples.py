@@ -47,7 +47,7 @@ class Started(NamedTuple):
     """
 
     config: RunConfig
-    folders: dict[str, Path]  # of the policy and the drafter
+    folders: dict[str, Path]  # the policy's and the drafter's
     arguments: dict[str, Any]
     engine: SglangEngine  # owns the folder of SGLang's adaptive configuration
 

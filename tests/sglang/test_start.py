@@ -36,7 +36,7 @@ if __name__ == "__main__":
         print(error, flush=True)
     time.sleep(600)
 """
-ENDED_WITHIN_S = 300.0  # of a busy machine: imports of SGLang's processes, no more
+ENDED_WITHIN_S = 300.0  # a busy machine imports SGLang's processes, no more
 
 
 def test_an_engine_that_is_not_up_in_time_is_an_error(

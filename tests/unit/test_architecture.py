@@ -38,7 +38,7 @@ HOMES = {
     ("os.environ", "os.getenv", "os.putenv"): (PACKAGE + "runtime/", *TOP),
 }
 MAX_LINES = 400
-MAX_PARAMETERS = 8  # of a constructor, without self
+MAX_PARAMETERS = 8  # a constructor's, without self
 BANNED = re.compile(
     r"\b(one thing to know|whoever|for ever|muster\w*|calm\w*|doubt\w*|hiccups?|upkeep|news|(a|two) looks?)\b",
     re.I,
@@ -50,7 +50,7 @@ TEXTS = {
     tokenize.STRING,
     getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING),
 }
-TORCH_ATTRIBUTES = {"data", "grad"}  # of a parameter; torch has no other way to set them
+TORCH_ATTRIBUTES = {"data", "grad"}  # a parameter's; torch has no other way to set them
 # Folders that set attributes of foreign objects, with the reason.
 FOREIGN_OBJECTS = {
     "tlt_megatron/engines/sglang/": "hooks replace results in SGLang's own records",
@@ -303,7 +303,7 @@ def test_circles_are_found() -> None:
 
 
 def test_a_module_name_says_which_of_two_things_it_is() -> None:
-    """Of two modules with one name a reader opens the wrong one. A folder of its own says enough
+    """A reader opens the wrong one of two modules with one name. A folder of its own says enough
     for `__main__`.
     """
     files = _modules("tlt_megatron", "tools").values()

@@ -31,11 +31,11 @@ class Response:
         self.sample_index = sample_index
         self.text = text
         self.token_ids: list[int] = []
-        self.logprobs: list[float] = []  # of the sampled distribution
+        self.logprobs: list[float] = []  # under the sampled distribution
         self.policy_logprobs: list[float] = []  # at temperature 1, without a cut
         self.accept_lengths: list[int] = []
         self.finish_reason: FinishReason | None = None  # None: it goes on
-        # of prompt and response, from the second token on, if the job asks for them
+        # for prompt and response, from the second token on, if the job asks for them
         self.scores: list[TokenScore] = []
 
     def add(self, tokens: DrawnTokens, accept_lengths: Sequence[int]) -> None:
@@ -124,10 +124,10 @@ class LiveBatch:
         self._longest = longest
         self._stop_token_ids = stop_token_ids
         self._policy_version = policy_version
-        self.lock = threading.Lock()  # of everything below, and of the responses of open jobs
-        self._jobs: dict[ResponseKey, Job] = {}  # of every open response
+        self.lock = threading.Lock()  # guards everything below, and the responses of open jobs
+        self._jobs: dict[ResponseKey, Job] = {}  # one for every open response
         self._new: list[Job] = []
-        self._stopped: list[ResponseKey] = []  # of responses that the engine may still compute
+        self._stopped: list[ResponseKey] = []  # the engine may still compute these
         self._news: dict[Job, None] = {}  # jobs with tokens that they were not told of
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -183,7 +183,7 @@ class LiveBatch:
             self._engine.serve(
                 self, widest, longest=self._longest, policy_version=self._policy_version
             )
-        except Exception as error:  # of this thread: those who wait raise it
+        except Exception as error:  # the threads that wait raise it
             log.exception("the running batch has failed")
             with self.lock:
                 jobs = set(self._jobs.values())

@@ -40,7 +40,9 @@ class PromptReader:
         self._max_tokens = max_tokens
         self._longest_token = max(map(len, tokenizer.hf.get_vocab()), default=1)
 
-    def encode(self, prompt: Any, name: str) -> tuple[int, ...]:
+    def encode(
+        self, prompt: Any, name: str, template_kwargs: Mapping[str, object]
+    ) -> tuple[int, ...]:
         """Return the token ids of one prompt. ValueError for one that is none, by its `name`."""
         if not isinstance(prompt, str):
             prompt = _items(prompt, name)
@@ -48,7 +50,7 @@ class PromptReader:
                 most = self._vocab_size
                 return tuple(_token_id(id_, f"{name}[{i}]", most) for i, id_ in enumerate(prompt))
             prompt = [_message(item, f"{name}[{index}]") for index, item in enumerate(prompt)]
-        text = self._tokenizer.render(prompt)
+        text = self._tokenizer.render(prompt, template_kwargs)
         check_text(text, name)
         if len(text) > self._max_tokens * self._longest_token:
             raise ValueError(

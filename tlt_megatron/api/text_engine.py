@@ -7,11 +7,12 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from tlt_megatron.config.model_shape import ModelConfig
 from tlt_megatron.config.own_layer import OWN, check_own_layer
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.data.tokenizer import load_tokenizer
+from tlt_megatron.data.tokenizer import NOTHING, load_tokenizer
 from tlt_megatron.drafter.eagle_folder import load_draft_config, load_drafter
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.memory_plan import draft_slots_of
@@ -41,18 +42,18 @@ from tlt_megatron.speculation.selector import make_selector
 from tlt_megatron.types import Prompt, SamplingParams
 
 WITH_DRAFTER = ("2_1_2", "4_1_4", "6_1_6")
-_VERSION = 0  # of the weights: they never change
+_VERSION = 0  # the weights never change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One response."""
 
-    prompt_index: int  # of its prompt in the list that was given
+    prompt_index: int  # its prompt's place in the list that was given
     sample_index: int  # 0 .. num_samples - 1
     text: str  # without special tokens, and without the stop string that ended it
     token_ids: list[int]
-    # of the distribution that was sampled: after temperature, top-p and top-k
+    # under the distribution that was sampled: after temperature, top-p and top-k
     logprobs: list[float]
     accept_lengths: list[int]  # tokens out of each verify pass; empty for plain decoding
     finish_reason: str  # "stop" | "length"
@@ -175,12 +176,12 @@ class Engine:
         for a prompt that is empty, does not fit into `max_tokens` or is none.
         """
         params = self.sampling(
+            seed,
             max_new_tokens=max_new_tokens,
             num_samples=num_samples,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
-            seed=seed,
         )
         over = threading.Event()
 
@@ -201,26 +202,11 @@ class Engine:
             raise RuntimeError(f"the engine has failed: {job.error}") from job.error
         return [self.completion(response) for response in job.responses.values()]
 
-    def sampling(
-        self,
-        *,
-        max_new_tokens: int,
-        num_samples: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        seed: int | None,
-    ) -> SamplingParams:
+    def sampling(self, seed: int | None, **settings: Any) -> SamplingParams:
         """Return settings with the stop tokens of the model. ValueError for a bad one."""
-        return SamplingParams(
-            num_samples=num_samples,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            stop_token_ids=self.tokenizer.stop_token_ids,
-            seed=secrets.randbits(63) if seed is None else seed,
-        )
+        seed = secrets.randbits(63) if seed is None else seed
+        stops = self.tokenizer.stop_token_ids
+        return SamplingParams(seed=seed, stop_token_ids=stops, **settings)
 
     def job(
         self,
@@ -252,10 +238,19 @@ class Engine:
         return Job(prompts, params, make_text, on_news, num_top=num_top)
 
     def encode(
-        self, prompts: Sequence[TextPrompt], name: str = "prompts[{}]"
+        self,
+        prompts: Sequence[TextPrompt],
+        name: str = "prompts[{}]",
+        template_kwargs: Mapping[str, object] = NOTHING,
     ) -> list[tuple[int, ...]]:
-        """Return the token ids of prompts. ValueError for one that is none, by its `name`."""
-        return [self._reader.encode(prompt, name.format(i)) for i, prompt in enumerate(prompts)]
+        """Return the token ids of prompts. ValueError for one that is none, by its `name`.
+
+        The chat template gets `template_kwargs`.
+        """
+        return [
+            self._reader.encode(prompt, name.format(i), template_kwargs)
+            for i, prompt in enumerate(prompts)
+        ]
 
     def _prompt(self, index: int, token_ids: tuple[int, ...], params: SamplingParams) -> Prompt:
         num_tokens = len(token_ids) + params.max_new_tokens

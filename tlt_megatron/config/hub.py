@@ -16,11 +16,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
@@ -72,7 +74,7 @@ def fetch_model(key: str, name: str, patterns: tuple[str, ...] = WHOLE) -> Path:
         )
     except _hub_errors() as error:
         raise _unreachable(key, name, "folder", f"hf download {match['repo']}", error) from error
-    _check_weights(f"{key}={name!r}", Path(folder))
+    _check_files(f"{key}={name!r}", sorted(Path(folder).glob("*.safetensors")))
     return Path(folder)
 
 
@@ -90,16 +92,17 @@ def _hub_errors() -> tuple[type[Exception], ...]:
     return (*found, DatasetsError)
 
 
-def _check_weights(setting: str, folder: Path) -> None:
-    """Raise ValueError for a file of weights whose SHA-256 is not the one that the Hub states, and
-    delete it from the cache.
+def _check_files(setting: str, links: Iterable[Path]) -> None:
+    """Raise ValueError for a file whose SHA-256 is not the one that the Hub states, and delete it
+    from the cache.
 
-    The cache names each such file by that SHA-256. A file is read once: a mark says that it was.
+    The cache names a file of weights or of much data by that SHA-256. A file is read once: a mark
+    says that it was.
     """
     from huggingface_hub.constants import HF_HOME
 
     marks = Path(HF_HOME) / "tlt_megatron" / "checked"
-    for link in sorted(folder.glob("*.safetensors")):
+    for link in links:
         file = link.resolve()
         stated, about = file.name, file.stat()
         if not _SHA256.fullmatch(stated):  # a file system without links: the cache has no names
@@ -162,7 +165,7 @@ def name_version(name: str, folder: Path) -> str:
 
 def fetch_data(key: str, name: str) -> Path:
     """Return the file of a data set: `name` itself if it is no id of the Hub and no split of a
-    folder, else the split as a .jsonl file if its files are JSON, as a .parquet file if not.
+    folder, else the split as a .jsonl file if its files are JSON or CSV, as a .parquet file if not.
 
     The file is written once for each version of the data, into the cache of `datasets`. ValueError
     as in `fetch_model`.
@@ -181,17 +184,19 @@ def fetch_data(key: str, name: str) -> Path:
     # The stem names the data in metrics, as that of a user's own file does.
     stem = re.sub(r"[^\w.-]+", "_", f"{Path(source[0]).name}-{split}")
     try:
-        return _write_split(source, split, stem)
+        return _write_split(f"{key}={name!r}", source, split, stem)
     except _hub_errors() as error:
         command = f"hf download --repo-type dataset {source[0]}"
         raise _unreachable(key, name, ".jsonl or .parquet file", command, error) from error
 
 
-def _write_split(source: tuple[str, str | None, str | None], split: str, stem: str) -> Path:
+def _write_split(
+    setting: str, source: tuple[str, str | None, str | None], split: str, stem: str
+) -> Path:
     """Write a split of a data set, named by repository or folder, configuration and revision.
 
-    JSON is copied as text: `datasets` would turn dates into times, cut numbers to ten digits, and
-    read text of columns of several types as JSON.
+    JSON and CSV are copied as text: `datasets` would turn dates into times, cut numbers to ten
+    digits, and read text of columns of several types as JSON, and text of CSV as numbers.
     """
     import datasets
     from datasets.config import HF_DATASETS_CACHE, HF_HUB_OFFLINE
@@ -205,16 +210,18 @@ def _write_split(source: tuple[str, str | None, str | None], split: str, stem: s
     files = {str(name): each for name, each in (builder.config.data_files or {}).items()}
     spec = "+".join(files) if split == "all" else split
     names = [part.partition("[")[0] for part in spec.split("+")]
+    manager = datasets.DownloadManager(base_path=builder.base_path)
+    found = {name: manager.download(list(files[name])) for name in names if name in files}
+    _check_files(setting, map(Path, chain(*found.values())))
     is_json = builder.name == "json" and not getattr(builder.config, "field", None)
-    if is_json and files.keys() >= set(names):
-        manager = datasets.DownloadManager(base_path=builder.base_path)
+    if (is_json or builder.name == "csv") and len(found) == len(set(names)):
         lines = {
             name: [
                 line
-                for file in manager.iter_files(manager.download_and_extract(files[name]))
-                for line in _json_lines(Path(file).read_bytes())
+                for file in manager.iter_files(manager.extract(each))
+                for line in (_json_lines(file) if is_json else _csv_lines(file, builder.config))
             ]
-            for name in names
+            for name, each in found.items()
         }
         counts = {name: len(each) for name, each in lines.items()}
         parts = datasets.ReadInstruction.from_spec(spec).to_absolute(counts)
@@ -228,12 +235,23 @@ def _write_split(source: tuple[str, str | None, str | None], split: str, stem: s
     return _write_once(kept / rows._fingerprint / f"{stem}.parquet", rows.to_parquet)
 
 
-def _json_lines(content: bytes) -> list[bytes]:
+def _json_lines(file: str) -> list[bytes]:
     """Return a line per row of a file of JSON: of lines, or of one list."""
-    content = content.removeprefix(codecs.BOM_UTF8)
+    content = Path(file).read_bytes().removeprefix(codecs.BOM_UTF8)
     if content.lstrip().startswith(b"["):
         return [json.dumps(row).encode() for row in json.loads(content)]
     return [line for line in content.splitlines() if line.strip()]
+
+
+def _csv_lines(file: str, config: Any) -> list[bytes]:
+    """Return a row of CSV as a line of JSON: each cell is text as it stands, an empty one is not
+    there. `config` has the options of the data set.
+    """
+    import pandas
+
+    as_text = {"dtype": str, "keep_default_na": False, "na_filter": False, "chunksize": None}
+    rows = pandas.read_csv(file, **config.pd_read_csv_kwargs | as_text).to_dict("records")
+    return [json.dumps({key: cell for key, cell in row.items() if cell}).encode() for row in rows]
 
 
 def _write_once(file: Path, write: Callable[[Path], object]) -> Path:

@@ -36,9 +36,9 @@ class PromptSet:
 
     path: str
     rows: tuple[Prompt, ...]
-    fingerprint: str  # of ids, tokens and ground truths
+    fingerprint: str  # hashes ids, tokens and ground truths
     num_left_out: int = 0  # longer than data.max_prompt_tokens
-    parts: Mapping[str, str] = field(default_factory=dict)  # of what makes the tokens, by name
+    parts: Mapping[str, str] = field(default_factory=dict)  # what makes the tokens, by name
 
 
 @dataclass
@@ -74,8 +74,8 @@ class PromptSampler:
             "parts": dict(self.prompt_set.parts),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. ValueError if it belongs to another data set.
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """ValueError if `state` belongs to another data set.
 
         trainer/saving/identity.py refuses a checkpoint of another seed or order.
         """
@@ -91,6 +91,10 @@ class PromptSampler:
                 f"this run has {self.prompt_set.path} (fingerprint {self.prompt_set.fingerprint}): "
                 f"{', '.join(changes or now)} must be the same"
             )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, which `check_state` accepts."""
+        self.check_state(state)
         self._draw_index = int(state["draw_index"])
 
     def prompt_at(self, draw_index: int) -> Prompt:
@@ -160,12 +164,10 @@ def _read_prompts(path: Path, tokenizer: Tokenizer, section: DataSection) -> Pro
 
 def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) -> str:
     try:
-        text = tokenizer.render(row.text, row.prompt.template_kwargs)
-        text.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
+        return tokenizer.render(row.text, row.prompt.template_kwargs)
     except ValueError as error:
         where = f"{path} row {row.number}: {section.input_key}"
         raise ValueError(f"{where} cannot be encoded: {error}") from error
-    return text
 
 
 def _warn(path: str | Path, found: list[Row], overlong: list[str], limit: int) -> None:

@@ -114,6 +114,7 @@ def _restorer(kind: DataType) -> Callable[[Any], Any]:
     import numpy
     from pyarrow import types
 
+    kind = _stored(kind)
     if _is_json(kind):
         return _unless_null(parse_json)
     if _is_short_float(kind):
@@ -140,6 +141,14 @@ def _parts(kind: DataType) -> list[Any]:
     return [kind.field(index) for index in range(kind.num_fields)]
 
 
+def _stored(kind: DataType) -> DataType:
+    """Return the type of the values of categories, and of an extension such as an array's."""
+    from pyarrow import types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return kind if _is_json(kind) else getattr(kind, "storage_type", kind)
+
+
 def _is_json(kind: DataType) -> bool:
     """Return whether values are JSON text, as `datasets` and DuckDB mark them."""
     return getattr(kind, "extension_name", "") == "arrow.json"
@@ -152,4 +161,5 @@ def _is_short_float(kind: DataType) -> bool:
 
 
 def _has_short_floats(kind: DataType) -> bool:
+    kind = _stored(kind)
     return _is_short_float(kind) or any(_has_short_floats(part.type) for part in _parts(kind))

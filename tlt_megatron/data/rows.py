@@ -6,6 +6,7 @@ number), the key and the allowed values.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from decimal import Decimal
@@ -22,7 +23,7 @@ _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 _OTHER_MEDIA = ("images", "videos", "audios", "image", "video", "audio", "multi_modal_data")
 _SYSTEM = ("system", "system_prompt")
 _OF_TEMPLATE = {"tools": list, "documents": list, "chat_template_kwargs": dict}
-_SHOWN_CHARACTERS = 60  # of a prompt, in an error message
+_SHOWN_CHARACTERS = 60  # that an error message shows of a prompt
 
 
 class Row(NamedTuple):
@@ -64,8 +65,9 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
         if raw.get(key):
             raise ValueError(f"{key} is not empty: the policy reads and writes text alone")
     text = _text(raw, section.input_key, conversions)
+    template_kwargs: dict[str, object] = {}
     if isinstance(text, str):
-        template_kwargs = _check_string(raw, section, conversions)
+        _check_string(raw, section, conversions)
     else:
         text, template_kwargs = _with_system(raw, text), _template_kwargs(raw, section)
     prompt = Prompt(
@@ -79,28 +81,23 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
         template_kwargs=template_kwargs,
     )
     for key, value in (
+        (section.input_key, text),
+        ("the template's arguments", template_kwargs),
         ("id", prompt.prompt_id),
         ("data_source", prompt.data_source),
         ("label", prompt.ground_truth),
     ):
-        if not _is_unicode(value):
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            shown = repr(value)[:_SHOWN_CHARACTERS]
             raise ValueError(
-                f"{key}={value!r} holds half of a surrogate pair, must be Unicode text"
-            )
+                f"{key}={shown} holds half of a surrogate pair, must be Unicode text"
+            ) from None
     return Row(number, text, prompt, conversions)
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _check_string(
-    raw: dict[str, object], section: DataSection, conversions: list[str]
-) -> dict[str, object]:
+def _check_string(raw: dict[str, object], section: DataSection, conversions: list[str]) -> None:
     """Refuse columns that no template could write into a prompt that is a string."""
     for key in (*_SYSTEM, *_OF_TEMPLATE):
         if raw.get(key):
@@ -112,7 +109,6 @@ def _check_string(
         conversions.append(
             f"{section.input_key} is a string, on which data.chat_template_kwargs has no effect"
         )
-    return {}
 
 
 def _with_system(raw: dict[str, object], messages: list[Message]) -> list[Message]:
@@ -133,12 +129,7 @@ def _template_kwargs(raw: dict[str, object], section: DataSection) -> dict[str, 
     for key, kind in _OF_TEMPLATE.items():
         value: Any = raw.get(key)
         if isinstance(value, str) and value.strip():  # as tables store it
-            try:
-                value = without_nulls(parse_json(value))
-            except ValueError as error:
-                raise ValueError(
-                    f"{key}={value[:_SHOWN_CHARACTERS]!r} must be JSON: {error}"
-                ) from error
+            value = _parsed(key, value)
         if not value:
             continue
         if not isinstance(value, kind) or not (
@@ -148,6 +139,13 @@ def _template_kwargs(raw: dict[str, object], section: DataSection) -> dict[str, 
             raise ValueError(f"{key}={value!r} must be {name}")
         found |= value if isinstance(value, dict) else {key: value}
     return found
+
+
+def _parsed(key: str, text: str) -> Any:
+    try:
+        return without_nulls(parse_json(text))
+    except ValueError as error:
+        raise ValueError(f"{key}={text[:_SHOWN_CHARACTERS]!r} must be JSON: {error}") from error
 
 
 def _text(raw: dict[str, object], key: str, conversions: list[str]) -> str | list[Message]:
@@ -161,18 +159,15 @@ def _text(raw: dict[str, object], key: str, conversions: list[str]) -> str | lis
         if not _MESSAGES_AS_TEXT.match(value):
             return value
         conversions.append(f"{key} is JSON text, read as chat messages")
-        try:
-            value = without_nulls(parse_json(value))
-        except ValueError as error:
-            raise ValueError(
-                f"{key}={value[:_SHOWN_CHARACTERS]!r}... must be a list of messages, not the text of one that is not JSON ({error})"
-            ) from error
+        value = _parsed(key, value)
     if not isinstance(value, list) or not value:
         raise ValueError(f"{key}={value!r} must be a string or a list of messages")
     messages: list[Message] = []
     for index, message in enumerate(value):
+        is_call = isinstance(message, dict) and message.get("tool_calls")
         if not isinstance(message, dict) or not (
-            isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+            isinstance(message.get("role"), str)
+            and isinstance(message.get("content", "" if is_call else None), str)
         ):
             raise ValueError(
                 f"{key}[{index}]={message!r} must be a message with the strings role and content"

@@ -7,8 +7,10 @@ chat template writes its own.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import keyword
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,9 +31,9 @@ log = logging.getLogger(__name__)
 NOTHING: Mapping[str, object] = MappingProxyType({})
 _MAX_NAMED = 6  # tokens in a message
 _TAG = re.compile(r"[<\[]/?\w+[>\]]")  # <think>, [THINK]; not <|im_start|>
-# goes before a template, whose arguments can be no functions
+# goes before a template, whose arguments can be no functions; a date that stands before it wins
 _PIN_DATE = (
-    "{% macro strftime_now(format) %}{% set text = namespace(now=format) %}"
+    "{% set date_parts = date_parts | default(DATE) %}{% macro strftime_now(format) %}{% set text = namespace(now=format) %}"
     "{% for part, value in date_parts.items() %}{% set text.now = text.now | replace(part, value) %}{% endfor %}"
     "{{ text.now }}{% endmacro +%}"
 )
@@ -148,17 +150,16 @@ class Tokenizer:
         self._check_template_kwargs(template_kwargs)
         messages: list[Any] = [dict(message) for message in prompt]
         given: dict[str, Any] = dict(template_kwargs)
-        if self._date is not None and "strftime_now" in str(self.hf.chat_template):
+        if self._pinned_date:
             template = self.hf.get_chat_template(tools=given.get("tools"))
-            given["chat_template"] = _PIN_DATE + template
-            given["date_parts"] = {part: self._date.strftime(part) for part in _DATE_PARTS}
+            given["chat_template"] = self._pinned_date + template
         try:
             text = self.hf.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **given
             )
         except Exception as error:  # a template is a program of the folder
             raise ValueError(f"the chat template of {self._path} refuses it: {error}") from error
-        assert isinstance(text, str)  # of one conversation
+        assert isinstance(text, str)  # the text of one conversation
         return text
 
     def _check_template_kwargs(self, names: Iterable[str]) -> None:
@@ -166,10 +167,43 @@ class Tokenizer:
         for name in names:
             if name in ("messages", "strftime_now", "date_parts", *(own - {"tools", "documents"})):
                 raise ValueError(f"chat_template_kwargs.{name}: is set by the trainer")
-            if not re.search(rf"\b{re.escape(name)}\b", str(self.hf.chat_template)):
+            if not self._has_argument(name):
                 raise ValueError(
                     f"the chat template of {self._path} has no argument {name!r}, so it would have no effect"
                 )
+
+    def _has_argument(self, name: str) -> bool:
+        is_name = name.isidentifier() and not keyword.iskeyword(name)
+        return is_name and bool(re.search(rf"\b{name}\b", str(self.hf.chat_template)))
+
+    @functools.cached_property
+    def _pinned_date(self) -> str:
+        """Return what makes a template write the date of the run; "" if it needs nothing."""
+        if self._date is None or "strftime_now" not in str(self.hf.chat_template):
+            return ""
+        parts = {part: self._date.strftime(part) for part in _DATE_PARTS}
+        return _PIN_DATE.replace("DATE", f"{parts!a}")
+
+    def pinned_template(self, template_kwargs: Mapping[str, object]) -> Any:
+        """Return the `chat_template` of `hf` with these arguments and the date as its defaults."""
+        begin = self._pinned_date + "".join(
+            f"{{% set {name} = {name} | default({value!a}) +%}}"
+            for name, value in template_kwargs.items()
+            if self._has_argument(name)
+        )
+        found = self.hf.chat_template
+        if isinstance(found, dict):
+            return {name: begin + template for name, template in found.items()}
+        return begin + found if found else found
+
+    def pin_template(self, folder: Path, template_kwargs: Mapping[str, object]) -> None:
+        """Write `pinned_template` into the folder of a model that has this tokenizer. So each
+        server, too, writes prompts as the run did.
+        """
+        pinned = copy.copy(self.hf)
+        pinned.chat_template = self.pinned_template(template_kwargs)
+        if pinned.chat_template != self.hf.chat_template:
+            pinned.save_chat_templates(folder, {}, None, save_jinja_files=True)
 
     def check_turns(self, template_kwargs: Mapping[str, object] = NOTHING) -> None:
         """Raise ValueError if the template's text after a turn depends on the turns before it, or
@@ -284,7 +318,7 @@ class Tokenizer:
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )
-        assert isinstance(text, str)  # of one response
+        assert isinstance(text, str)  # the text of one response
         return text
 
 
@@ -303,7 +337,7 @@ def load_tokenizer(path: str | Path, template_date: str = "") -> Tokenizer:
         )
     except Exception as error:  # tokenizers raises Exception itself for a file of a newer version
         reason = " ".join(str(error).split())
-        is_config = reason.startswith("Validation error for field")  # of config.json, read first
+        is_config = reason.startswith("Validation error for field")  # config.json was read first
         part = "config.json" if is_config else "its tokenizer"
         raise ValueError(f"model.path={str(path)!r}: {part} cannot be loaded: {reason}") from error
     hf = as_in_file(hf, folder)

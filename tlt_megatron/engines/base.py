@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+from tlt_megatron.types import Prompt, Rollout, RolloutGroup, RolloutKey, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,8 @@ class LaterPrompts(NamedTuple):
     """What `more_prompts` gives a running `generate` call between two passes."""
 
     prompts: Sequence[Prompt]  # to answer in the same call
-    # (draw_index, sample_index) of responses that no later prompt continues; their KV can be freed
-    ended: Sequence[tuple[int, int]] = ()
+    # responses that no later prompt continues; their KV can be freed
+    ended: Sequence[RolloutKey] = ()
 
 
 MorePrompts = Callable[[], LaterPrompts | None]

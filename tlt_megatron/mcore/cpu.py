@@ -129,7 +129,7 @@ def _use_no_stream(token_dispatcher: ModuleType) -> None:
         return tokens_per_expert
 
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
-    dispatcher.cuda_dtoh_stream = "none"  # of None it would make one
+    dispatcher.cuda_dtoh_stream = "none"  # for None it would make one
     dispatcher._maybe_dtoh_and_synchronize = counts_as_numbers
 
 

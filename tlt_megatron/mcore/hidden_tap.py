@@ -34,7 +34,7 @@ class TapPlace:
     """The place of a tapped sequence in the batch, and the peer that gets it."""
 
     micro_batch: int
-    start: int  # of its tokens in the micro-batch; `end` is exclusive
+    start: int  # its first token in the micro-batch; `end` is exclusive
     end: int
     part: int  # see ProcessGroups
     pp_rank: int
@@ -62,7 +62,7 @@ def plan_tap(
                 found.append((-length, micro_batch, end - length))
     peers = [(part, stage) for part in range(num_parts) for stage in range(groups.pp.size)]
     loads = dict.fromkeys(peers, 0)
-    of_stages = [0] * num_parts  # of all stages of a part
+    of_stages = [0] * num_parts  # states of all stages, by part
     places = []
     for minus_length, micro_batch, start in sorted(found):
         num_states = -minus_length - 1
@@ -261,7 +261,7 @@ def _tapped(place: TapPlace, batch: MicroBatch, states: Sequence[Tensor]) -> Dra
     rows = slice(place.start, place.end)
     is_label = batch.loss_mask[rows].cpu() > 0
     prompt_length = int(is_label.int().argmax()) + 1
-    loss_mask = is_label.roll(1)  # of the tokens; the last token has no label
+    loss_mask = is_label.roll(1)  # now by token; the last token has no label
     number = batch.cu_seqlens.tolist().index(place.start)
     return DraftSequence(
         token_ids=batch.token_ids[rows].cpu(),

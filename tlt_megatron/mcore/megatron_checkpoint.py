@@ -43,7 +43,7 @@ class ShardWriter(FileSystemWriter):
     def write_data(self, *args: Any) -> Future[list[WriteResult]]:
         try:
             return super().write_data(*args)
-        except RuntimeError as error:  # of torch's zip writer, while it closes after another
+        except RuntimeError as error:  # torch's zip writer, as it closes after an error
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise

@@ -84,7 +84,7 @@ class Sharding:
         if self.model.lora_rank:
             return self.trained_parameters(sizes) // self.num_copies
         dense, experts = self._cut_parameters(sizes)
-        num_ranks = self.parallel.tensor * self.num_copies  # of a stage
+        num_ranks = self.parallel.tensor * self.num_copies  # in a stage
         return dense // self.num_copies + experts * self.parallel.expert // num_ranks
 
     def _cut_parameters(self, sizes: ModelSizes) -> tuple[int, int]:

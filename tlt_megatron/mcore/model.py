@@ -53,7 +53,7 @@ def import_problem() -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    except Exception as error:  # of any package that is imported
+    except Exception as error:  # any package that is imported may raise it
         reason = error.__cause__ or error
         return f"cannot be imported: {type(reason).__name__}: {reason}"
     return ""

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.mcore.export import iter_hf_weights
-from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 from tlt_megatron.mcore.lora import gather_adapters, without_adapters
 from tlt_megatron.mcore.routing_replay import RoutingReplay
 from tlt_megatron.mcore.schedule import label_logprobs, run_forward, token_values
 from tlt_megatron.mcore.trained_model import TrainedModel
+from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import (
     LossFunction,
     MicroBatch,
@@ -25,6 +26,17 @@ from tlt_megatron.types import (
     TokenValues,
     ValueLossFunction,
 )
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+class Recorder(Protocol):
+    """See hidden_tap.py."""
+
+    def record(
+        self, stage: Sequence[GPTModel], micro_batches: Sequence[MicroBatch], groups: ProcessGroups
+    ) -> AbstractContextManager[None]: ...
 
 
 class McorePolicyModel(TrainedModel):
@@ -36,7 +48,7 @@ class McorePolicyModel(TrainedModel):
         temperature: float,
         *,
         reference: bool = False,
-        tap: HiddenStateTap | None = None,
+        tap: Recorder | None = None,
     ) -> list[TokenLogprobs]:
         """See PolicyModel. `reference` needs `keep_reference`."""
         if not reference:
@@ -59,7 +71,7 @@ class McorePolicyModel(TrainedModel):
         temperature: float,
         loss_fn: LossFunction,
         *,
-        tap: HiddenStateTap | None = None,
+        tap: Recorder | None = None,
     ) -> dict[str, float]:
         """See PolicyModel."""
         with self._tapping(tap, micro_batches):
@@ -83,7 +95,7 @@ class McorePolicyModel(TrainedModel):
         return run_forward(self._model, micro_batches, predict, TokenLogprobs, self._groups, replay)
 
     def _tapping(
-        self, tap: HiddenStateTap | None, micro_batches: Sequence[MicroBatch]
+        self, tap: Recorder | None, micro_batches: Sequence[MicroBatch]
     ) -> AbstractContextManager[None]:
         if tap is None:
             return nullcontext()

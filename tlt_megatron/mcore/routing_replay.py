@@ -35,7 +35,7 @@ class RoutingReplay:
 
         self._groups = groups
         self._shape = len(experts.layers), experts.num_per_token
-        # of each chunk of the stage, by index in `experts.layers`
+        # for each chunk of the stage, by index in `experts.layers`
         self._routers: list[dict[int, _RouterReplay]] = [{} for _ in stage]
         for chunk, routers in zip(stage, self._routers, strict=True):
             for router in chunk.modules():

@@ -39,10 +39,10 @@ class OutputRows:
     """The rows of a micro-batch that the output layer computes."""
 
     rows: Tensor  # [R] ascending places of all ranks
-    own_rows: Tensor  # of them that this rank holds, as indices into its part of the places
+    own_rows: Tensor  # the rows that this rank holds, as indices into its part of the places
     is_needed: Tensor  # [R] bool; the others only give every part equally many rows
     labels: Tensor  # [R / cp] int64, of the rows of tensor-parallel peers
-    kept: KeptTokens | None  # of these R / cp rows
+    kept: KeptTokens | None  # for these R / cp rows
 
 
 Tensors = TypeVar("Tensors", MicroBatch, OutputRows)
@@ -253,7 +253,7 @@ def _output_rows(micro_batch: MicroBatch, places: TokenPlaces, groups: ProcessGr
     The parts of the ranks give equally many, so some give others too.
     """
     is_needed_M = places.fill(micro_batch.loss_mask) > 0
-    is_needed_CM = is_needed_M.view(groups.num_parts, -1)  # of each part
+    is_needed_CM = is_needed_M.view(groups.num_parts, -1)  # by part
     num_rows = max(1, int(is_needed_CM.sum(dim=1).max()))
     order_CM = is_needed_CM.int().argsort(dim=1, descending=True, stable=True)
     own_rows_CR = order_CM[:, :num_rows].sort(dim=1).values

@@ -54,7 +54,7 @@ def place_tokens(
     sequences_S = torch.arange(lengths_S.numel())
     sequence_P = sequences_S.repeat_interleave(lengths_S, output_size=num_tokens)
     offset_P = torch.arange(num_tokens) - cu_seqlens[sequence_P]
-    size_P = -(-padded_S[sequence_P] // (2 * cp))  # of a chunk
+    size_P = -(-padded_S[sequence_P] // (2 * cp))  # tokens of a chunk
     chunk_P = offset_P // size_P
     rank_P = torch.minimum(chunk_P, 2 * cp - 1 - chunk_P)
     start_P = rank_P * (bounds[-1] // cp) + bounds[sequence_P] // cp + size_P * (chunk_P >= cp)

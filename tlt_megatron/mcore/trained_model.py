@@ -91,7 +91,7 @@ class TrainedModel:
 
     def optimizer_step(self, skipped_count: int = 0) -> OptimizerStats:
         """See TrainedModel. If the gradient is not finite, only zero the gradients."""
-        assert self._count is not None  # of a forward_backward before it
+        assert self._count is not None  # a forward_backward came before
         reduce_gradients(self._model, self._count + skipped_count, self._groups)
         self._count = None
         return self._optimizer.step()

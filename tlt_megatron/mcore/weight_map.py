@@ -114,7 +114,7 @@ def expert_rows(
 
     def row(name: str, parts: Sequence[str], layout: Layout) -> Row:
         return Row(
-            # of a SequentialMLP, and of Transformer Engine's grouped one
+            # names in a SequentialMLP, and in Transformer Engine's grouped one
             (
                 f"{mcore}.local_experts.{local_expert}.{name}.weight",
                 f"{mcore}.{name}.weight{local_expert}",

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from tlt_megatron.config.extensions import REGISTRY, call_extension, load_extension, shapes_of
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.policy.batching import RolloutKey, key_of
 from tlt_megatron.policy.exchange import gather_values
 from tlt_megatron.rewards.advantage import OF_TOKENS, WHITENED, Moments, among_siblings
 from tlt_megatron.runtime.collectives import gather_tensor, sum_tensor
 from tlt_megatron.runtime.process_groups import SINGLE, Group
-from tlt_megatron.types import Rollout, ScoredGroup
+from tlt_megatron.types import Rollout, RolloutKey, ScoredGroup
 
 _KEY = "algorithm.advantage"
 
@@ -41,7 +40,7 @@ def compute_advantages(
     statistic of the batch counts an observation; those get 0. With a critic's `values` [T], also
     the returns [T]. ValueError if a function of the user returns other shapes.
     """
-    penalties = {key_of(r): r.generated(penalties[key_of(r)]) for r in own if penalties}
+    penalties = {r.key: r.generated(penalties[r.key]) for r in own if penalties}
     kind, returns = section.advantage, None
     if kind not in REGISTRY[_KEY].built_in:
         everywhere = gather_values(penalties, dp) if section.has_kl_reward else {}
@@ -69,7 +68,7 @@ def zero_advantages(
     zeros = [not advantage_T.any() for advantage_T in advantages.values()]
     is_zero_R[sharing.rank :: sharing.size] = torch.tensor(zeros).byte()
     flags = sum_tensor(is_zero_R, sharing).tolist()
-    return {key_of(rollout) for rollout, flag in zip(rollouts, flags, strict=True) if flag}
+    return {rollout.key for rollout, flag in zip(rollouts, flags, strict=True) if flag}
 
 
 def _by_own_function(
@@ -97,8 +96,8 @@ def _by_own_function(
                 f"must be {expected}"
             )
     flat = [each for of_group in computed for each in of_group]
-    whole = dict(zip(map(key_of, _rollouts(scored)), flat, strict=True))
-    return {key_of(rollout): whole[key_of(rollout)].float() for rollout in own}
+    whole = dict(zip((r.key for r in _rollouts(scored)), flat, strict=True))
+    return {rollout.key: whole[rollout.key].float() for rollout in own}
 
 
 def _by_token(
@@ -109,12 +108,12 @@ def _by_token(
     values: Mapping[RolloutKey, Tensor] | None,
     dp: Group,
 ) -> tuple[dict[RolloutKey, Tensor], dict[RolloutKey, Tensor] | None]:
-    keys = [key_of(rollout) for rollout in own]
+    keys = [rollout.key for rollout in own]
     rewards, compute = _own_rewards(scored, own, penalties), load_extension(_KEY, section.advantage)
     if values is None:
         raw, returns = compute(rewards, section.gamma), None
     else:
-        known = [rollout.generated(values[key_of(rollout)]) for rollout in own]
+        known = [rollout.generated(values[rollout.key]) for rollout in own]
         raw, returns = compute(rewards, known, section.gamma, section.lam)
         returns = dict(zip(keys, returns, strict=True))
     rows = [torch.stack(Moments.of(each)[1:]) for each in raw]
@@ -144,7 +143,7 @@ def _by_response(
         moments = Moments(lengths_R, total_R, torch.zeros_like(total_R)).over_parts()
         advantages_R = moments.whiten(advantages_R.double())
     places = _places(scored)
-    return {key_of(r): advantages_R[places[key_of(r)]].expand(r.num_generated).clone() for r in own}
+    return {r.key: advantages_R[places[r.key]].expand(r.num_generated).clone() for r in own}
 
 
 # ---- a batch and this rank's share
@@ -156,7 +155,7 @@ def _rollouts(scored: Sequence[ScoredGroup]) -> list[Rollout]:
 
 def _places(scored: Sequence[ScoredGroup]) -> dict[RolloutKey, int]:
     """Return the index of each response in the batch."""
-    return {key_of(rollout): i for i, rollout in enumerate(_rollouts(scored))}
+    return {rollout.key: i for i, rollout in enumerate(_rollouts(scored))}
 
 
 def _lengths(scored: Sequence[ScoredGroup]) -> Tensor:
@@ -178,7 +177,7 @@ def _share_rows(
     places = _places(scored)
     table_RC = torch.zeros(len(places), num_columns, dtype=torch.float64)
     for rollout, row_C in zip(own, rows, strict=True):
-        table_RC[places[key_of(rollout)]] = row_C
+        table_RC[places[rollout.key]] = row_C
     return sum_tensor(table_RC, dp)
 
 
@@ -186,7 +185,7 @@ def _own_rewards(
     scored: Sequence[ScoredGroup], own: Sequence[Rollout], penalties: Mapping[RolloutKey, Tensor]
 ) -> list[Tensor]:
     places, rewards = _places(scored), [reward for s in scored for reward in s.rewards]
-    return [_token_rewards(r, rewards[places[key_of(r)]], penalties) for r in own]
+    return [_token_rewards(r, rewards[places[r.key]], penalties) for r in own]
 
 
 def _token_rewards(
@@ -197,7 +196,7 @@ def _token_rewards(
     """
     reward_T = torch.zeros(rollout.num_generated, dtype=torch.float64)
     reward_T[-1] = reward
-    return reward_T - penalties[key_of(rollout)] if key_of(rollout) in penalties else reward_T
+    return reward_T - penalties[rollout.key] if rollout.key in penalties else reward_T
 
 
 def _with_observations(
@@ -206,11 +205,11 @@ def _with_observations(
     """Return [T] of each response: `values` at the tokens of the policy, 0 at observations."""
     found = {}
     for rollout in own:
-        found[key_of(rollout)] = values_T = values[key_of(rollout)]
+        found[rollout.key] = values_T = values[rollout.key]
         if rollout.loss_mask is not None:
             whole_T = values_T.new_zeros(rollout.token_ids.numel())
             whole_T[rollout.loss_mask] = values_T
-            found[key_of(rollout)] = whole_T
+            found[rollout.key] = whole_T
     return found
 
 
@@ -238,7 +237,7 @@ def gather_statistics(
     """
     none, rows = torch.empty(0), []
     for each in values:
-        tokens_N = torch.cat([none, *(r.generated(each[key_of(r)]) for r in own)]).double()
+        tokens_N = torch.cat([none, *(r.generated(each[r.key]) for r in own)]).double()
         bounds = (
             sign * torch.nn.functional.pad(sign * tokens_N, (0, 1), value=-torch.inf).max()
             for sign in (1, -1)

@@ -14,9 +14,14 @@ from torch import Tensor
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.runtime.memory_claim import STEP_PHASES, MemoryClaim, Phase
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.types import CriticTargets, FinishReason, KeptTokens, MicroBatch, Rollout
-
-RolloutKey = tuple[int, int]  # draw_index of the prompt, sample_index
+from tlt_megatron.types import (
+    CriticTargets,
+    FinishReason,
+    KeptTokens,
+    MicroBatch,
+    Rollout,
+    RolloutKey,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,21 +34,16 @@ class Pack:
     @property
     def keys(self) -> list[RolloutKey]:
         """Return the key of each rollout."""
-        return [key_of(rollout) for rollout in self.rollouts]
+        return [rollout.key for rollout in self.rollouts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Minibatch:
     """This rank's share of the responses of one optimizer step."""
 
-    packs: tuple[Pack, ...]  # of the update
+    packs: tuple[Pack, ...]  # the update's micro-batches
     skipped: tuple[Rollout, ...]  # no gradient: no pass in the update
     skipped_count: int  # share of all ranks' skipped responses in the loss divisor
-
-
-def key_of(rollout: Rollout) -> RolloutKey:
-    """Return the key of a rollout, unique in a batch."""
-    return rollout.draw_index, rollout.sample_index
 
 
 def find_owners(
@@ -53,9 +53,9 @@ def find_owners(
 
     Both the responses that are computed and those that are skipped are balanced.
     """
-    last = {i for i, rollout in enumerate(rollouts) if key_of(rollout) in skipped}
+    last = {i for i, rollout in enumerate(rollouts) if rollout.key in skipped}
     shares = balance_by_size([r.num_tokens for r in rollouts], dp.size, last)
-    return {key_of(rollouts[i]): index for index, share in enumerate(shares) for i in share}
+    return {rollouts[i].key: index for index, share in enumerate(shares) for i in share}
 
 
 def make_minibatch(
@@ -67,11 +67,11 @@ def make_minibatch(
     max_tokens: int,
 ) -> Minibatch:
     """Return this rank's share of a mini-batch, packed."""
-    mine = [rollout for rollout in rollouts if owners[key_of(rollout)] == dp.rank]
+    mine = [rollout for rollout in rollouts if owners[rollout.key] == dp.rank]
     return Minibatch(
-        packs=pack_share([r for r in mine if key_of(r) not in skipped], max_tokens),
-        skipped=tuple(r for r in mine if key_of(r) in skipped),
-        skipped_count=count_loss([r for r in rollouts if key_of(r) in skipped], section),
+        packs=pack_share([r for r in mine if r.key not in skipped], max_tokens),
+        skipped=tuple(r for r in mine if r.key in skipped),
+        skipped_count=count_loss([r for r in rollouts if r.key in skipped], section),
     )
 
 
@@ -109,7 +109,7 @@ def balance_by_size(
 
 def pack_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Return few balanced packs of at most `max_tokens`. A longer sequence gets its own."""
-    num_long = sum(2 * size > max_tokens for size in sizes)  # of which no two share a pack
+    num_long = sum(2 * size > max_tokens for size in sizes)  # no two of them share a pack
     num_packs = max(1, -(-sum(sizes) // max_tokens), num_long) if sizes else 0
     while True:
         packs = balance_by_size(sizes, num_packs)
@@ -144,7 +144,7 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> MicroBatch:
         rollout_logprobs=_on_labels(rollouts, [r.logprobs for r in rollouts]),
         kept=kept,
         routes=_join_routes(rollouts),
-        requests=tuple(map(key_of, rollouts)),
+        requests=tuple(rollout.key for rollout in rollouts),
     )
 
 

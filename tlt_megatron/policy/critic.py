@@ -12,12 +12,18 @@ from torch import Tensor
 
 from tlt_megatron.config.schema import CriticSection
 from tlt_megatron.policy.advantages import gather_statistics
-from tlt_megatron.policy.batching import RolloutKey
 from tlt_megatron.policy.health import UpdateHealth
 from tlt_megatron.policy.interfaces import CriticModel
 from tlt_megatron.runtime.collectives import sum_metrics
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
-from tlt_megatron.types import LossResult, MicroBatch, OptimizerStats, Rollout, TokenValues
+from tlt_megatron.types import (
+    LossResult,
+    MicroBatch,
+    OptimizerStats,
+    Rollout,
+    RolloutKey,
+    TokenValues,
+)
 
 _VARIANCE_EPS = 1e-5  # verl's: explained variance stays finite where all returns are equal
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from tlt_megatron.policy.batching import RolloutKey, key_of
 from tlt_megatron.runtime.collectives import (
     exchange_bytes,
     gather_bytes,
@@ -29,6 +28,7 @@ from tlt_megatron.types import (
     FinishReason,
     KeptTokens,
     Rollout,
+    RolloutKey,
     ScoredGroup,
     ScoredResponse,
     Transcript,
@@ -41,38 +41,50 @@ _TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask", "routes")
 # ---- rows
 
 
-def row_of(part: ScoredResponse) -> list[Any]:
-    """Return what all ranks know of a response, in about 60 bytes of JSON. `part_of` reads it."""
+class ResponseRow(NamedTuple):
+    """A response as all ranks know it, about 60 bytes of JSON."""
+
+    draw_index: int
+    sample_index: int
+    num_tokens: int
+    num_observed: int  # tokens that the policy did not draw
+    finish_reason: str
+    versions: Sequence[Sequence[int]]
+    reward: float
+    details: dict[str, float]
+
+
+def row_of(part: ScoredResponse) -> ResponseRow:
     rollout = part.rollout
     num_tokens = rollout.token_ids.numel()
-    return [
-        *key_of(rollout),
-        num_tokens,
-        num_tokens - rollout.num_generated,
-        str(rollout.finish_reason),
-        rollout.versions,
-        part.reward,
-        dict(part.details),
-    ]
+    return ResponseRow(
+        draw_index=rollout.draw_index,
+        sample_index=rollout.sample_index,
+        num_tokens=num_tokens,
+        num_observed=num_tokens - rollout.num_generated,
+        finish_reason=str(rollout.finish_reason),
+        versions=rollout.versions,
+        reward=part.reward,
+        details=dict(part.details),
+    )
 
 
-def part_of(row: Sequence[Any]) -> ScoredResponse:
+def part_of(row: ResponseRow) -> ScoredResponse:
     """Return a response without its tokens, which another rank has."""
-    draw, sample, num_tokens, num_observed, reason, versions, reward, details = row
-    absent_T = torch.empty(num_tokens, device="meta")
+    absent_T = torch.empty(row.num_tokens, device="meta")
     rollout = Rollout(
         prompt_id="",  # it follows from the prompt, and so do its tokens
-        draw_index=draw,
-        sample_index=sample,
+        draw_index=row.draw_index,
+        sample_index=row.sample_index,
         prompt_ids=(),
         token_ids=absent_T.long(),
         logprobs=absent_T,
         policy_logprobs=absent_T,
-        finish_reason=FinishReason(reason),
-        versions=tuple((version, count) for version, count in versions),
-        num_observed=num_observed,
+        finish_reason=FinishReason(row.finish_reason),
+        versions=tuple((version, count) for version, count in row.versions),
+        num_observed=row.num_observed,
     )
-    return ScoredResponse(rollout, reward, details)
+    return ScoredResponse(rollout, row.reward, row.details)
 
 
 def _without_tokens(rollout: Rollout) -> Rollout:
@@ -100,7 +112,7 @@ def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
     tensors: dict[str, Tensor] = {}
     transcripts = {}
     for rollout in rollouts:
-        name = _name(key_of(rollout))
+        name = _name(rollout.key)
         found = {field: getattr(rollout, field) for field in _TENSORS}
         found |= {name: torch.tensor(getattr(rollout, name)).int() for name in _PASSES}
         if rollout.kept is not None:
@@ -154,7 +166,7 @@ def fetch_tokens(
     outgoing: list[list[Rollout]] = [[] for _ in range(world.size)]
     for rollout in rollouts:
         if rollout.is_here:
-            for rank in ranks_of[owners[key_of(rollout)]]:
+            for rank in ranks_of[owners[rollout.key]]:
                 outgoing[rank].append(rollout)
     outgoing[world.rank] = []
     received = exchange_bytes([to_bytes(each) for each in outgoing], world)
@@ -227,9 +239,11 @@ def move_tokens(
 def gather_rows(own: Sequence[ScoredResponse], group: Group) -> list[ScoredResponse]:
     """Return the responses of all ranks, of which this rank has the tokens of `own` alone."""
     shares = gather_json([row_of(part) for part in own], group)
-    parts = [list(own) if i == group.rank else map(part_of, rows) for i, rows in enumerate(shares)]
-    return [part for each in parts for part in each]
+    parts: list[ScoredResponse] = []
+    for rank, rows in enumerate(shares):
+        parts += own if rank == group.rank else [part_of(ResponseRow(*row)) for row in rows]
+    return parts
 
 
 def _fill(rollout: Rollout, fields: Mapping[RolloutKey, _Fields]) -> Rollout:
-    return dataclasses.replace(rollout, **fields.get(key_of(rollout), {}))
+    return dataclasses.replace(rollout, **fields.get(rollout.key, {}))

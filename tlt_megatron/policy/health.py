@@ -67,7 +67,7 @@ class EngineDifference:
         return cls(
             sum(part.num_tokens for part in parts),
             torch.stack([part.sums for part in parts]).sum(0),
-            torch.stack([part.maxima for part in parts]).amax(0),  # of NaN and a number: NaN
+            torch.stack([part.maxima for part in parts]).amax(0),  # NaN wins over a number
         )
 
     def to_tensor(self) -> Tensor:
@@ -149,7 +149,7 @@ class TrainingHealth(UpdateHealth):
     """
 
     max_diff: float | None
-    dtypes: tuple[str, str]  # of training and of rollouts
+    dtypes: tuple[str, str]  # for training and for rollouts
     updates: str = "updates"
     advice: str = (
         "optimizer.lr and the log-probs of the batch (train/train_rollout_logprob_abs_diff)"

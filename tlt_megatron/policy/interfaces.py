@@ -5,11 +5,13 @@ protocols.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import (
     LossFunction,
     MicroBatch,
@@ -19,8 +21,19 @@ from tlt_megatron.types import (
     ValueLossFunction,
 )
 
-if TYPE_CHECKING:
-    from tlt_megatron.mcore.hidden_tap import HiddenStateTap
+
+class Tap(Protocol):
+    """Gets hidden states of forward passes of the policy, which train the drafter."""
+
+    def choose(self, lengths: Sequence[int], groups: ProcessGroups) -> list[int]:
+        """Return the indices of the sequences that are worth a pass for the tap alone."""
+        ...
+
+    def record(
+        self, stage: Sequence[Any], micro_batches: Sequence[MicroBatch], groups: ProcessGroups
+    ) -> AbstractContextManager[None]:
+        """Record while `stage`, the model's modules on this rank, runs the micro-batches."""
+        ...
 
 
 class TrainedModel(Protocol):
@@ -62,7 +75,7 @@ class PolicyModel(TrainedModel, Protocol):
         temperature: float,
         *,
         reference: bool = False,
-        tap: HiddenStateTap | None = None,
+        tap: Tap | None = None,
     ) -> list[TokenLogprobs]:
         """Run forward only; the result is on every pipeline stage, on the CPU.
 
@@ -77,7 +90,7 @@ class PolicyModel(TrainedModel, Protocol):
         temperature: float,
         loss_fn: LossFunction,
         *,
-        tap: HiddenStateTap | None = None,
+        tap: Tap | None = None,
     ) -> dict[str, float]:
         """Accumulate the gradients of all micro-batches; return metric sums on every stage.
 

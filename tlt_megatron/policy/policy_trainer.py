@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,12 +22,10 @@ from tlt_megatron.policy.advantages import (
 from tlt_megatron.policy.batching import (
     Minibatch,
     Pack,
-    RolloutKey,
     attach_targets,
     by_key,
     find_owners,
     is_masked,
-    key_of,
     make_minibatch,
     pack_share,
     split_evenly,
@@ -36,7 +33,7 @@ from tlt_megatron.policy.batching import (
 from tlt_megatron.policy.critic import CriticTrainer, value_metrics
 from tlt_megatron.policy.exchange import fetch_tokens
 from tlt_megatron.policy.health import EngineDifference, TrainingHealth
-from tlt_megatron.policy.interfaces import PolicyModel
+from tlt_megatron.policy.interfaces import PolicyModel, Tap
 from tlt_megatron.policy.policy_loss import is_zero_without_advantage, kl_estimate, policy_loss
 from tlt_megatron.runtime.collectives import (
     broadcast_bytes,
@@ -50,12 +47,10 @@ from tlt_megatron.types import (
     MicroBatch,
     OptimizerStats,
     Rollout,
+    RolloutKey,
     ScoredGroup,
     TokenLogprobs,
 )
-
-if TYPE_CHECKING:
-    from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +83,13 @@ class Inference:
     rank's share.
     """
 
-    version: int  # of the policy before the update: RL steps done
+    version: int  # the policy before the update: RL steps done
     plan: Plan
     advantages: Mapping[RolloutKey, Tensor]
     old_logprobs: Mapping[RolloutKey, Tensor] | None  # float32; None: from the update's own pass
     ref_logprobs: Mapping[RolloutKey, Tensor] | None
     values: Mapping[RolloutKey, Tensor] | None  # float32; with a critic
     returns: Mapping[RolloutKey, Tensor] | None
-    tap: HiddenStateTap | None  # to pass to the update
     metrics: dict[str, float]
 
 
@@ -133,7 +127,7 @@ class PolicyTrainer:
     def infer_logprobs(
         self,
         plan: Plan,
-        tap: HiddenStateTap | None = None,
+        tap: Tap | None = None,
         version: int = 0,
         *,
         values: dict[RolloutKey, Tensor] | None = None,
@@ -142,8 +136,8 @@ class PolicyTrainer:
         """Run the forward-only passes of policy and reference that the update needs.
 
         `tap` gets the policy's hidden states of this rank's share, never the reference's. If the
-        update is the policy's first pass, the tap is passed to the update instead, and a pass here
-        gives it the long tail of what the update skips, if the tap may run extra forward passes.
+        update is the policy's first pass, `update` records there. Then a pass here gives the tap
+        the long tail of what the update skips, if the tap may run extra forward passes.
         `version` is the policy's: RL steps done. `values` are those of the critic, if there is one.
         Without `has_update`, `update` will not be called.
         """
@@ -157,7 +151,6 @@ class PolicyTrainer:
             old_logprobs = by_key(packs, [p.logprobs for p in predicted])
             known = [p.policy_logprobs for p in predicted]
             metrics = self._compare_engines(packs, known, version)
-            tap = None
         elif tap is not None and plan.skipped:
             self._tap_skipped(plan.minibatches[0], tap)  # one update: one mini-batch
         if section.kl_coef:
@@ -176,7 +169,6 @@ class PolicyTrainer:
             ref_logprobs=ref_logprobs,
             values=values,
             returns=returns,
-            tap=tap,
             metrics=metrics | advantage_metrics(own, advantages, returns, dp),
         )
 
@@ -191,9 +183,10 @@ class PolicyTrainer:
         step = inference.version + 1
         return metrics | self.critic.update(step, minibatches * self.section.num_epochs)
 
-    def update(self, inference: Inference) -> dict[str, float]:
+    def update(self, inference: Inference, tap: Tap | None = None) -> dict[str, float]:
         """Run num_epochs passes of num_minibatches optimizer steps; return metrics of the batch.
 
+        `tap` as given to `infer_logprobs`: it records here if this is the policy's first pass.
         The metrics of tokens are means over the responses that were not skipped. Raises
         UnhealthyTrainingError on all ranks if a check of `health` fails. The engines are compared
         before the first update.
@@ -201,8 +194,10 @@ class PolicyTrainer:
         sums: dict[str, float] = defaultdict(float)
         engines: dict[str, float] = {}
         stats: list[OptimizerStats] = []
+        if inference.old_logprobs is not None:
+            tap = None  # it has recorded the pass before the update
         for minibatch in inference.plan.minibatches * self.section.num_epochs:
-            found, known = self._run_passes(inference, minibatch.packs)
+            found, known = self._run_passes(inference, minibatch.packs, tap)
             if inference.old_logprobs is None:  # then there is one update
                 engines = self._compare_engines(minibatch.packs, known, inference.version)
             skipped_count = minibatch.skipped_count if self.groups.dp.is_first else 0
@@ -236,7 +231,7 @@ class PolicyTrainer:
         return [attach_targets(pack, targets, self.section, self.max_new_tokens) for pack in packs]
 
     def _run_passes(
-        self, inference: Inference, packs: Sequence[Pack]
+        self, inference: Inference, packs: Sequence[Pack], tap: Tap | None
     ) -> tuple[dict[str, float], list[Tensor]]:
         """Accumulate the gradients of `packs`; return metric sums and, on the last stage, the
         policy log-probs [P] of each micro-batch.
@@ -248,7 +243,7 @@ class PolicyTrainer:
             return policy_loss(predicted, batch, self.section)
 
         batches = self._attach(inference, packs)
-        sums = self.model.forward_backward(batches, self.temperature, loss_fn, tap=inference.tap)
+        sums = self.model.forward_backward(batches, self.temperature, loss_fn, tap=tap)
         sums["loss_count"] = float(sum(batch.loss_count for batch in batches))
         sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))
         return sums, recorded
@@ -293,16 +288,16 @@ class PolicyTrainer:
         differ by rounding, and all ranks must run the same micro-batches.
         """
         rollouts = [rollout for each in scored for rollout in each.rollouts]
-        zeros |= {key_of(r) for r in rollouts if is_masked(r, self.section)}
+        zeros |= {r.key for r in rollouts if is_masked(r, self.section)}
         for indices in self._indices(scored):
             groups = [scored[i].rollouts for i in indices]
-            if zeros.issuperset(key_of(rollout) for group in groups for rollout in group):
-                zeros -= {key_of(group[0]) for group in groups}
-        keys = [key_of(rollout) for rollout in rollouts]
+            if zeros.issuperset(rollout.key for group in groups for rollout in group):
+                zeros -= {group[0].key for group in groups}
+        keys = [rollout.key for rollout in rollouts]
         flags = broadcast_bytes(bytes(key in zeros for key in keys), self.groups.world)
         return frozenset(key for key, flag in zip(keys, flags, strict=True) if flag)
 
-    def _tap_skipped(self, minibatch: Minibatch, tap: HiddenStateTap) -> None:
+    def _tap_skipped(self, minibatch: Minibatch, tap: Tap) -> None:
         """Run the skipped responses forward that belong to the long tail of this rank's share."""
         rollouts = [r for pack in minibatch.packs for r in pack.rollouts]
         first = len(rollouts)

@@ -36,11 +36,8 @@ def rloo(rewards_G: Tensor) -> Tensor:
     return dr_grpo(rewards_G) * (rewards_G.numel() / (rewards_G.numel() - 1))
 
 
-def reinforce_plus_plus_baseline(rewards_G: Tensor) -> Tensor:
-    """r - mean of the siblings, to be whitened over all tokens of the batch (Hu 2025, REINFORCE++
-    with baseline).
-    """
-    return dr_grpo(rewards_G)
+# r - mean of the siblings too, to be whitened over all tokens of the batch (Hu 2025)
+reinforce_plus_plus_baseline = dr_grpo
 
 
 def reinforce_plus_plus(rewards: Sequence[Tensor], gamma: float) -> list[Tensor]:

@@ -54,7 +54,7 @@ def save_function(function: Callable[..., Any], file: Path, environment: Mapping
     try:
         content = io.BytesIO()
         _Pickler(content).dump(function)
-    except Exception as error:  # of any object that the function uses
+    except Exception as error:  # any object that the function uses may raise it
         raise ValueError(
             f"{name}: uses what cannot be copied to another process: {error}. Put the function and what it uses into a"
             " file of its own, and name it in reward.function"

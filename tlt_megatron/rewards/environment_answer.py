@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from tlt_megatron.types import Message
 
-_MAX_BYTES = 1 << 19  # of an observation; half of what a worker may send at once
+_MAX_BYTES = 1 << 19  # an observation's limit; half of what a worker may send at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,17 +50,15 @@ def read_result(result: object) -> tuple[float, dict[str, float]]:
         return _read_number("score", result), {}
     if "score" not in result:
         raise ValueError(f"the result {result!r} has no 'score'")
+    details = {}
     for key, value in result.items():
-        if key != "score" and isinstance(value, str):  # shown once, in the log of the rank
+        if isinstance(value, str) and key != "score":  # shown once, in the log of the rank
             warnings.warn(
                 f"the entry {key!r} of a reward is text, so it is no metric", stacklevel=1
             )
-    details = {
-        encodable(str(key)): _read_number(str(key), value)
-        for key, value in result.items()
-        if key != "score" and not isinstance(value, str | None)
-    }
-    return _read_number("score", result["score"]), details
+        elif value is not None or key == "score":
+            details[encodable(str(key))] = _read_number(str(key), value)
+    return details.pop("score"), details
 
 
 def _read_number(key: str, value: object) -> float:

@@ -52,7 +52,7 @@ class Outcome:
     failure: str = ""
     detail: str = ""  # traceback, timeout or exit status
     seconds: float = 0.0  # in the function
-    answer: Answer | None = None  # of the environment
+    answer: Answer | None = None  # the environment's
     is_shared: bool = False
 
 

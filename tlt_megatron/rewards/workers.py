@@ -178,7 +178,7 @@ class _Workers:
             "reward": name_setting(weights),
             "environment": f"rollout.environment={environment!r}",
         }
-        self._timeout_s = timeout_s  # of one call
+        self._timeout_s = timeout_s  # for one call
         self._is_fatal = is_fatal  # a failure raises RuntimeError
         self._folder = os.getcwd()  # relative paths mean the same in a worker started later
         self._logged_prompt_ids: set[str] = set()

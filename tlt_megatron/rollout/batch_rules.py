@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tlt_megatron.types import FinishReason, Prompt, ScoredGroup
 
 _OVERLONG = "overlong_reward"  # the punishment, as a metric beside the further numbers
-_ROUNDING = 1e-6  # of a weighted sum of scores
+_ROUNDING = 1e-6  # rounding error of a weighted sum of scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class BatchRules:
     With the defaults, it is the prompts of one round with their rewards.
     """
 
-    num_prompts: int  # of the batch
+    num_prompts: int  # in the batch
     right_score: float = 1.0  # as in `right_responses`
     max_rounds: int = 1  # generation rounds of a step, at most
     # that must differ within a group: score, reward (with the punishment), or a further number;

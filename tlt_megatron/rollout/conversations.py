@@ -29,11 +29,10 @@ from tlt_megatron.types import (
     Prompt,
     Rollout,
     RolloutGroup,
+    RolloutKey,
     SamplingParams,
     Transcript,
 )
-
-_Key = tuple[int, int]  # draw_index, sample_index
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +44,7 @@ class _Conversation:
     turns: list[Rollout] = field(default_factory=list)
     # after each turn but the last
     observations: list[tuple[int, ...]] = field(default_factory=list)
-    features: Tensor | None = None  # of all tokens so far
+    features: Tensor | None = None  # for all tokens so far
     answer: Future[Outcome] | None = None  # to the last turn
     has_failed: bool = False
     is_cut: bool = False  # a limit on tokens ended it
@@ -131,15 +130,15 @@ class Conversations:
         reward.on_error=raise, RuntimeError if the environment fails. Otherwise the conversation
         ends with its last turn, and `Transcript.has_failed` is set.
         """
-        open_: dict[_Key, _Conversation] = {
+        open_: dict[RolloutKey, _Conversation] = {
             (prompt.draw_index, index): _Conversation(prompt=prompt, messages=self._begin(prompt))
             for prompt in prompts
             for index in prompt.sample_indices(params)
         }
-        ended: dict[_Key, Rollout] = {}
-        unreported: list[_Key] = []  # ended since the engine last asked
+        ended: dict[RolloutKey, Rollout] = {}
+        unreported: list[RolloutKey] = []  # ended since the engine last asked
 
-        def end(key: _Key) -> None:
+        def end(key: RolloutKey) -> None:
             conversation = open_.pop(key)
             unreported.append(key)
             rollout = ended[key] = conversation.merged()
@@ -148,13 +147,13 @@ class Conversations:
             on_finish(rollout)
 
         def take_turn(turn: Rollout) -> None:
-            conversation = open_[turn.draw_index, turn.sample_index]
+            conversation = open_[turn.key]
             if not self._ask(conversation, turn):
-                end((turn.draw_index, turn.sample_index))
+                end(turn.key)
 
         def keep_features(turn: Rollout, features: Tensor) -> None:
             # the engine's states cover the whole prompt of a turn, so the last turn's are all
-            open_[turn.draw_index, turn.sample_index].features = features.cpu()
+            open_[turn.key].features = features.cpu()
 
         def next_turns() -> LaterPrompts | None:
             prompts = []

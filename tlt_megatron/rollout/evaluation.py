@@ -59,7 +59,7 @@ class Evaluator:
         """Return the metrics of one data set."""
         rewards = [reward for g in groups for reward in g.rewards]
         right = [right_responses(group, self.right_score) for group in groups]
-        own = {  # of prompts whose responses were generated here
+        own = {  # prompts whose responses were generated here
             index: [final_answer(self._last_turn(r)) for r in group.rollouts]
             for index, group in enumerate(groups)
             if group.rollouts[0].is_here
@@ -111,7 +111,7 @@ def final_answer(text: str) -> str:
 def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
     """Return whether the most frequent answer to a prompt is right: maj@k of all k responses.
 
-    Of equally frequent answers the first counts. If only some of its responses are right, their
+    The first of equally frequent answers counts. If only some of its responses are right, their
     share counts.
     """
     chosen = Counter(answers).most_common(1)[0][0]
@@ -128,7 +128,7 @@ def name_source(group: ScoredGroup, name: str) -> ScoredGroup:
 def by_data_source(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the mean and the mean best of each data source, under verl's names.
 
-    Of rewards under val-core, of further numbers of the reward functions under val-aux.
+    Rewards are under val-core, further numbers of the reward functions under val-aux.
     """
     found: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for group in groups:

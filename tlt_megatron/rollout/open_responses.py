@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from tlt_megatron.policy.batching import join_kept
 from tlt_megatron.policy.exchange import gather_rows
+from tlt_megatron.runtime.collectives import call_on_each
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.saved_files import amount, errors_named, is_number, read_bytes
 from tlt_megatron.types import (
@@ -31,7 +33,7 @@ from tlt_megatron.types import (
     ScoredResponse,
 )
 
-_MAX_BYTES = 1 << 40  # of carried responses: those of a large batch with their routes
+_MAX_BYTES = 1 << 40  # enough for the carried responses of a large batch with their routes
 
 
 class OpenResponses:
@@ -219,14 +221,8 @@ def load_carried(
 
     Each rank has the tokens of the files that it reads. `prompt_at(draw_index)` returns a prompt.
     """
-    own: list[ScoredResponse] = []
-    for path in sorted(folder.glob("carried_*.pt"))[ranks.rank :: ranks.size]:
-        with errors_named(path):
-            saved = torch.load(io.BytesIO(read_bytes(path, _MAX_BYTES)), weights_only=True)
-            for rows, (rewards, details) in zip(saved["rollouts"], saved["scores"], strict=True):
-                for row, reward, more in zip(rows, rewards, details, strict=True):
-                    own.append(ScoredResponse(_from_row(row), reward, more))
-                    _check_response(own[-1])
+    files = sorted(folder.glob("carried_*.pt"))[ranks.rank :: ranks.size]
+    own = call_on_each(lambda: list(chain(*map(_read_carried, files))), ranks)
     by_draw: dict[int, list[ScoredResponse]] = {}
     for part in gather_rows(own, ranks):
         by_draw.setdefault(part.rollout.draw_index, []).append(part)
@@ -239,8 +235,19 @@ def load_carried(
     return tuple(groups)
 
 
+def _read_carried(path: Path) -> list[ScoredResponse]:
+    found: list[ScoredResponse] = []
+    with errors_named(path):
+        saved = torch.load(io.BytesIO(read_bytes(path, _MAX_BYTES)), weights_only=True)
+        for rows, (rewards, details) in zip(saved["rollouts"], saved["scores"], strict=True):
+            for row, reward, more in zip(rows, rewards, details, strict=True):
+                found.append(ScoredResponse(_from_row(row), reward, more))
+                _check_response(found[-1])
+    return found
+
+
 def _from_row(row: dict[str, Any]) -> Rollout:
-    row.pop("verify_starts", None)  # of older checkpoints, as is the next
+    row.pop("verify_starts", None)  # older checkpoints have it, and the next
     version = row.pop("policy_version", None)
     row["versions"] = row["versions"] or ((version, row["token_ids"].numel()),)
     row["finish_reason"] = FinishReason(row["finish_reason"])
@@ -255,7 +262,7 @@ def _check_response(response: ScoredResponse) -> None:
     num_tokens = rollout.token_ids.numel()
     masks = [] if rollout.loss_mask is None else [rollout.loss_mask]
     drawn = [int(amount(number)) for pair in rollout.versions for number in pair]
-    places = [int(amount(each)) for each in (rollout.draw_index, rollout.sample_index)]
+    places = [int(amount(each)) for each in rollout.key]
     is_good = (
         all(tensor.shape == (num_tokens,) for tensor in (*tensors, *masks))
         and rollout.token_ids.dtype == torch.int64

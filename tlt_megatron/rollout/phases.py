@@ -23,6 +23,7 @@ _LEDGER_PHASES = {
     "ROLLOUT": Phase.ROLLOUT,
     "WAIT": Phase.SPOT,
     "PUBLISH": Phase.SPOT,
+    "PLAN": Phase.UPDATE,
     "VALUES": Phase.UPDATE,
     "LOGPROB": Phase.UPDATE,
     "CRITIC": Phase.UPDATE,
@@ -47,7 +48,7 @@ class Phases:
     def __call__(self, name: str, timing: str, **args: Any) -> Iterator[None]:
         """Run the body as phase `name`, timed under timing_s/<timing>."""
         status = self.timeline.status
-        status.begin(name)
+        status.count_phase(name)
         outer = status.phases
         ledger_phase = _LEDGER_PHASES.get(name)
         if ledger_phase:

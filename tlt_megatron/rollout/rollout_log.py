@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_megatron.data.tokenizer import Tokenizer
-from tlt_megatron.policy.batching import RolloutKey, key_of
 from tlt_megatron.runtime.metrics import set_aside
-from tlt_megatron.types import Rollout, ScoredGroup
+from tlt_megatron.types import Rollout, RolloutKey, ScoredGroup
 
 _NUM_SAMPLES = 16  # responses of a step that trackers get
 
@@ -57,9 +56,9 @@ class RolloutLog:
         with path.open("w", encoding="utf-8") as file:
             for scored in groups:
                 for rollout, reward in zip(scored.rollouts, scored.rewards, strict=True):
-                    if key_of(rollout) not in own:
+                    if rollout.key not in own:
                         continue
-                    difference = differences.get(key_of(rollout))
+                    difference = differences.get(rollout.key)
                     row = {
                         **self._row(rollout),
                         "data_source": scored.prompt.data_source,
@@ -70,7 +69,7 @@ class RolloutLog:
                         row |= dataclasses.asdict(rollout.transcript)
                     if rollout.loss_mask is not None:
                         row["loss_mask"] = rollout.loss_mask.int().tolist()
-                    if len(rollout.versions) > 1:  # of a response that was carried
+                    if len(rollout.versions) > 1:  # a carried response
                         row["versions"] = rollout.versions
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     if len(first) < _NUM_SAMPLES:

@@ -12,13 +12,12 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
 from tlt_megatron.engines.base import GenerationStopped, PassRecord, RolloutEngine
-from tlt_megatron.policy.exchange import move_tokens, part_of, row_of
+from tlt_megatron.policy.exchange import ResponseRow, move_tokens, part_of, row_of
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.rollout.batch_rules import BatchPlan, BatchRules
@@ -51,7 +50,7 @@ class Collected:
 
     groups: tuple[ScoredGroup, ...]
     metrics: dict[str, float]
-    passes: list[PassTotals]  # of this rank
+    passes: list[PassTotals]  # this rank's
     carried: tuple[ScoredGroup, ...] = ()  # to the next step, with partial rollouts
 
 
@@ -126,7 +125,7 @@ class RolloutWorker:
             metrics |= _spot_metrics(rounds)
             metrics["bubble/stall_s"] += stall_s
         metrics |= speculation_metrics(
-            [share["passes"] for each in rounds for share in each.shares]
+            [share.pass_sums for each in rounds for share in each.shares]
         )
         return Collected(
             groups=tuple(batch),
@@ -149,38 +148,38 @@ class RolloutWorker:
         """
         own: list[ScoredResponse] = []
         passes: list[PassTotals] = []
-        share: dict[str, Any] | None = None
+        share: RankShare | None = None
         mine = self._requests(prompts, responses)
         with contextlib.suppress(GenerationStopped):
             own, counts, records = self._generate_share(mine, responses, policy_version, drafter)
             passes = sum_passes(records, step=step, rank=self.replicas.rank)
-            share = {
-                "rows": [row_of(part) for part in own],
-                "num_generated": self.engine.stats().num_generated_tokens,
-                "seconds": self.engine.stats().seconds,
-                "counts": counts,
-                "passes": speculation_sums(passes),
-                "costs": pass_costs(passes),
-            }
-        finished_at = self.phases.timeline.now_s()
+            share = RankShare(
+                rows=[row_of(part) for part in own],
+                num_generated=self.engine.stats().num_generated_tokens,
+                seconds=self.engine.stats().seconds,
+                counts=counts,
+                pass_sums=speculation_sums(passes),
+                costs=pass_costs(passes),
+                finished_s=self.phases.timeline.now_s(),
+            )
         if drafter:
             self.engine.free_kv()
         with self.phases("WAIT", "wait"):
             spot = drafter.run_until_preempted(step, number).metrics() if drafter else {}
             if share is not None:
-                share |= {"finished_at": finished_at, "spot": spot}
-            shares = [each for each in gather_json(share, self.replicas) if each is not None]
+                share = dataclasses.replace(share, spot=spot)
+            shares = gather_shares(share, self.replicas)
         if len(shares) < self.replicas.size:
             raise GenerationStopped("the rollouts of this phase are dropped")
-        ends = [each["finished_at"] for each in shares]
-        parts = [part_of(row) for each in shares for row in each["rows"]]
-        start = sum(len(each["rows"]) for each in shares[: self.replicas.rank])
+        ends = [each.finished_s for each in shares]
+        parts = [part_of(row) for each in shares for row in each.rows]
+        start = sum(len(each.rows) for each in shares[: self.replicas.rank])
         parts[start : start + len(own)] = own
         return _Round(
             parts=parts,
             passes=passes,
             shares=shares,
-            slowest=slowest_rank([each["costs"] for each in shares], ends),
+            slowest=slowest_rank([each.costs for each in shares], ends),
             idle_s=sum(max(ends) - end for end in ends),
         )
 
@@ -203,7 +202,7 @@ class RolloutWorker:
             if responses.is_cut(part):
                 return
             rollout = responses.join(part)
-            key = (rollout.draw_index, rollout.sample_index)
+            key = rollout.key
             prompt = responses.prompts[rollout.draw_index]
             text = self.decode(rollout.token_ids.tolist())
             if talk := rollout.transcript:
@@ -245,7 +244,7 @@ class RolloutWorker:
         for part in (rollout for group in groups for rollout in group.rollouts):
             has_failed = part.transcript is not None and part.transcript.has_failed
             is_scored = not has_failed and not responses.is_cut(part)
-            outcome = outcomes[part.draw_index, part.sample_index] if is_scored else Outcome()
+            outcome = outcomes[part.key] if is_scored else Outcome()
             parts.append(ScoredResponse(part, outcome.score, outcome.details))
         return parts, self._take_counts(outcomes.values()), passes
 
@@ -278,13 +277,35 @@ class RolloutWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankShare:
+    """A rank's part of a generation round, as all ranks know it: everything but the tokens."""
+
+    rows: list[ResponseRow]
+    num_generated: int  # tokens of the engine
+    seconds: float  # the engine's call
+    counts: dict[str, float]  # metrics that are sums over ranks and rounds
+    pass_sums: dict[str, int]  # see `speculation_sums`
+    costs: dict[str, list[float]]  # see `pass_costs`
+    finished_s: float  # when the rollouts ended, on the clock of the timeline
+    spot: dict[str, float] = field(default_factory=dict)  # `SpotReport.metrics`
+
+
+def gather_shares(share: RankShare | None, replicas: Group) -> list[RankShare]:
+    """Return the shares of all ranks that have one. A collective."""
+    sent = share and {each.name: getattr(share, each.name) for each in fields(share)}
+    found = [each for each in gather_json(sent, replicas) if each is not None]
+    return [
+        RankShare(**{**each, "rows": [ResponseRow(*row) for row in each["rows"]]}) for each in found
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Round:
     """One generation round of all ranks."""
 
     parts: list[ScoredResponse]
-    passes: list[PassTotals]  # of this rank
-    # of each rank: numbers of its engine and reward workers, and "spot", its `SpotReport.metrics`
-    shares: list[dict[str, Any]]
+    passes: list[PassTotals]  # this rank's
+    shares: list[RankShare]  # one for each rank
     slowest: dict[str, float]  # see `slow_rank.slowest_rank`
     # From the end of each rank's rollouts to the end of the last rank's, with and without spot
     # training.
@@ -301,7 +322,7 @@ def _spot_metrics(rounds: Sequence[_Round]) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     for each in rounds:
-        for name, value in merge_metrics([share["spot"] for share in each.shares]).items():
+        for name, value in merge_metrics([share.spot for share in each.shares]).items():
             is_mean = name.startswith("drafter/")
             metrics[name] = value if is_mean else metrics.get(name, 0.0) + value
     return metrics
@@ -313,7 +334,7 @@ def _engine_metrics(rounds: Sequence[_Round]) -> dict[str, float]:
     num_generated, seconds = 0, 0.0
     for each in rounds:
         for share in each.shares:
-            counts.update(share["counts"])
-            num_generated += share["num_generated"]
-        seconds += max(share["seconds"] for share in each.shares)
+            counts.update(share.counts)
+            num_generated += share.num_generated
+        seconds += max(share.seconds for share in each.shares)
     return {"perf/rollout_tokens_per_s": num_generated / seconds, **counts}

@@ -27,7 +27,7 @@ class PassTotals:
     """Totals of all passes of one rank with one strategy and batch size; a line of
     speculation/rank_*.jsonl.
 
-    Of one step, or of each generation round of it with dynamic sampling.
+    They are sums over a step, or over each of its generation rounds with dynamic sampling.
 
     Example: `committed / (passes * batch_size)` is the accept length. `accepted_by_depth[0] /
     (passes * batch_size)` is the share of requests, counted once per pass, that accepted at least

@@ -54,6 +54,21 @@ def call_on_first(function: Callable[[], T], group: Group) -> T:
     return value  # type: ignore[return-value]
 
 
+def call_on_each(function: Callable[[], T], group: Group) -> T:
+    """Return what `function` returns here. A ValueError of any member is one with the same text on
+    every member, so that none waits for it.
+    """
+    value, error = None, None
+    try:
+        value = function()
+    except ValueError as cause:
+        error = str(cause)
+    errors = [each for each in gather_json(error, group) if each is not None]
+    if errors:
+        raise ValueError(errors[0])
+    return value  # type: ignore[return-value]
+
+
 def agree_any(flag: bool, group: Group) -> bool:
     """Return whether `flag` is True on any member. The answer is the same on all."""
     return any(gather_objects(flag, group))

@@ -28,7 +28,7 @@ class Device:
     """The device that this rank computes on, and its communication backend."""
 
     torch_device: torch.device
-    backend: str  # of torch.distributed: gloo | nccl, or both by device type
+    backend: str  # torch.distributed's: gloo | nccl, or both by device type
 
     @property
     def is_cuda(self) -> bool:
@@ -169,7 +169,7 @@ class HostCopies:
     """Copies of tensors in host memory. From a GPU they are queued, to pinned memory."""
 
     def __init__(self) -> None:
-        self._end: torch.cuda.Event | None = None  # of the last copy
+        self._end: torch.cuda.Event | None = None  # recorded after the last copy
 
     def add(self, tensor: Tensor) -> Tensor:
         """Return the copy, to be read after `wait`; a CPU tensor itself."""

@@ -71,7 +71,7 @@ class Beat:
     """What a rank writes several times per heartbeat timeout."""
 
     count: int  # beats so far
-    num_phases: int  # of the loop, begun
+    num_phases: int  # phases of the loop that began
     phase: str
 
 
@@ -80,7 +80,7 @@ class Beats:
 
     def __init__(self, store: JobStore, status: RankStatus) -> None:
         """`status` is of this rank."""
-        self.first_phase = status.phase  # of rank 0, as last read
+        self.first_phase = status.phase  # rank 0's, as last read
         self._status = status
         self._store = store.connect("heartbeat")  # the heartbeat thread's own connection
         self._main_store = store.part("heartbeat")

@@ -105,7 +105,7 @@ class Heartbeat:
             for other in {0, *watched}
             if ranks[other].machine == ranks[rank].machine
         }
-        self._num_rounds = 0  # of the heartbeat thread
+        self._num_rounds = 0  # counted by the heartbeat thread
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._store_watch = threading.Thread(target=self._watch_store, daemon=True)
         self.beats.write()

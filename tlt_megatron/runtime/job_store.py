@@ -45,7 +45,7 @@ class JobStore:
 
         On a shared one, a waiting thread blocks the others.
         """
-        if not isinstance(self._store, dist.PrefixStore):  # of a single rank
+        if not isinstance(self._store, dist.PrefixStore):  # a single rank has no prefix
             return self.part(name)
         store = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
         return dist.PrefixStore(name, store)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Set
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
 
-_USABLE_SHARE = 0.95  # of the free memory: claims exclude fragmentation and communication buffers
+_USABLE_SHARE = 0.95  # a share of the free memory: claims exclude fragmentation and buffers
 _MIB = 1 << 20
 
 
@@ -41,7 +41,7 @@ class MemoryClaim:
     num_bytes: int
     phases: Set[Phase] = ALL_PHASES  # in which it is held
     _: KW_ONLY
-    in_host: bool = False  # of a rank with a GPU; on a CPU, host memory is the device's
+    in_host: bool = False  # for a rank with a GPU; on a CPU, host memory is the device's
     lower: str = ""  # settings that make it smaller, with their current values
     is_estimate: bool = False  # not computed from sizes alone: what it takes was measured
 

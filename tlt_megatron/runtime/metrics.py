@@ -65,7 +65,7 @@ class MetricsWriter:
         for name, tracker in list(self._trackers.items()):
             try:
                 function(tracker)
-            except Exception as error:  # of the package, or of the user's code: the run goes on
+            except Exception as error:  # the package's, or the user's: the run goes on
                 del self._trackers[name]
                 log.warning(
                     "logging.trackers: %s failed at %s and gets no more metrics: %r. The run goes on; metrics.jsonl has all"

@@ -27,8 +27,8 @@ class Group:
     """One communicator. `handle` is None if the group has a single member."""
 
     handle: dist.ProcessGroup | PrivateHandle | None
-    rank: int  # of this process within the group
-    global_ranks: tuple[int, ...]  # of the members, in group order
+    rank: int  # this process, counted within the group
+    global_ranks: tuple[int, ...]  # the members, in group order
 
     @property
     def size(self) -> int:
@@ -83,7 +83,7 @@ class ProcessGroups:
     cp: Group = SINGLE
     pp: Group = SINGLE
     dp: Group = SINGLE
-    ep: Group = SINGLE  # of tensor x context x data: its ranks share the experts of every layer
+    ep: Group = SINGLE  # part of tensor x context x data: its ranks share the experts of each layer
 
     @property
     def num_parts(self) -> int:

@@ -36,7 +36,7 @@ _FACTS = {  # metric -> its text in the display
     "perf/rollout_tokens_per_s": "{} tokens/s",
     "rollout/spec_accept_length": "accept length {}",
     "timing_s/step": "{} s/step",
-    "loss": "loss {}",  # of tools
+    "loss": "loss {}",  # tools print it
     "agreement": "agreement {}",
 }
 _HEADERS = {
@@ -50,7 +50,7 @@ _HEADERS = {
     "timing_s/update_actor": "update s",
 }
 _ETA_WINDOW = 20  # newest steps whose mean duration predicts the rest
-_FILE_WIDTH = 120  # of a table without a terminal
+_FILE_WIDTH = 120  # a table's width without a terminal
 
 
 class _Console(Console):

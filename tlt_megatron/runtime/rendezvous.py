@@ -24,7 +24,7 @@ from torch.distributed.run import parse_min_max_nnodes
 
 from tlt_megatron.runtime.job_store import LOOPBACK, open_store
 
-_NAME = "one address"  # of this rendezvous among torchrun's
+_NAME = "one address"  # names this rendezvous among torchrun's
 _STATIC_PORT = 29500  # torchrun's default for several nodes
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0  # between two writes of a rank
-_WRITES_PER_S = 200  # of all ranks together, for the file system that they share
+_WRITES_PER_S = 200  # all ranks together: they share a file system
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,19 +39,19 @@ class RankStatus:
     # the open phases, the innermost last; after an error, what failed
     phases: tuple[str, ...] = ("SETUP",)
     phase_began_s: float = field(default_factory=time.time)  # the innermost one
-    num_phases: int = 0  # of the loop, begun; a rank that is behind has fewer than the others
+    num_phases: int = 0  # phases of the loop that began; a rank that is behind has fewer
     loop_phase: str = ""  # the newest one of them, as the display shows it: "EVAL ROLLOUT"
     loop_phase_began_s: float = 0.0
     num_responses: int = 0  # to generate in the rollout phase of the step
     num_done: int = 0
-    num_tokens: int = 0  # of the responses that are done
+    num_tokens: int = 0  # in the responses that are done
 
     @property
     def phase(self) -> str:
         """Return the open phases as text."""
         return " ".join(self.phases) or "between phases"
 
-    def begin(self, name: str) -> None:
+    def count_phase(self, name: str) -> None:
         """Count a phase of the loop, before `enter`. The first one ends the set-up."""
         if not self.num_phases:
             self.phases = ()

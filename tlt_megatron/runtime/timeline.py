@@ -3,8 +3,8 @@ ui.perfetto.dev.
 
 A time is the wall time, read once, plus the monotonic clock since then. So time never runs
 backwards, and ranks agree on it as far as the clocks of their machines do. The project's phases:
-ROLLOUT DECODE VERIFY REFRESH-DRAFTER IDLE DRAFT-TRAIN PREEMPT SYNC VALUES LOGPROB CRITIC UPDATE
-REWARD CHECKPOINT EVAL WAIT GAIN SETUP.
+ROLLOUT DECODE VERIFY REFRESH-DRAFTER IDLE DRAFT-TRAIN PREEMPT SYNC PLAN VALUES LOGPROB CRITIC
+UPDATE REWARD CHECKPOINT EVAL WAIT GAIN SETUP.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Timeline:
         self._is_closed = path is None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():  # of a killed run, which may have torn its last line
+            if path.exists():  # a killed run may have torn its last line
                 with path.open("a", encoding="utf-8") as file:
                     file.write("\n")
 

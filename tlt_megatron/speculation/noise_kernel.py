@@ -52,7 +52,7 @@ def _gumbel(key, token_ids):
 
 @triton.jit
 def _argmax_of_block(logits, seeds, positions, largest, winners, vocab_size, BLOCK: tl.constexpr):
-    """Of each block of token ids: the largest logit + noise and the first id that has it."""
+    """Find for each block of token ids the largest logit + noise and the first id that has it."""
     row = tl.program_id(0).to(tl.int64)
     token_ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = token_ids < vocab_size

@@ -145,7 +145,7 @@ class _Scoring:
     """Estimates the acceptance of every token as a child of a node, by depth."""
 
     scale: Tensor  # factor on the logits; 0-dim, so that float64 does not promote the logits
-    params: SamplingParams  # of the target
+    params: SamplingParams  # the target's
     keys: tuple[Tensor, Tensor]  # seeds [B] and positions [B] of depth 0's noise
     offsets: tuple[Tensor, ...] | None  # by depth, [B, V] each: their noise, if it is there already
     ids_V: Tensor | None  # token ids of the columns, ascending; None: 0 to V - 1

@@ -23,7 +23,7 @@ from tlt_megatron.types import DraftSequence, SamplingParams
 
 _ROWS = 2048  # per rank: enough to compare drafters, and fast enough not to delay a step
 _BLOCK_ROWS = 64  # a dozen passes, so that one block says little about the next
-_LEAST_SHARE = 0.1  # of the tokens, below which a strategy is not measured
+_LEAST_SHARE = 0.1  # strategies with a smaller share of the tokens are not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,7 +84,7 @@ class Holdout:
         """`strategies` are those of the run, `params` those of its rollouts."""
         self._engine, self._params = engine, params
         self._learned = [strategy for strategy in strategies if strategy.is_learned]
-        self._tokens: Counter[SpeculationStrategy] = Counter()  # of this step's passes
+        self._tokens: Counter[SpeculationStrategy] = Counter()  # in this step's passes
         self._sample: dict[int, DraftSequence] = {}  # by seed, which is random
         self._is_old = True  # the sample is of the last step
         self._is_compared = True

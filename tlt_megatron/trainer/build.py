@@ -32,7 +32,6 @@ from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.rollout.batch_rules import BatchRules
 from tlt_megatron.rollout.conversations import Conversations
 from tlt_megatron.rollout.evaluation import Evaluator
-from tlt_megatron.rollout.open_responses import load_carried
 from tlt_megatron.rollout.phases import Phases
 from tlt_megatron.rollout.rollout_log import RolloutLog
 from tlt_megatron.rollout.rollout_worker import RolloutWorker
@@ -108,7 +107,7 @@ def build_run(site: Site) -> Run:
     sampler = PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.run.seed)
     if saved is not None:
         with errors_named(saved.folder / STATE_FILE):
-            sampler.load_state_dict(saved.state["sampler"])
+            sampler.check_state(saved.state["sampler"])
     held_out = load_held_out(config.data, tokenizer, world, limit=config.eval.num_prompts)
     if config.rollout.environment:
         _check_conversations(
@@ -137,11 +136,9 @@ def build_run(site: Site) -> Run:
     engine_dtype = getattr(torch, config.rollout.dtype)
     with phases("SYNC", "update_weights", version=step):
         push_policy(model, worker.engine, step, dtype=engine_dtype, world=world)
-    phases.take_timings()  # of no step
+    phases.take_timings()  # they belong to no step
     sampling = _sampling(config, tokenizer)
     drafter = build_drafter(site, worker.engine, phases.timeline, sampling)
-    if drafter and folder and resumes_drafter:
-        drafter.load_from(folder)
     trainer = RLTrainer(
         rules=_batch_rules(config),
         sampling=sampling,
@@ -151,7 +148,11 @@ def build_run(site: Site) -> Run:
         policy_trainer=_build_policy_trainer(config, model, critic, groups),
         drafter=drafter,
     )
-    carried = load_carried(folder, sampler.prompt_at, world) if folder else ()
+    is_saved = False  # a fork has another run folder, without the history
+    if saved and folder:
+        trainer.load_state_dict(saved.state, has_critic=(folder / "critic").is_dir())
+        trainer.load_from(folder, with_drafter=resumes_drafter)
+        is_saved = folder.resolve() == checkpoints.folder(step).resolve()
     run = Run(
         config=config,
         trainer=trainer,
@@ -165,9 +166,10 @@ def build_run(site: Site) -> Run:
         checkpoints=checkpoints,
         # last: it cuts what an earlier run wrote after the checkpoint
         report=_open_report(site, config, phases, tokenizer, groups, saved),
+        is_saved=is_saved,
     )
-    if saved and folder:
-        run.resume(saved, folder, carried)
+    if saved:
+        run.report.load_state_dict(saved.state.get("report", {}), has_history=is_saved)
     site.stop.begin_training()
     barrier(world)  # no rank trains while a signal would still end another without a save
     return run

@@ -15,6 +15,7 @@ import torch
 from tlt_megatron.config.own_layer import OWN
 from tlt_megatron.config.preflight import foreign_code
 from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import save_adapters, save_hf_model
 from tlt_megatron.models.own_drafter import own_tensors
@@ -127,6 +128,9 @@ def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:
     if run.trainer.world.is_first:
         dtype = getattr(torch, config.model.dtype)
         save_hf_model(folder, weights, Path(config.model.path), dtype=dtype)
+        data = run.config.data  # with its date
+        tokenizer = load_tokenizer(config.model.path, data.template_date)
+        tokenizer.pin_template(folder, data.chat_template_kwargs)
     else:
         for _ in weights:
             pass

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import ModelConfig, load_model_config
-from tlt_megatron.policy.batching import key_of
 from tlt_megatron.policy.policy_trainer import Inference
 
 # Dense bfloat16 FLOP/s of the tensor cores, from NVIDIA's data sheets. Where a sheet has the rate
@@ -82,7 +81,7 @@ class Utilization:
         pass of the reference before the update counts as one of the policy.
         """
         lengths = {
-            key_of(rollout): rollout.num_tokens
+            rollout.key: rollout.num_tokens
             for scored in inference.plan.scored
             for rollout in scored.rollouts
         }

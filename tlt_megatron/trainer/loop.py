@@ -15,15 +15,17 @@ import torch
 
 from tlt_megatron.data.prompts import PromptSampler
 from tlt_megatron.engines.base import GenerationStopped
-from tlt_megatron.policy.policy_trainer import Inference, PolicyTrainer
+from tlt_megatron.policy.interfaces import Tap
+from tlt_megatron.policy.policy_trainer import Inference, Plan, PolicyTrainer
 from tlt_megatron.rollout.batch_rules import BatchPlan, BatchRules
+from tlt_megatron.rollout.open_responses import load_carried, save_carried
 from tlt_megatron.rollout.rollout_worker import Collected, RolloutWorker
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.saved_files import errors_named, read_json
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.trainer.saving.manifest import engine_file, engine_files
 from tlt_megatron.trainer.weight_sync import push_policy
-from tlt_megatron.types import SamplingParams, ScoredGroup
+from tlt_megatron.types import RolloutKey, SamplingParams, ScoredGroup
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +35,8 @@ class TrainedStep(NamedTuple):
 
     collected: Collected
     inference: Inference
-    metrics: dict[str, float]  # of the updates
-    # the engines' mean absolute log-prob differences by (draw_index, sample_index)
-    differences: Mapping[tuple[int, int], float]
+    metrics: dict[str, float]  # from the updates
+    differences: Mapping[RolloutKey, float]  # the engines' mean absolute log-prob differences
 
 
 @dataclass(kw_only=True)
@@ -44,7 +45,7 @@ class RLTrainer:
 
     rules: BatchRules  # which responses a step trains on
     sampling: SamplingParams
-    engine_dtype: torch.dtype  # of the weights that engines receive
+    engine_dtype: torch.dtype  # engines receive weights in it
     sampler: PromptSampler
     worker: RolloutWorker  # its engine holds the policy
     policy_trainer: PolicyTrainer
@@ -66,8 +67,10 @@ class RLTrainer:
         collected = self._collect()  # prompts -> rollouts -> rewards
         self._publish_drafter(collected)
         self.engine.sleep()
-        inference = self._infer(collected.groups)  # values, log-probs
-        learned = self._update_critic(inference) | self._update_policy(inference)
+        plan = self._plan(collected.groups)  # tokens go to the ranks that train on them
+        tap = self.drafter.make_tap() if self.drafter else None
+        inference = self._infer(plan, tap)  # values, log-probs
+        learned = self._update_critic(inference) | self._update_policy(inference, tap)
         self.engine.wake()
         self.step, self.carried = self.step + 1, collected.carried
         pushed = self._push_policy()  # weights
@@ -103,16 +106,17 @@ class RLTrainer:
         critic = self.policy_trainer.critic
         return critic is None or self.step - self.critic_from >= critic.section.warmup_steps
 
-    def _infer(self, scored: Sequence[ScoredGroup]) -> Inference:
+    def _plan(self, scored: Sequence[ScoredGroup]) -> Plan:
+        with self.phases("PLAN", "plan_batch"):
+            return self.policy_trainer.plan(scored)
+
+    def _infer(self, plan: Plan, tap: Tap | None) -> Inference:
         """Run the forward-only passes of critic, policy and reference."""
-        trainer, plan, values = self.policy_trainer, None, None
+        trainer, values = self.policy_trainer, None
         if trainer.critic is not None:
             with self.phases("VALUES", "values"):
-                plan = trainer.plan(scored)
                 values = trainer.infer_values(plan)
         with self.phases("LOGPROB", "old_log_prob"):
-            tap = self.drafter.make_tap() if self.drafter else None
-            plan = plan or trainer.plan(scored)
             has_update = self._has_policy_update
             return trainer.infer_logprobs(
                 plan, tap, self.step, values=values, has_update=has_update
@@ -128,11 +132,13 @@ class RLTrainer:
         critic.model.leave_device()
         return metrics
 
-    def _update_policy(self, inference: Inference) -> dict[str, float]:
+    def _update_policy(self, inference: Inference, tap: Tap | None) -> dict[str, float]:
         model = self.policy_trainer.model
         model.enter_device()
         with self.phases("UPDATE", "update_actor"):
-            metrics = self.policy_trainer.update(inference) if self._has_policy_update else {}
+            metrics = {}
+            if self._has_policy_update:
+                metrics = self.policy_trainer.update(inference, tap)
         model.leave_device()
         return metrics
 
@@ -143,23 +149,37 @@ class RLTrainer:
             return push_policy(model, self.engine, self.step, dtype=dtype, world=self.world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON types. Policy, drafter, engine and `carried`
-        have files of their own.
-        """
+        """Return the state for a checkpoint, as JSON types. The rest has files: see `save_into`."""
         return {
             "step": self.step,
             "critic_from": self.critic_from,
             "sampler": self.sampler.state_dict(),
         }
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], carried: Sequence[ScoredGroup], *, has_critic: bool
-    ) -> None:
-        """Restore what `state_dict` returned, except the sampler. `has_critic`: the critic goes
-        on.
-        """
+    def load_state_dict(self, state: Mapping[str, Any], *, has_critic: bool) -> None:
+        """Restore what `state_dict` returned. `has_critic`: the critic goes on."""
         self.step = int(state["step"])
         self.critic_from = state.get("critic_from", 0) if has_critic else self.step
+        self.sampler.load_state_dict(state["sampler"])
+
+    def save_into(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint, besides the models: the engine's selector, the
+        drafter and the carried responses.
+        """
+        text = json.dumps(self.engine.state_dict())
+        engine_file(folder, self.world.rank).write_text(text, encoding="utf-8")
+        if self.drafter is not None:
+            self.drafter.save_into(folder)
+        save_carried(folder, self.carried, self.world.rank)
+
+    def load_from(self, folder: Path, *, with_drafter: bool) -> None:
+        """Restore what `save_into` wrote, after `load_state_dict`. Without `with_drafter`, the
+        drafter starts anew.
+        """
+        self._load_engine(folder)
+        if self.drafter is not None and with_drafter:
+            self.drafter.load_from(folder)
+        carried = load_carried(folder, self.sampler.prompt_at, self.world)
         rules, num_samples = self.rules, self.sampling.num_samples
         self.carried = tuple(rules.still_fit(carried, num_samples=num_samples))
         if len(self.carried) < len(carried):
@@ -171,13 +191,8 @@ class RLTrainer:
                 *(rules.round_tokens, rules.max_new_tokens),
             )
 
-    def save_engine(self, folder: Path) -> None:
-        """Write the state of this rank's engine, which is what its selector has learned."""
-        text = json.dumps(self.engine.state_dict())
-        engine_file(folder, self.world.rank).write_text(text, encoding="utf-8")
-
-    def load_engine(self, folder: Path) -> None:
-        """Restore what `save_engine` wrote, if the number of ranks is the same."""
+    def _load_engine(self, folder: Path) -> None:
+        """Restore the state of this rank's engine if the number of ranks is the same."""
         files = engine_files(folder)
         if len(files) != self.world.size:
             return
@@ -185,5 +200,5 @@ class RLTrainer:
         try:
             with errors_named(file):
                 self.engine.load_state_dict(read_json(file))
-        except ValueError as error:  # of another version of the selector
+        except ValueError as error:  # another version of the selector wrote it
             log.warning("the strategy selector starts anew: its state does not fit: %s", error)

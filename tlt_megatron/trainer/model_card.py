@@ -35,6 +35,8 @@ def model_card(config: RunConfig, summary: Mapping[str, float | None], *, has_dr
     base, algorithm = base_model(config.model.path), config.algorithm
     recipe = {
         "data": config.data.train,
+        "arguments of the chat template (its defaults here)": config.data.chat_template_kwargs
+        or "-",
         "reward": ", ".join(config.reward.weights),
         "advantage": algorithm.advantage,
         "loss": algorithm.loss,

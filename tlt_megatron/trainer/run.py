@@ -4,20 +4,16 @@ Built by build.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.rollout.evaluation import Evaluator
 from tlt_megatron.rollout.gain import SpeculationGain, measure_gain
-from tlt_megatron.rollout.open_responses import save_carried
 from tlt_megatron.runtime.collectives import agree_any
 from tlt_megatron.trainer.loop import RLTrainer
-from tlt_megatron.trainer.saving.run_checkpoint import CheckpointManager, SavedRun
+from tlt_megatron.trainer.saving.run_checkpoint import CheckpointManager
 from tlt_megatron.trainer.step_report import RunReport
-from tlt_megatron.types import ScoredGroup
 
 _GAIN_STEPS = 4  # batches that measure the speedup of speculation
 
@@ -31,11 +27,10 @@ class Run:
     evaluator: Evaluator
     checkpoints: CheckpointManager
     report: RunReport
+    is_saved: bool = False  # a checkpoint of this run holds the present state
     num_new_steps: int = field(default=0, init=False)  # since the start or the resume
     # stopped on request; a resumed run does the rest
     is_stopped: bool = field(default=False, init=False)
-    # a checkpoint of this run holds the present state
-    _is_saved: bool = field(default=False, init=False)
 
     def train(self) -> None:
         """Run from the current step to the last or to a stop request, and save a checkpoint.
@@ -56,7 +51,7 @@ class Run:
                 self.report.begin_step(trainer.step + 1)
                 trained = trainer.train_step()
                 self.num_new_steps += 1
-                self._is_saved = False
+                self.is_saved = False
                 self.report.end_step(trainer.step, trained)
                 if agree_any(trainer.worker.should_stop(), trainer.world):
                     return False
@@ -84,36 +79,20 @@ class Run:
             result = self.evaluator.evaluate(step)
         self.report.end_evaluation(step, result)
         if result:
-            self._is_saved = False
+            self.is_saved = False
 
     def save_checkpoint(self) -> None:
         """Save everything that a resumed run needs to equal an uninterrupted one, unless it is
         saved.
         """
-        if self._is_saved:
+        if self.is_saved:
             return
         trainer = self.trainer
-
-        def save_part(folder: Path) -> None:
-            trainer.save_engine(folder)
-            if trainer.drafter is not None:
-                trainer.drafter.save_into(folder)
-            save_carried(folder, trainer.carried, trainer.world.rank)
-
         with trainer.phases("CHECKPOINT", "save_checkpoint"):
             state = trainer.state_dict() | {"report": self.report.state_dict()}
             self.report.sync()  # a checkpoint's steps must not be lost to a power cut
-            self.checkpoints.save(trainer.step, state, save_part=save_part)
-        self._is_saved = True
-
-    def resume(self, saved: SavedRun, folder: Path, carried: Sequence[ScoredGroup]) -> None:
-        """Restore what `save_checkpoint` wrote, except policy, sampler and drafter."""
-        self._is_saved = folder.resolve() == self.checkpoints.folder(saved.step).resolve()
-        # a fork has another run folder, without the history
-        self.report.load_state_dict(saved.state.get("report", {}), has_history=self._is_saved)
-        has_critic = (folder / "critic").is_dir()
-        self.trainer.load_state_dict(saved.state, carried, has_critic=has_critic)
-        self.trainer.load_engine(folder)
+            self.checkpoints.save(trainer.step, state, save_part=trainer.save_into)
+        self.is_saved = True
 
     def measure_gain(self) -> SpeculationGain | None:
         """Time further batches with and without speculation. Returns None after a run without new

@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 
-from tlt_megatron.policy.batching import key_of
 from tlt_megatron.rollout.phases import Phases
 from tlt_megatron.rollout.rollout_log import RolloutLog
 from tlt_megatron.rollout.slow_rank import describe
@@ -38,16 +37,16 @@ class RunReport:
 
     phases: Phases
     world: Group
-    metrics: MetricsWriter | None = None  # of rank 0; so are the last two
+    metrics: MetricsWriter | None = None  # on rank 0 alone; so are the last two
     passes: SpeculationLog | None = None
-    rollouts: RolloutLog | None = None  # of one rank of each data-parallel index
+    rollouts: RolloutLog | None = None  # on one rank of each data-parallel index
     utilization: Utilization | None = None
     ledger: MemoryLedger | None = None  # the memory that was planned for each phase
     # the step of the last evaluation, also before a resume
     last_eval_step: int = field(default=-1, init=False)
     _slow_rank: float | None = field(default=None, init=False)  # the rank that was warned about
     _num_without_spread: int = field(default=0, init=False)  # steps in a row
-    _seconds_before: float = field(default=0.0, init=False)  # of the run before a resume
+    _seconds_before: float = field(default=0.0, init=False)  # before a resume
     _started: float = field(default_factory=time.perf_counter, init=False)
     _step_started: float = field(default=0.0, init=False)
 
@@ -63,7 +62,7 @@ class RunReport:
         if self.rollouts is not None:
             plan = inference.plan
             samples = self.rollouts.write(
-                step, plan.scored, set(map(key_of, plan.own)), differences
+                step, plan.scored, {rollout.key for rollout in plan.own}, differences
             )
             if self.metrics is not None:
                 self.metrics.log_responses(step, samples)

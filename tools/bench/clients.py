@@ -19,8 +19,9 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from tools.bench.measure import print_table, spread, wall_seconds
+from tools.bench.measure import spread, wall_seconds
 from tools.bench.step import turned
+from tools.print_tables import print_table
 
 _READY = "running on"
 

@@ -25,8 +25,9 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.sampling import add_noise, gumbel_noise, noisy_argmax
-from tools.bench.measure import Spread, cpu_seconds, interleave, print_table, ratios, spread
+from tools.bench.measure import Spread, cpu_seconds, interleave, ratios, spread
 from tools.gpu.shapes import MODEL_CONFIGS
+from tools.print_tables import print_table
 
 _ENTROPY = 2.8  # nats: SmolLM2-135M at temperature 1
 Shares = dict[str, dict[str, Spread]]

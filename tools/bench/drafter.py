@@ -39,7 +39,6 @@ from tools.bench.measure import (
     add_policy_options,
     cpu_seconds,
     interleave,
-    print_table,
     ratios,
     spread,
     told,
@@ -47,6 +46,7 @@ from tools.bench.measure import (
 )
 from tools.commands.load_engine import LoadedPolicy
 from tools.gpu.shapes import MODEL_CONFIGS
+from tools.print_tables import print_table
 
 FULL, ASYNCHRONOUS = "full", "async"
 _REAL_TARGET = load_model_config(MODEL_CONFIGS / "80m")

@@ -26,7 +26,7 @@ from statistics import fmean
 from typing import Any
 
 from tlt_megatron.config.own_layer import OWN
-from tools.bench.measure import made, print_table
+from tools.bench.measure import made
 from tools.bench.step import (
     COLD,
     FROZEN,
@@ -40,6 +40,9 @@ from tools.bench.step import (
     variant_overrides,
 )
 from tools.commands.compare_runs import STEP_SECONDS, Run, read_run
+from tools.print_tables import print_table
+from tools.run_report.figure import Panel, make_curve, make_layout
+from tools.run_report.page import render_panels
 from tools.run_report.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION
 
 SERIAL, NGRAM = "serial", "ngram"
@@ -54,9 +57,7 @@ _COLOURS = {
 }
 _LEARNED, _ANY, _KL = "drafter/live_accept_length", "rollout/spec_accept_length", "actor/kl_loss"
 _LONG = 400  # characters: a response of the tiny policy with a long derivation
-_SERIAL_PROMPTS = 64  # of which responses a serial training gets; a run would reuse its own
-_WIDTH, _HEIGHT, _MARGIN = 420, 260, 44  # of a panel of the figure
-Points = list[tuple[float, float]]
+_SERIAL_PROMPTS = 64  # a serial training gets their responses; a run would reuse its own
 
 
 def terse(
@@ -109,7 +110,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             runs = {name: _run(launch, name, options, folder) for name in options.variants}
         found[seed] = summarize(runs, options.block)
         _print(seed, found[seed])
-    figure = options.folder / f"{options.task}.svg"
+    figure = options.folder / f"{options.task}.html"
     figure.write_text(draw(found), encoding="utf-8")
     print(figure)
     return {"task": options.task, "steps": options.steps, "block": options.block, "seeds": found}
@@ -190,46 +191,20 @@ def _print(seed: int, found: Mapping[str, Any]) -> None:
 
 
 def draw(found: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return the SVG: the accept length of each variant and seed over RL steps and over the KL."""
+    """Return a page: the accept length of each variant and seed over RL steps and over the KL."""
     panels = []
-    for number, axis in enumerate(("last_steps", "kl")):
-        lines: list[tuple[str, Points]] = []
-        for of_seed in found.values():
-            for name, values in of_seed["accept_length"].items():
-                points = zip(of_seed[axis], values, strict=True)
-                lines.append((name, sorted(p for p in points if not math.isnan(sum(p)))))
-        panels.append(_panel(number * _WIDTH, ("RL step", "KL from the start")[number], lines))
-    names = [*next(iter(found.values()))["accept_length"]]
-    legend = [
-        f'<text x="{_MARGIN + 90 * i}" y="16" fill="{_COLOURS[name]}">{name}</text>'
-        for i, name in enumerate(names)
-    ]
-    size = f'viewBox="0 0 {2 * _WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
-    return "\n".join([head, *legend, *panels, "</svg>", ""])
+    for axis, label in (("last_steps", "RL step"), ("kl", "KL from the start")):
+        curves = [
+            make_curve(f"{name}, seed {seed}", _COLOURS[name], _known(of_seed[axis], values))
+            for seed, of_seed in found.items()
+            for name, values in of_seed["accept_length"].items()
+        ]
+        layout = make_layout(label, "accept length")
+        panels.append(Panel(title=f"Over the {label}", key=axis, data=curves, layout=layout))
+    return render_panels("drift", panels)
 
 
-def _panel(left: int, title: str, lines: Sequence[tuple[str, Points]]) -> str:
-    """Return the lines with axes from 0, and the largest value at the end of each axis."""
-    points = [point for _, line in lines for point in line]
-    if not points:
-        return ""
-    most_x, most_y = (max(max(values), 1e-9) for values in zip(*points, strict=True))
-    bottom, width, height = _HEIGHT - 28, _WIDTH - 2 * _MARGIN, _HEIGHT - 60
-    left += _MARGIN
-
-    def line(name: str, of_line: Points) -> str:
-        at = (
-            f"{left + x / most_x * width:.1f},{bottom - y / most_y * height:.1f}"
-            for x, y in of_line
-        )
-        return f'<polyline points="{" ".join(at)}" fill="none" stroke="{_COLOURS[name]}"/>'
-
-    axes = (
-        f'<path d="M{left} {bottom - height}V{bottom}H{left + width}" fill="none" stroke="{INK}"/>'
-    )
-    texts = [
-        f'<text x="{left}" y="{bottom - height - 4}">accept length, to {most_y:.1f}</text>',
-        f'<text x="{left}" y="{bottom + 16}">{title}, 0 to {most_x:.3g}</text>',
-    ]
-    return "\n".join([axes, *texts, *(line(*each) for each in lines)])
+def _known(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return the points, by x, without those that are not known."""
+    points = sorted(p for p in zip(x, y, strict=True) if not math.isnan(sum(p)))
+    return [x for x, _ in points], [y for _, y in points]

@@ -28,9 +28,9 @@ from pathlib import Path
 
 from tlt_megatron.config.load import load_config
 from tools.bench.interleaved import mismatch_per_token
-from tools.bench.measure import print_table
 from tools.bench.speed import bench_batch_invariant, bench_long_tail, load_policy, make_variants
 from tools.bench.step import bench_speed, launching, print_by_step
+from tools.print_tables import print_table
 from tools.run_report.data import read_metrics
 
 _DTYPES = ("bfloat16", "float32")

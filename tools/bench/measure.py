@@ -1,6 +1,4 @@
-"""Shared by the benchmarks: clocks, interleaved rounds, spread over rounds, tables, the JSON
-file.
-"""
+"""Shared by the benchmarks: clocks, interleaved rounds, spread over rounds, the JSON file."""
 
 from __future__ import annotations
 
@@ -16,10 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-_TABLE_WIDTH = 140  # in a file
 Clock = Callable[[Callable[[], object]], float]
 Spread = dict[str, float]  # median, min, max
 
@@ -100,31 +95,6 @@ def first_differences(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> t
         num_differing += at is not None
         num_compared += len(one) if at is None else min(at + 1, len(one), len(other))
     return num_differing, num_compared
-
-
-def print_table(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str | float | None]],
-    *,
-    num_names: int = 1,
-) -> None:
-    """Print rows of texts, whole numbers, and numbers with two decimals; "-" for None.
-
-    Columns after the first `num_names` are aligned to the right.
-    """
-    table = Table(title=title)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < num_names else "right")
-    for row in rows:
-        table.add_row(*map(_cell, row))
-    Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(table)
-
-
-def _cell(value: str | float | None) -> str:
-    if isinstance(value, float):
-        return f"{value:.2f}"
-    return "-" if value is None else value if isinstance(value, str) else f"{value:,}"
 
 
 def write_json(path: str | Path, result: Mapping[str, object]) -> None:

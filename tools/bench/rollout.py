@@ -25,8 +25,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tlt_megatron.types import RolloutGroup
-from tools.bench.measure import interleave, made, print_table, ratios, spread, wall_seconds
+from tools.bench.measure import interleave, made, ratios, spread, wall_seconds
 from tools.commands.load_engine import LoadedPolicy
+from tools.print_tables import print_table
 
 
 def add_options(add: Callable[..., object]) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tools.bench.interleaved import mismatch_per_token
-from tools.bench.measure import add_policy_options, print_table
+from tools.bench.measure import add_policy_options
 from tools.bench.speed import (
     BEG_MAB,
     COST_MODEL,
@@ -37,8 +37,9 @@ from tools.bench.speed import (
     make_variants,
 )
 from tools.commands.load_engine import LoadedPolicy, accept_length
+from tools.print_tables import print_table
 
-_KINDS = {"tree": "6_4_16", "chain": "16_1_16", "n-gram": "ngram_16"}  # of 16 drafted tokens
+_KINDS = {"tree": "6_4_16", "chain": "16_1_16", "n-gram": "ngram_16"}  # each drafts 16 tokens
 
 
 def add_options(add: Callable[..., object]) -> None:

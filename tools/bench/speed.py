@@ -22,20 +22,14 @@ from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import FinishReason, Prompt, SamplingParams
 from tools.bench.interleaved import PLAIN, Comparison, mismatch_per_token
-from tools.bench.measure import (
-    cpu_seconds,
-    first_differences,
-    interleave,
-    print_table,
-    ratios,
-    told,
-)
+from tools.bench.measure import cpu_seconds, first_differences, interleave, ratios, told
 from tools.commands.load_engine import LoadedPolicy
+from tools.print_tables import print_table
 
 GOOD, RANDOM = "good", "random"
 COST_MODEL, BEG_MAB = "cost_model", "beg_mab"
 UNHELPED = f"{COST_MODEL}/{RANDOM}"
-_LEAST_REQUESTS = 4  # of a run
+_LEAST_REQUESTS = 4  # in a run
 _LONG_TAIL_ROUNDS = 3  # at most, after one warm-up round
 _INVARIANT_ROUNDS = 6
 

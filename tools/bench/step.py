@@ -29,8 +29,10 @@ from typing import Any
 
 import yaml
 
-from tools.bench.measure import made, print_table, spread, told
+from tlt_megatron.types import RolloutKey
+from tools.bench.measure import made, spread, told
 from tools.commands.compare_runs import STEP_SECONDS, Run, read_run
+from tools.print_tables import print_table
 from tools.tiny_models.expand_layers import expand_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,7 +205,7 @@ def num_same_steps(one: Run, other: Run, steps: Sequence[int]) -> int:
     return sum(_tokens(one, step) == _tokens(other, step) for step in steps)
 
 
-def _tokens(run: Run, step: int) -> dict[tuple[int, int], tuple[int, ...]]:
+def _tokens(run: Run, step: int) -> dict[RolloutKey, tuple[int, ...]]:
     return {key: token_ids for key, (token_ids, _) in run[step].responses.items()}
 
 

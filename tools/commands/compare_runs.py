@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_megatron.saved_files import errors_named
+from tlt_megatron.types import RolloutKey
 from tools.run_report.data import read_metrics
 from tools.run_report.files import read_lines
 
 LEARNED = ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy")
 STEP_SECONDS = "timing_s/step"
-ResponseKey = tuple[int, int]  # (draw_index, sample_index)
 Response = tuple[tuple[int, ...], float]  # token ids and reward
 
 
@@ -30,7 +30,7 @@ class StepRecord:
     """
 
     metrics: dict[str, float]  # without values that were not finite
-    responses: dict[ResponseKey, Response]
+    responses: dict[RolloutKey, Response]
 
     @property
     def num_tokens(self) -> int:
@@ -52,14 +52,14 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _read_responses(folder: Path, step: int) -> dict[ResponseKey, Response]:
-    pattern = f"step_{step:07d}.*jsonl"  # of each rank that wrote; older runs have one file
+def _read_responses(folder: Path, step: int) -> dict[RolloutKey, Response]:
+    pattern = f"step_{step:07d}.*jsonl"  # one for each rank that wrote; older runs have one file
     paths = sorted((folder / "rollouts").glob(pattern))
     if not paths:
         raise ValueError(
             f"{folder}/rollouts/{pattern}: missing; logging.rollouts must be on in every step of the run"
         )
-    found: dict[ResponseKey, Response] = {}
+    found: dict[RolloutKey, Response] = {}
     for path in paths:
         with errors_named(path):
             for row in read_lines(path):

@@ -27,11 +27,13 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.hub import TOKENIZER, check_push, fetch_model, push_folder
-from tlt_megatron.config.load import read_sections
+from tlt_megatron.config.load import check_record, read_sections
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.config.own_layer import copied_parts, own_names, stored_layers
+from tlt_megatron.config.schema import DataSection
 from tlt_megatron.config.weight_files import name_some
+from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.mcore.checkpoint_reader import read_common
 from tlt_megatron.mcore.stored_weights import iter_stored_weights, write_stored_weights
 from tlt_megatron.models.config import load_model_config
@@ -53,7 +55,7 @@ from tools.commands.verify_conversion import (
 
 DTYPES = ("float32", "bfloat16")
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
-_INDEX_FILE = ".metadata"  # of a torch_dist folder
+_INDEX_FILE = ".metadata"  # every torch_dist folder has it
 
 
 def main() -> int:
@@ -147,13 +149,28 @@ def megatron_to_hf(source: Path, target: Path, model: Path, *, dtype: str | None
     """Write the policy of the torch_dist checkpoint `source` to `target`, a new folder, with the
     config and tokenizer of `model`.
 
-    `dtype` defaults to that of its training.
+    `dtype` defaults to that of its training. The chat template has the run's arguments.
     """
     if target.exists():
         raise ValueError(f"--to {target}: must not exist")
     _check_own_layer(source, model)
     kept = getattr(torch, dtype or trained_dtype(source))
+    data = data_of(source)
     save_hf_model(target, _read_shown(source, model), model, dtype=kept)
+    if data is not None:
+        load_tokenizer(model, data.template_date).pin_template(target, data.chat_template_kwargs)
+
+
+def data_of(policy: Path) -> DataSection | None:
+    """Return how the run that saved a policy read its prompts; None if it is in no run folder."""
+    run = run_of(policy)
+    section = read_sections(run / "config.yaml").get("data") if run else None
+    if not isinstance(section, dict):
+        return None
+    named = {
+        key: section[key] for key in ("chat_template_kwargs", "template_date") if key in section
+    }
+    return check_record(DataSection, named, f"{run}/config.yaml: data")
 
 
 def _check_own_layer(source: Path, model: Path) -> None:
@@ -207,7 +224,7 @@ def verify(policy: Path, folder: Path, dtype: str, *, model: Path | None = None)
         differences += [f"{policy} has no tensor {name}" for name in sorted(layers - held)]
     compared = [f"{len(tensor_shapes(config)) + len(layers)} tensors, bit for bit"]
     if model is not None:
-        differences += companion_differences(model, folder)
+        differences += companion_differences(model, folder, data_of(policy))
         compared.append("tokenizer, chat template, generation config")
     needed, available = logits_bytes(config), host_available_bytes()
     if needed > available:

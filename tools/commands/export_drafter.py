@@ -90,7 +90,7 @@ class Target:
 
     embedding_VD: Tensor
     lm_head_VD: Tensor
-    folder: Path | None = None  # of the policy
+    folder: Path | None = None  # the policy's
 
 
 def main() -> None:
@@ -273,7 +273,7 @@ def convert(
     dtype = dtype or next(iter(layout.tensors.values())).dtype
     tensors = {key: tensor.to(dtype).contiguous() for key, tensor in layout.tensors.items()}
     config: dict[str, Any] = layout.config | {"dtype": str(dtype).removeprefix("torch.")}
-    rope = config["rope_parameters"]  # of transformers 5; transformers 4 reads the keys below
+    rope = config["rope_parameters"]  # transformers 5 reads it; transformers 4 reads the keys below
     config["rope_theta"] = rope["rope_theta"]
     if rope["rope_type"] != "default":
         config["rope_scaling"] = rope

@@ -49,7 +49,7 @@ NODE_GPUS = 8
 ONE_ENGINE = {"num_prompts": 16, "num_samples": 8, "max_batch_size": 64}
 MOST_NEW_TOKENS, SMALL_GPU_NEW_TOKENS, SMALL_GPU_GIB = 4096, 2048, 40
 LORA = {"model": {"lora_rank": 32}, "optimizer": {"lr": 1e-5}}  # ten times the rate of all weights
-KV_SHARE = 0.19  # of a GPU's memory, at most: about as in examples/qwen2_5_7b_8gpu.yaml
+KV_SHARE = 0.19  # most of a GPU's memory: about as in examples/qwen2_5_7b_8gpu.yaml
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -30,7 +30,7 @@ from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import DraftSequence, Prompt, Rollout, RolloutGroup, SamplingParams
 from tools.tiny_models.expand_layers import with_identity_layers
 
-VERSION = 0  # of the weights that are loaded
+VERSION = 0  # the weights do not change
 _DATA = DataSection(max_prompt_tokens=256)
 
 

@@ -28,7 +28,7 @@ from tools.commands import their_settings as theirs
 # Up to a newline that is not quoted.
 _COMMAND = re.compile(r"""(?:#[^\n]*|"(?:\\.|[^"\\])*"|'[^']*'|[^\n"'#])+""")
 _TRL = {"model_name_or_path", "per_device_train_batch_size", "num_generations", "dataset_name"}
-_ENDS = ("(", ")", "--", "&&", ";")  # of the values of a flag
+_ENDS = ("(", ")", "--", "&&", ";")  # where the values of a flag end
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -99,6 +99,8 @@ class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
+    # not OpenAI's; as of vLLM and SGLang
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] = 0
 

@@ -98,7 +98,9 @@ class Service:
 
     async def _submit(self, asked: TextRequest | ChatRequest) -> _Client:
         """Let a request join the batch. HTTPException 503 if too much is open."""
-        prompts = [asked.messages] if isinstance(asked, ChatRequest) else as_given(asked.prompt)
+        is_chat = isinstance(asked, ChatRequest)
+        prompts = [asked.messages] if is_chat else as_given(asked.prompt)
+        named = asked.chat_template_kwargs if is_chat else {}
         engine, most, num_new = self.engine, self._bounds.num_open, len(prompts) * asked.n
         if not 1 <= num_new <= most:
             raise ValueError(
@@ -109,16 +111,16 @@ class Service:
                 "stream=True with alternatives of tokens or log-probs of a prompt is not supported"
             )
         async with self._encoders:
-            name = "messages" if isinstance(asked, ChatRequest) else "prompts[{}]"
-            encoded = await run_in_threadpool(engine.encode, prompts, name)
+            name = "messages" if is_chat else "prompts[{}]"
+            encoded = await run_in_threadpool(engine.encode, prompts, name, named)
         room = engine.max_tokens - max(map(len, encoded))
         params = engine.sampling(
+            asked.seed,
             max_new_tokens=asked.num_tokens(room),
             num_samples=asked.n,
             temperature=asked.temperature,
             top_p=asked.top_p,
             top_k=max(0, asked.top_k),
-            seed=asked.seed,
         )
         loop, news, is_told = asyncio.get_running_loop(), asyncio.Event(), False
 

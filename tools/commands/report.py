@@ -15,12 +15,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tlt_megatron.saved_files import errors_named
 from tools.run_report.data import distinct_names, read_run
-from tools.run_report.page import render_comparison, render_page
-from tools.run_report.panels import build_comparison, build_panels
-from tools.run_report.responses import read_responses
-from tools.run_report.running import describe_end
+from tools.run_report.page import render
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,15 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _render(run_dirs: Sequence[Path], steps: tuple[int, int] | None) -> str:
     names = distinct_names(run_dirs)
     runs = [read_run(path, name=name) for path, name in zip(run_dirs, names, strict=True)]
-    if len(runs) > 1:
-        if steps:
-            raise ValueError("--steps: is for the timeline of one run, and a comparison has none")
-        return render_comparison(runs, build_comparison(runs))
-    (run,), (folder,) = runs, run_dirs
-    with errors_named(folder):
-        if ending := describe_end(folder):
-            run.alarms.insert(0, ending)
-        return render_page(run, build_panels(run, steps), read_responses(folder))
+    if len(runs) > 1 and steps:
+        raise ValueError("--steps: is for the timeline of one run, and a comparison has none")
+    return render(runs, steps)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

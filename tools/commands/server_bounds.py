@@ -52,7 +52,7 @@ class BoundedHttp(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._deadline is not None:  # of the head before: the next one has its own
+        if self._deadline is not None:  # it was for the head before: the next one has its own
             self._deadline.cancel()
             self._deadline = None
 

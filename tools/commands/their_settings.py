@@ -146,7 +146,7 @@ def _advantage(value: Any, given: Values) -> dict[str, Any]:
     without_std = given.get("algorithm.norm_adv_by_std_in_grpo") is False
     if value == "grpo" and (without_std or given.get("disable_grpo_std_normalization")):
         value = "dr_grpo"
-    if value in ("gspo", "cispo"):  # of slime
+    if value in ("gspo", "cispo"):  # slime's names
         return {"algorithm.loss": value}
     same = {"ppo": "gae", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
     return {"algorithm.advantage": same.get(value, value)}  # the checks refuse an unknown one

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.model_shape import tensor_shapes
+from tlt_megatron.config.schema import DataSection
+from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.mcore.checkpoint_logits import checkpoint_logits
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.hf_io import HfReader, companions, dtype_of
 
-NUM_TOKENS = 64  # of the prompt
+NUM_TOKENS = 64  # in the prompt
 # The largest allowed difference, as a share of the largest logit. Sums in another order differ by
 # less (1.4e-5 in a mixture of 1.1 billion random weights), and a wrong layout by far more.
 MOST_DIFFERENCE = 1e-3
@@ -51,15 +53,24 @@ def tensor_differences(
         yield from (f"{folder} has {name}, which the model has not" for name in sorted(unseen))
 
 
-def companion_differences(model: Path, folder: Path) -> list[str]:
+def companion_differences(model: Path, folder: Path, data: DataSection | None) -> list[str]:
     """Return a line for each file that belongs to the weights of `model` (tokenizer, chat template,
-    generation config) and is not the same in `folder`.
+    generation config) and is not the same in `folder`. `data`: of the run that trained it.
     """
-    differences = []
+    differences, pinned = [], None
+    if data is not None:
+        tokenizer = load_tokenizer(model, data.template_date)
+        pinned = tokenizer.pinned_template(data.chat_template_kwargs)
+        if load_tokenizer(folder).hf.chat_template != pinned:
+            differences.append(
+                f"{folder} has not the chat template of {model} with data.chat_template_kwargs"
+            )
     for file in companions(model):
         copy = folder / file.name
         is_same = copy.is_file() and copy.read_bytes() == file.read_bytes()
-        if file.name != "config.json" and not is_same:  # the dtype in it may change
+        is_compared = pinned is not None and file.suffix == ".jinja"
+        # the dtype in config.json may change
+        if file.name != "config.json" and not is_compared and not is_same:
             differences.append(f"{copy} is not {file}")
     return differences
 

@@ -44,7 +44,7 @@ from tools.commands.load_engine import LoadedPolicy, accept_length
 log = logging.getLogger(__name__)
 
 _PROMPTS_AT_ONCE = 32  # after which the time is checked
-_GENERATION_SHARE = 0.5  # of --minutes, at most
+_GENERATION_SHARE = 0.5  # largest share of --minutes
 _PRINT_SECONDS = 10.0  # between two lines
 _HOLD_OUT = 8  # without data.eval, one of so many prompts is not trained on
 

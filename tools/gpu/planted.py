@@ -33,7 +33,7 @@ from tools.gpu.shapes import QWEN_2_5_7B, TINY
 # Share of tokens that the drafter gets right, for these accept lengths of 6_1_6: the sum of its
 # powers 0 to 6.
 _SHARES = {"2": 0.505, "4.5": 0.85, "6": 0.95}
-_MARGIN = 30.0  # of the right logit over the next. Noise of 152,064 tokens spans about 15.
+_MARGIN = 30.0  # the right logit minus the next. Noise of 152,064 tokens spans about 15.
 _WARM_UP = 2  # passes: the drafter reads the context in the first one
 
 

@@ -18,7 +18,7 @@ from tlt_megatron.models.hf_io import Checksum
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.types import Prompt, SamplingParams
 
-_VERSION = 0  # of the weights
+_VERSION = 0  # the weights never change
 
 
 def random_weights(

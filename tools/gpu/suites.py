@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tools.gpu.machine import Figures, Machine, NothingRan
 
-_TEST_S = 90  # of one test, where pytest-timeout is installed
+_TEST_S = 90  # limit of a test, where pytest-timeout is installed
 _REPO = Path(__file__).resolve().parents[2]
 
 

@@ -125,7 +125,7 @@ class ComputedMachine:
         prompts = rollout.num_prompts * self.prompt_tokens
         trained = tokens * replicas + prompts * rollout.num_samples
         params = ModelSizes(self.model).total
-        token_s = 2 * params / (self.gpu.peak * self.ranks)  # of a forward pass
+        token_s = 2 * params / (self.gpu.peak * self.ranks)  # for a forward pass
         if phase == "gen_rest":
             return prompts * token_s
         if phase == "old_log_prob" and algorithm.has_logprob_pass:

@@ -9,7 +9,7 @@ from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.runtime.memory_claim import MemoryLedger, Phase
 
 _MOST_CHANGES = 40
-_WORTH = 0.99  # of the excess is left at most: smaller changes are not advised
+_WORTH = 0.99  # a change must bring the excess below this share to be advised
 _SLACK = 64  # tokens: drafts beyond the longest sequence
 
 

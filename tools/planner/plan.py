@@ -14,16 +14,16 @@ from pathlib import Path
 from tlt_megatron.config.model_shape import load_model_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.saved_files import parse_object
-from tools.bench.measure import print_table
 from tools.planner.fit import Candidate
 from tools.planner.plan_figure import draw
 from tools.planner.recorded_machine import RecordedMachine, Recording, read_recording
 from tools.planner.simulation import PHASES, Machine, Prediction, Variant, simulate
 from tools.planner.steps import Batch, limits_of, lognormal, resampled, steps_of, whole
+from tools.print_tables import print_table
 from tools.run_report.files import read_text
 
-_OFTEN = 0.05  # of the passes that bring a strategy into the advice
-_ERROR = 0.1  # of a prediction; see docs/planner.md
+_OFTEN = 0.05  # share of passes that brings a strategy into the advice
+_ERROR = 0.1  # relative error of a prediction; see docs/planner.md
 _PLAIN = Variant(name="plain")
 _CONFIG = "config.json"
 Bars = dict[str, dict[str, float]]  # seconds of a step by phase, by the name of a bar

@@ -32,7 +32,7 @@ from tools.planner.steps import (
 )
 from tools.run_report.files import read_lines
 
-_MIN_REQUESTS = 300  # of which acceptance is the mean; more only if a row has more
+_MIN_REQUESTS = 300  # acceptance is their mean; more only if a row has more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

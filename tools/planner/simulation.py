@@ -17,7 +17,7 @@ from tools.planner.steps import Limits, Request, Step, quotients, shares, stages
 
 # The phases of a step after its rollouts, and "rest", which is what no phase names.
 PHASES = (
-    *("reward", "publish_drafter", "values", "old_log_prob", "update_critic"),
+    *("reward", "publish_drafter", "plan_batch", "values", "old_log_prob", "update_critic"),
     *("update_actor", "update_weights", "rest"),
 )
 # Replicas that decode pass by pass, and passes that they choose between two ends of responses.
@@ -71,7 +71,7 @@ class Passes(NamedTuple):
     seconds: float
 
 
-Lane = list[Passes]  # of a replica in a generation round
+Lane = list[Passes]  # a replica in a generation round
 
 
 @dataclass(slots=True, kw_only=True)

@@ -25,7 +25,7 @@ class Limits(NamedTuple):
     """What an engine runs at once."""
 
     max_batch: int
-    kv_tokens: float = math.inf  # of prompts and responses together
+    kv_tokens: float = math.inf  # prompts and responses together
 
 
 def limits_of(rollout: RolloutSection) -> Limits:
@@ -41,7 +41,7 @@ class Group(NamedTuple):
     is_trained: bool = True  # False: all rewards are equal, so the update skips them
 
 
-Batch = list[Group]  # of an RL step
+Batch = list[Group]  # an RL step's prompts
 
 
 class Request(NamedTuple):
@@ -52,14 +52,14 @@ class Request(NamedTuple):
     prompt: float = 0.0  # its share of the prompt that its siblings read, too
 
 
-Round = list[list[Request]]  # of a generation round: the requests that one replica gets together
+Round = list[list[Request]]  # one replica gets the requests of an inner list together
 
 
 class Step(NamedTuple):
     """An RL step."""
 
     rounds: list[Round]
-    batch: Batch  # of the update
+    batch: Batch  # the update's
 
 
 class Stage(NamedTuple):

@@ -9,9 +9,9 @@ from tlt_megatron.config.policy_sections import EXACT_DTYPES, MAX_DIFF_EXACT, ME
 from tlt_megatron.rollout.slow_rank import describe
 
 _NUM_STEPS = 5  # a state must last for so many steps
-_MIN_FALL = 0.1  # of the reward, as a share of the range of rewards
+_MIN_FALL = 0.1  # how far the reward fell, as a share of the range of rewards
 _MIN_ENTROPY = 0.001  # nats per token
-_MAX_STALL = 0.05  # of the step time
+_MAX_STALL = 0.05  # share of the step time
 _DIFF = "train/train_rollout_logprob_abs_diff"
 
 Row = Mapping[str, float | None]

@@ -21,14 +21,15 @@ from tools.run_report.files import read_lines, read_text
 from tools.run_report.trace import Trace
 
 MARKS = (LOCK_FILE, "config.yaml", "metrics.jsonl")  # a run has one of these from its start
-_PASSES_BYTES = 16 << 20  # of a rank's passes only the end is read
+_PASSES_BYTES = 16 << 20  # only the end of a rank's passes is read
 _PASSES_FILES = 64  # ranks whose passes are read
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunData:
-    """Everything that the report shows."""
+    """Everything that the report shows, but responses."""
 
+    folder: Path
     name: str
     config: dict[str, dict[str, object]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)  # files that are shown as they are, by name
@@ -95,6 +96,7 @@ def read_run(run_dir: Path, trace: Trace | None = None, name: str = "") -> RunDa
         trace = trace or Trace(run_dir / "timeline")
         rows = read_metrics(run_dir / "metrics.jsonl")
         return RunData(
+            folder=run_dir,
             name=name or run_dir.resolve().name,
             config=config,
             texts=texts,

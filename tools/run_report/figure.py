@@ -25,7 +25,7 @@ def declared() -> Json:
 class Panel:
     """One figure with its text.
 
-    Of a panel without data, the page has only the sentence `absent`.
+    The page has only the sentence `absent` of a panel without data.
     """
 
     title: str

@@ -13,7 +13,7 @@ from tlt_megatron.saved_files import MAX_BYTES, open_regular, parse_object
 def read_text(path: Path, max_bytes: int | None = None) -> str:
     """Return the text, "" without the file.
 
-    Of a file of more than `max_bytes`, only whole lines of its end. Without `max_bytes`, ValueError
+    A file of more than `max_bytes` gives whole lines of its end. Without `max_bytes`, ValueError
     for a file that is too large to be read as a whole.
     """
     if not path.exists():
@@ -32,6 +32,6 @@ def read_lines(path: Path, max_bytes: int | None = None) -> list[dict[str, Any]]
     """Return the objects of a file of JSON lines; [] without the file.
 
     A last line without its end is an interrupted write and is left out.
-    Of a file of more than `max_bytes` only whole lines of its end are read.
+    A file of more than `max_bytes` gives only whole lines of its end.
     """
     return [parse_object(path, line) for line in read_text(path, max_bytes).split("\n")[:-1]]

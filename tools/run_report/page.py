@@ -1,4 +1,5 @@
-"""Writes the report as one HTML file that loads nothing else.
+"""Writes the report of runs as one HTML page that loads nothing else: for a file, or of runs in
+progress for `tlt watch`.
 
 Jinja2 makes the page and Plotly, which is inlined, the figures.
 
@@ -9,14 +10,16 @@ numbers of summary.json stand at the top, all of it at the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from tlt_megatron.saved_files import errors_named
 from tools.run_report.data import RunData
 from tools.run_report.figure import Panel
 from tools.run_report.palette import ON_DARK
-from tools.run_report.responses import Response
-from tools.run_report.running import State
+from tools.run_report.panels import build_comparison, build_panels
+from tools.run_report.responses import read_responses
+from tools.run_report.running import State, describe_end
 
 try:
     import jinja2
@@ -26,30 +29,42 @@ except ModuleNotFoundError as error:
     raise ValueError(needed) from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
-    """What a page that follows a run has in addition."""
+class Live(NamedTuple):
+    """What a page that follows runs, and reloads itself, has in addition."""
 
-    version: str  # of the files that the page shows
+    version: str  # changes with the files that the page shows
     states: Sequence[State]  # one for each run
     links: Sequence[tuple[str, str]] = ()  # address and name of every page of the server
 
 
-def render_page(
-    run: RunData, panels: Sequence[Panel], responses: Sequence[Response], live: Live | None = None
+def render(
+    runs: Sequence[RunData], steps: tuple[int, int] | None = None, live: Live | None = None
 ) -> str:
-    """Return the page of `run`; it reloads itself if it is `live`."""
-    return _render(
-        panels, run=run, name=run.name, alarms=run.alarms, responses=responses, live=live
-    )
+    """Return the page of a run, or of several runs side by side. ValueError for a broken file.
+
+    `steps` are those of one run's timeline, by default the last two.
+    """
+    run, panels, responses = None, [], []
+    if len(runs) > 1:
+        name = " · ".join(each.name for each in runs)
+        alarms = [f"{each.name}: {alarm}" for each in runs for alarm in each.alarms]
+        panels = build_comparison(runs)
+    else:
+        (run,) = runs
+        with errors_named(run.folder):
+            name, alarms = run.name, run.alarms
+            if live is None and (ending := describe_end(run.folder)):
+                alarms = [ending, *alarms]
+            if run.rows or live is None:
+                panels, responses = build_panels(run, steps), read_responses(run.folder)
+    return render_panels(name, panels, run=run, alarms=alarms, responses=responses, live=live)
 
 
-def render_comparison(
-    runs: Sequence[RunData], panels: Sequence[Panel], live: Live | None = None
-) -> str:
-    """Return the page of several runs side by side."""
-    alarms = [f"{run.name}: {text}" for run in runs for text in run.alarms]
-    return _render(panels, name=" · ".join(run.name for run in runs), alarms=alarms, live=live)
+def render_panels(name: str, panels: Sequence[Panel], **parts: object) -> str:
+    """Return a page of figures; `parts` are the other parts of the report."""
+    plotly_js = plotly.offline.get_plotlyjs()
+    page = _environment().get_template("page.html.j2")
+    return page.render(name=name, panels=panels, plotly_js=plotly_js, on_dark=ON_DARK, **parts)
 
 
 def render_states(states: Sequence[State]) -> str:
@@ -64,9 +79,3 @@ def _environment() -> jinja2.Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     return environment
-
-
-def _render(panels: Sequence[Panel], **values: object) -> str:
-    template = _environment().get_template("page.html.j2")
-    plotly_js = plotly.offline.get_plotlyjs()
-    return template.render(panels=panels, plotly_js=plotly_js, on_dark=ON_DARK, **values)

@@ -4,20 +4,20 @@ it, on the same time axis, the long tail.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 
 from tools.run_report import palette
 from tools.run_report.data import RunData
 from tools.run_report.figure import Json, Panel, declared, make_curve, make_layout
-from tools.run_report.trace import Span, Window
-from tools.run_report.visible_spans import (
-    NUM_ROWS,
-    bars_of,
-    running_requests,
-    select_ranks,
-    spans_in,
-)
+from tools.run_report.trace import RankTrace, Span, Window
 
+NUM_ROWS = 8  # ranks that get a row
+_RESOLUTION = 4000  # per window: narrower neighbours of one kind are joined
+_OPAQUE = "EVAL"  # drawn as one bar, although it decodes and scores like a rollout
 _CHOICE = " From the top: the slowest three, two median and the fastest three rollouts."
 _ROW_HEIGHT, _TAIL_HEIGHT, _MARGINS = 46, 200, 130  # pixels
 
@@ -96,3 +96,105 @@ def _bars_by_phase(bars: Sequence[Span]) -> list[Json]:
 def _detail(bar: Span) -> str:
     detail = ", ".join(f"{name} {value}" for name, value in bar.args.items())
     return f"{bar.name}: {detail}" if detail else bar.name
+
+
+# ---- spans
+
+
+def spans_in(spans: Iterable[Span], window: Window) -> list[Span]:
+    """Return the spans, cut at the edges of the window and without those inside an evaluation."""
+    near = [
+        replace(span, start_s=max(span.start_s, 0.0), end_s=min(span.end_s, window.width_s))
+        for span in spans
+    ]
+    evaluations = [span for span in near if span.phase == _OPAQUE]
+    return [
+        span
+        for span in near
+        if span.phase == _OPAQUE
+        or not any(
+            outer.row == span.row and outer.start_s <= span.start_s and span.end_s <= outer.end_s
+            for outer in evaluations
+        )
+    ]
+
+
+def bars_of(spans: Iterable[Span], window: Window) -> list[Span]:
+    """Return what is drawn, row by row, ranks ascending."""
+    ordered = sorted(spans, key=lambda span: (span.rank, span.row))
+    bars: list[Span] = []
+    for _, of_row in groupby(ordered, key=lambda span: span.row):
+        bars += _join_narrow(visible_parts(list(of_row)), window.width_s / _RESOLUTION)
+    return bars
+
+
+def visible_parts(spans: Sequence[Span]) -> list[Span]:
+    """Return the parts of the spans of one thread in which each is the innermost one."""
+    parts: list[Span] = []
+    open_spans: list[Span] = []
+    cursor = -math.inf  # everything before it is drawn
+    for span in [*sorted(spans, key=lambda span: (span.start_s, -span.end_s)), None]:
+        start_s = math.inf if span is None else span.start_s
+        while open_spans and cursor < start_s:
+            end_s = min(open_spans[-1].end_s, start_s)
+            if end_s > cursor:
+                parts.append(replace(open_spans[-1], start_s=cursor, end_s=end_s))
+                cursor = end_s
+            if open_spans[-1].end_s <= start_s:
+                open_spans.pop()
+        if span is not None:
+            cursor = max(cursor, start_s)
+            open_spans.append(span)
+    return parts
+
+
+def _join_narrow(bars: Iterable[Span], width_s: float) -> list[Span]:
+    """Join neighbours of one name if either would be narrower than `width_s`."""
+    joined: list[Span] = []
+    for bar in bars:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.name == bar.name
+            and bar.start_s - last.end_s < width_s
+            and min(bar.end_s - bar.start_s, last.end_s - last.start_s) < width_s
+        ):
+            num_joined = last.args.get("joined spans", 1) + 1
+            joined[-1] = replace(last, end_s=bar.end_s, args={"joined spans": num_joined})
+        else:
+            joined.append(bar)
+    return joined
+
+
+def running_requests(spans: Iterable[Span]) -> dict[int, tuple[list[float], list[int]]]:
+    """Return, by rank, when the batch of running requests changed, and its new sizes.
+
+    A pass has the size of its batch. After a rollout it is 0.
+    """
+    changes: dict[int, list[tuple[float, int]]] = defaultdict(lambda: [(0.0, 0)])
+    for span in spans:
+        if "batch_size" in span.args:
+            changes[span.rank].append((span.start_s, span.args["batch_size"]))
+        elif span.phase == "ROLLOUT":
+            changes[span.rank].append((span.end_s, 0))
+    return {
+        rank: ([time_s for time_s, _ in points], [size for _, size in points])
+        for rank, points in ((rank, sorted(changes[rank])) for rank in sorted(changes))
+        if any(size for _, size in points)
+    }
+
+
+def select_ranks(ranks: Mapping[int, RankTrace], window: Window) -> list[int]:
+    """Return all ranks, or of many the slowest, median and fastest by rollout.
+
+    One rank after another is read, and only its rollout spans.
+    """
+    if len(ranks) <= NUM_ROWS:
+        return list(ranks)
+    seconds = {
+        number: sum(span.end_s - span.start_s for span in rank.spans(window, only="ROLLOUT"))
+        for number, rank in ranks.items()
+    }
+    order = sorted(seconds, key=lambda rank: (-seconds[rank], rank))
+    middle = len(order) // 2
+    return [*order[:3], *order[middle - 1 : middle + 1], *order[-3:]]

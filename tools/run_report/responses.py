@@ -10,7 +10,7 @@ from tlt_megatron.saved_files import errors_named
 from tools.run_report.files import read_lines
 
 _NUM_SHOWN = 200
-_MAX_FILE_BYTES = 32 << 20  # of a step's file only the end is read
+_MAX_FILE_BYTES = 32 << 20  # only the end of a step's file is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Response:
     reward: float
     length: int  # tokens
     data_source: str
-    logprob_diff: float | None  # of engine and trainer, mean over tokens; None: had no pass
+    logprob_diff: float | None  # between engine and trainer, mean over tokens; None: had no pass
     prompt: str
     response: str
 

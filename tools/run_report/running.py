@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from pathlib import Path
 from tlt_megatron.runtime.status import RankStatus
 from tlt_megatron.saved_files import errors_named, parse_object
 from tlt_megatron.trainer.saving.run_folder import LOCK_FILE, owner_has_ended
+from tools.run_report.data import RunData
 from tools.run_report.files import read_text
 
-NUM_ROWS = 8  # of more ranks, those that are furthest behind
-_LOG_BYTES = 1 << 18  # of a rank's log only the end is read
+NUM_ROWS = 8  # ranks that get a row: those that are furthest behind
+_LOG_BYTES = 1 << 18  # only the end of a rank's log is read
 _ENDS = re.compile(  # what a rank writes when the run ends early
     r"^(?P<time>[\d: -]{19}) rank \d+ (?:ERROR launch\.pretrain_rl: (?P<error>.*)"
     r"|WARNING tlt_megatron\.runtime\.stop: (?P<end>.*the run ends.*))$",
@@ -24,66 +26,64 @@ _ENDS = re.compile(  # what a rank writes when the run ends early
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """What all ranks do at `now_s`, in seconds since the epoch. `ranks` are in order and not empty.
-
-    The files of ranks may be older than the metrics: RL step `last_done` is not under way any more.
-    """
-
-    ranks: Sequence[RankStatus]
-    now_s: float
-    last_done: int = 0  # the newest RL step in the metrics
-
-    @property
-    def title(self) -> str:
-        """ "Step 4 is under way", or what is done between steps."""
-        step = max(self.last_done, *(rank.step for rank in self.ranks))
-        if self._step_starts:
-            return f"Step {step} is under way"
-        return f"After step {step}" if step else "Before step 1"
-
-    @property
-    def note(self) -> str:
-        """Seconds, responses and tokens so far, and how many ranks are in each phase."""
-        parts = []
-        if self._step_starts:
-            parts.append(f"{self.now_s - min(self._step_starts):,.0f} s so far")
-        num_responses, num_done, num_tokens = (
-            sum(getattr(rank, name) for rank in self.ranks)
-            for name in ("num_responses", "num_done", "num_tokens")
-        )
-        if num_responses:
-            parts.append(f"{num_done:,} of {num_responses:,} responses are done")
-            parts.append(f"{num_tokens:,} tokens in them")
-        counts = Counter(rank.phase for rank in self.ranks)
-        parts += [f"{phase}: {count:,}" for phase, count in counts.most_common()]
-        return " · ".join(parts)
-
-    @property
-    def _step_starts(self) -> list[float]:
-        """When ranks began the step that is under way; [] between steps."""
-        return [r.step_began_s for r in self.ranks if r.step_began_s and r.step > self.last_done]
-
-    @property
-    def shown(self) -> Sequence[RankStatus]:
-        """The ranks that get a row: all, or of many those that are furthest behind."""
-        if len(self.ranks) <= NUM_ROWS:
-            return self.ranks
-        order = sorted(self.ranks, key=lambda r: (r.num_phases, r.num_done - r.num_responses))
-        return order[:NUM_ROWS]
-
-    def seconds_in_phase(self, rank: RankStatus) -> float:
-        return max(self.now_s - rank.phase_began_s, 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """What the page of a run says between two changes of its metrics."""
 
     name: str
     sentence: str
-    now: Running | None = None  # None: the run has ended, or no rank has written its status
     alarm: str = ""
+    title: str = ""  # of the step under way; "" if the run has ended, or no rank has a status
+    note: str = ""
+    ranks: Sequence[RankStatus] = ()  # those that get a row
+    now_s: float = 0.0
+
+
+def read_state(run_dir: Path, run: RunData) -> State:
+    """Return the state of the run, whose newest data is `run`. ValueError for a broken status."""
+    ranks = read_ranks(run_dir)
+    steps, _ = run.series("timing_s/step")
+    last_done = steps[-1] if steps else 0
+    num_steps = run.config.get("run", {}).get("num_steps", "?")
+    done = f"{last_done} of {num_steps} RL steps are done."
+    if is_over(run_dir):
+        return State(name=run.name, sentence=f"The run has ended. {done}")
+    if alarm := describe_end(run_dir):
+        return State(name=run.name, sentence=done, alarm=alarm)
+    sentence = done if steps else f"The run is starting. {done}"
+    return state_of_ranks(ranks, time.time(), last_done, name=run.name, sentence=sentence)
+
+
+def state_of_ranks(
+    ranks: Sequence[RankStatus], now_s: float, last_done: int = 0, *, name: str, sentence: str
+) -> State:
+    """Return what ranks, in order, do at `now_s`: seconds, responses and tokens so far, and how
+    many are in each phase.
+
+    Their files may be older than the metrics: RL step `last_done` is not under way any more.
+    """
+    if not ranks:
+        return State(name=name, sentence=sentence)
+    step, parts = max(last_done, *(rank.step for rank in ranks)), []
+    starts = [r.step_began_s for r in ranks if r.step_began_s and r.step > last_done]
+    if starts:
+        parts.append(f"{now_s - min(starts):,.0f} s so far")
+    if num_responses := sum(rank.num_responses for rank in ranks):
+        num_done = sum(rank.num_done for rank in ranks)
+        parts.append(f"{num_done:,} of {num_responses:,} responses are done")
+        parts.append(f"{sum(rank.num_tokens for rank in ranks):,} tokens in them")
+    counts = Counter(rank.phase for rank in ranks)
+    parts += [f"{phase}: {count:,}" for phase, count in counts.most_common()]
+    between = f"After step {step}" if step else "Before step 1"
+    if len(ranks) > NUM_ROWS:
+        ranks = sorted(ranks, key=lambda r: (r.num_phases, r.num_done - r.num_responses))
+    return State(
+        name=name,
+        sentence=sentence,
+        title=f"Step {step} is under way" if starts else between,
+        note=" · ".join(parts),
+        ranks=ranks[:NUM_ROWS],
+        now_s=now_s,
+    )
 
 
 def read_ranks(run_dir: Path) -> list[RankStatus]:
@@ -131,7 +131,7 @@ def describe_end(run_dir: Path) -> str:
 def _failure_of(run_dir: Path) -> str:
     """Return what the terminal said when the run failed; "" if no rank has written that."""
     lock, started = run_dir / LOCK_FILE, ""
-    with contextlib.suppress(ValueError):  # of a launcher that was killed
+    with contextlib.suppress(ValueError):  # a launcher was killed while it wrote
         started = str(parse_object(lock, read_text(lock)).get("started", ""))
     ends = [
         (end["error"] is None, end["time"], end["error"] or end["end"])

@@ -23,7 +23,7 @@ class Span:
     """A span of a rank."""
 
     rank: int
-    row: str  # of the timeline: "rank 0", or "rank 0 · spot" for another thread
+    row: str  # in the timeline: "rank 0", or "rank 0 · spot" for another thread
     name: str  # "VERIFY(6_4_16)"
     start_s: float  # since the start of the window
     end_s: float

@@ -25,7 +25,7 @@ from tlt_megatron.runtime.durable import new_folder
 from tools.tiny_models import sum_task
 from tools.tiny_models.imitation import NO_LABEL, Row, pack, pad
 
-_BATCH_TOKENS = 2048  # of one optimizer step, padding included
+_BATCH_TOKENS = 2048  # in one optimizer step, padding included
 _SUMS_AT_ONCE = 64  # drawn and sorted by length, so that batches have little padding
 
 

@@ -53,7 +53,7 @@ SIZES: dict[str, Any] = {  # each can be cut by TP2 and PP2; 0.8M parameters
 MAX_POSITIONS = 1024
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
 _NUM_TRAIN, _NUM_EVAL = 512, 64
-_WARMUP_STEPS, _DECAY_SHARE = 30, 0.4  # of the learning rate: linear up, flat, linear down to 5 %
+_WARMUP_STEPS, _DECAY_SHARE = 30, 0.4  # the learning rate: linear up, flat, linear down to 5 %
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,8 @@ class Settings:
 
     steps: int = 1200  # optimizer steps, at least 1
     seed: int = 0
-    slip_share: float = 0.85  # of the corpus's derivations, in [0, 1)
-    batch_tokens: int = 2048  # of a training batch, padding included
+    slip_share: float = 0.85  # share of the corpus's derivations, in [0, 1)
+    batch_tokens: int = 2048  # in a training batch, padding included
     lr: float = 3e-3
 
     def key(self) -> str:

@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 MAX_START = 999
-MAX_RESPONSE_TOKENS = 512  # of a right response, with the end-of-sequence token
+MAX_RESPONSE_TOKENS = 512  # in a right response, with the end-of-sequence token
 ANSWER_MARK = "####"
 SYMBOLS = (*"0123456789", *"n+;=*/:", ANSWER_MARK)
-_SHORT_SHARE, _LONG_SHARE = 0.68, 0.20  # of prompts: k=1; k=3 with at least _LONG_TOKENS
+_SHORT_SHARE, _LONG_SHARE = 0.68, 0.20  # shares of prompts: k=1; k=3 with at least _LONG_TOKENS
 _LONG_TOKENS = 360
 
 

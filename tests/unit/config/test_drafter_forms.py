@@ -28,7 +28,7 @@ from tlt_megatron.trainer.before.command_line import read_command
 
 TARGET = tiny_config(num_layers=8)
 IDS = "eagle_aux_hidden_state_layer_ids"
-Change = Callable[[dict[str, Any], dict[str, Tensor], DraftModel], None]  # of config and tensors
+Change = Callable[[dict[str, Any], dict[str, Tensor], DraftModel], None]  # to config and tensors
 
 
 def config(**values: Any) -> Change:

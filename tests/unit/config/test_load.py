@@ -107,6 +107,9 @@ def test_overrides_read_strings_booleans_lists_and_nested_tables(tmp_path: Path)
         ("run.num_steps=010", r"run\.num_steps='010': must be int, not str"),
         ("reward.function={1: 0.5}", r"key of reward\.function=1: must be str, not int"),
         ("reward.function={math: null}", r"reward\.function\.math=None: must be float"),
+        ("reward.function={math: yes}", r"reward\.function\.math=True: must be float, not bool"),
+        ("reward.function={maths: 1}", r"reward\.function='maths': must be one of math, exact"),
+        ("reward.function={a.py:f: 1, b.py:f: 2}", r"different names, not \['f', 'f'\]"),
     ],
 )
 def test_refused_override_names_key_value_and_what_is_allowed(override: str, message: str) -> None:

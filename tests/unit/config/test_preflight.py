@@ -84,12 +84,6 @@ def test_a_drafter_counts_only_where_it_is_used(tmp_path: Path) -> None:
         check(tmp_path, named, "speculation.enabled=true")
     write_drafter(tmp_path / "drafter")
     check(tmp_path, named, "speculation.enabled=true")
-    write_drafter(tmp_path / "drafter", draft_vocab_size=8)
-    frozen_in_sglang = ["speculation.enabled=true", "rollout.engine=sglang"]
-    check(tmp_path, named, *frozen_in_sglang)
-    for needs_whole_head in ("rollout.engine=embedded", "spot.enabled=true"):
-        with pytest.raises(ValueError, match="draft_vocab_size=8 is not supported"):
-            check(tmp_path, named, *frozen_in_sglang, needs_whole_head)
 
 
 def test_a_policy_without_three_layers_to_read_is_refused(tmp_path: Path) -> None:

@@ -176,7 +176,6 @@ CASES = [
     # drafter
     Case("absent drafter", r"speculation\.drafter='[^']*/absent': must be a folder with config\.json", overrides=(*DRAFTS, "speculation.drafter={0}/absent")),
     Case("drafter of another kind", r"drafter': config\.json: architectures='LlamaForCausalLM': must be one of", drafter(architectures=["LlamaForCausalLM"]), DRAFTS),
-    Case("drafter without a size", r"drafter': config\.json: lacks intermediate_size", drafter(intermediate_size=None), DRAFTS),
     Case("drafter's rope", r"drafter': config\.json: rope_type='dynamic': must be one of default", drafter(rope_parameters={"rope_type": "dynamic"}), DRAFTS),
     Case("drafter of another policy", r"speculation\.drafter='[^']*/drafter': hidden_size=24 must be the policy's, 16", drafter(hidden_size=24), DRAFTS),
     Case("drafter without weights", r"speculation\.drafter=.*must hold \.safetensors files", remove("drafter/model.safetensors"), DRAFTS),

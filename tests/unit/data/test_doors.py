@@ -137,6 +137,25 @@ def test_a_folder_gives_the_rows_of_its_files(
     ]
 
 
+def test_a_cell_of_csv_is_the_text_that_stands_there(
+    read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    labels = ["042", "0.10", "1e5", "NA", "None", "True", "2024-01-02", "a, b", "x\ny", "é"]
+    for name, separator in (("a.csv", ","), ("b.tsv", "\t")):
+        rows = [
+            ["prompt", "label", "id", "system"],
+            *([f"t{i}", label, str(i), ""] for i, label in enumerate(labels)),
+        ]
+        lines = [separator.join(f'"{cell}"' if cell else "" for cell in row) for row in rows]
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / f"train{name[1:]}").write_text("\n".join(lines))
+        found = read(fetch_data("data.train", f"{folder}:train")).rows
+        assert [row.ground_truth for row in found] == labels
+        assert [row.prompt_id for row in found] == [str(i) for i in range(len(labels))]
+
+
 def test_keys_of_other_rows_do_not_come_into_prompts(read: Read, tmp_path: Path) -> None:
     """Parquet gives each object the keys of all objects of its column, with the value null."""
     calls = [{"weather": {"city": "Oslo"}}, {"convert": {"amount": 3, "to": {"unit": "NOK"}}}]
@@ -155,15 +174,20 @@ def test_keys_of_other_rows_do_not_come_into_prompts(read: Read, tmp_path: Path)
     assert [row.extra_info for row in found] == [row["extra_info"] for row in rows]
 
 
+@pytest.mark.parametrize("has_categories", [False, True])
 @pytest.mark.parametrize("kind", [pyarrow.float16(), pyarrow.float32(), pyarrow.float64()])
 def test_short_floats_are_the_shortest_text_that_gives_them(
-    kind: pyarrow.DataType, read: Read, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: pyarrow.DataType,
+    has_categories: bool,
+    read: Read,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     values = numpy.array([0.1, 2.5, 3.0, 1e-3])
-    values = values.astype(kind.to_pandas_dtype())
+    labels = pyarrow.array(values.astype(kind.to_pandas_dtype()))
     columns = {
         "prompt": pyarrow.array(["a"] * 4),
-        "label": pyarrow.array(values),
+        "label": labels.dictionary_encode() if has_categories else labels,
         "extra_info": pyarrow.array([{"x": [0.1]}] * 4, pyarrow.struct({"x": pyarrow.list_(kind)})),
     }
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
@@ -173,6 +197,15 @@ def test_short_floats_are_the_shortest_text_that_gives_them(
     assert {row.extra_info["x"][0] for row in found} == {0.1}  # pyright: ignore[reportIndexIssue]
     is_warned = "t.parquet: label, extra_info: numbers of 16 or 32 bits" in caplog.text
     assert is_warned == (kind != pyarrow.float64())
+
+
+def test_arrays_of_datasets_are_lists_of_the_shortest_floats(read: Read, tmp_path: Path) -> None:
+    kinds = {"x": datasets.Array2D((1, 2), "float32")}
+    features = {**dict.fromkeys(["prompt", "label"], datasets.Value("string")), "extra_info": kinds}
+    rows = [{"prompt": "a", "label": "1", "extra_info": {"x": [[0.1, 0.2]]}}]
+    table = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    table.to_parquet(tmp_path / "t.parquet")
+    assert read(tmp_path / "t.parquet").rows[0].extra_info == {"x": [[0.1, 0.2]]}
 
 
 def test_maps_of_parquet_are_objects(read: Read, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_refused_state_names_the_part_that_differs() -> None:
     message = r"\): data\.template_date \('2026-11-27' -> '2026-11-28'\) must be the same$"
     with pytest.raises(ValueError, match=message):
         PromptSampler(now, shuffle=True, seed=1).load_state_dict(state)
-    del state["parts"]  # of an older version
+    del state["parts"]  # an older version has none
     with pytest.raises(
         ValueError, match=r"the rows, the chat template, data\.template_date must be"
     ):

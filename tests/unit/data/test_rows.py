@@ -35,25 +35,24 @@ ROW = {"prompt": "a", "label": "1"}
 DEEP = "[" * 200_000
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_the_keys_of_slime_and_verl(load: Load, tokenizer: Tokenizer, suffix: str) -> None:
-    first, second = load([SLIME, {**SLIME, "label": "02"}], suffix).rows
+def test_the_keys_of_slime_and_verl(load: Load, tokenizer: Tokenizer) -> None:
+    first, second = load([SLIME, {**SLIME, "label": "02"}]).rows
     assert first.token_ids == tokenizer.encode("1+1=")
     assert (first.ground_truth, second.ground_truth) == ("2", "02")
     assert (first.data_source, first.extra_info) == ("sums", {"source_name": "sums", "level": 3})
     assert (first.prompt_id, second.prompt_id) == ("t:1", "t:2")
-    (prompt,) = load([VERL], suffix).rows
+    (prompt,) = load([VERL]).rows
     assert prompt.token_ids == tokenizer.encode(USER)
     assert (prompt.ground_truth, prompt.data_source, prompt.prompt_id) == ("2", "openai/gsm8k", "7")
     assert prompt.extra_info == {"index": 7, "split": "train"}
 
 
-def test_parquet_messages_of_unlike_keys_equal_jsonl(load: Load, tokenizer: Tokenizer) -> None:
-    named = {"role": "user", "content": "a", "name": "ann"}
-    rows = [{**ROW, "prompt": [named]}, {**ROW, "prompt": [{"role": "user", "content": "b"}]}]
-    texts, tables = load(rows), load(rows, ".parquet")
-    assert (texts.rows, texts.fingerprint) == (tables.rows, tables.fingerprint)
-    assert texts.rows[0].token_ids == tokenizer.encode("<|user|>(ann)a<eot><|assistant|>")
+def test_a_turn_of_tool_calls_needs_no_content(load: Load, tokenizer: Tokenizer) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    (row,) = load([{**ROW, "prompt": [*USER, call, *USER]}]).rows
+    user = "<|user|>1+1?<eot><|assistant|>"
+    assert row.token_ids == tokenizer.encode(f"{user}<eot>{user}")
+    assert row.messages[1] == {"role": "assistant", "tool_calls": [{"name": "f"}]}
 
 
 def test_labels_become_text_and_numbers_their_plain_form(
@@ -66,8 +65,6 @@ def test_labels_become_text_and_numbers_their_plain_form(
     ] == expected
     assert "t.jsonl: label is a number that no response would write so" in caplog.text
     assert "in 4 rows: 6, 8, 9, 10" in caplog.text
-    floats = load([{**ROW, "label": n} for n in labels[5:]], ".parquet").rows
-    assert [row.ground_truth for row in floats] == expected[5:]
     decimals = [{**ROW, "label": Decimal(text)} for text in ("42.00", "0.50", "7.25")]
     assert [row.ground_truth for row in load(decimals, ".parquet").rows] == ["42", "0.5", "7.25"]
 
@@ -131,11 +128,13 @@ def test_blank_lines_are_passed_over_and_counted(load: Load) -> None:
         ({"prompt": ["a"]}, r"prompt\[0\]='a' must be a message"),
         ({"prompt": [{"role": "user"}]}, r"prompt\[0\]=.* must be a message with the strings role and content"),
         ({"prompt": '[{"role": "user"}]'}, r"prompt\[0\]=.* must be a message with the strings role and content"),
-        ({"prompt": "[{'role': 'user'}]"}, ".*must be a list of messages, not the text of one"),
-        ({"prompt": '[{"role":' + DEEP}, "prompt=.*not JSON .*recursion"),
+        ({"prompt": "[{'role': 'user'}]"}, "prompt=.* must be JSON: "),
+        ({"prompt": '[{"role":' + DEEP}, "prompt=.* must be JSON: .*recursion"),
         ({"prompt": [{"role": "judge", "content": ""}]}, "prompt cannot be encoded: .*no judges"),
         ({"prompt": TURNS}, "prompt ends with a turn of the assistant"),
-        ({"prompt": "\ud83d"}, "prompt .* surrogates not allowed"),
+        ({"prompt": "\ud83d"}, "prompt='.*' holds half of a surrogate"),
+        ({"prompt": [{**USER[0], "own": "\ud83d"}]}, "prompt=.* holds half of a surrogate"),
+        ({"prompt": USER, "tools": [{"name": "\ud83d"}]}, "the template's arguments=.* holds half of a surrogate"),
         ({"images": ["a.png"]}, "images is not empty"),
         *[({key: [{"path": "a"}]}, f"{key} is not empty") for key in ("image", "video", "audio", "multi_modal_data")],
         ({"tools": [{"name": "f"}]}, "tools is not empty, and prompt is a string"),
@@ -242,8 +241,7 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_what_changes_a_prompt_is_rendered(suffix: str, tmp_path: Path) -> None:
+def test_what_changes_a_prompt_is_rendered(tmp_path: Path) -> None:
     """Tools as objects and as JSON text, template arguments of the row over those of the run."""
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "model", chat_template=TEMPLATE))
     tools = [{"name": "f", "arguments": {"city": "text"}}], [{"name": "g", "arguments": {"n": 1}}]
@@ -254,7 +252,7 @@ def test_what_changes_a_prompt_is_rendered(suffix: str, tmp_path: Path) -> None:
         {**ROW, **empty, "prompt": USER, "chat_template_kwargs": {"enable_thinking": True}},
         {**ROW, **empty, "prompt": USER, "tools": []},
     ]
-    path = write_rows(tmp_path / f"t{suffix}", rows)
+    path = write_rows(tmp_path / "t.parquet", rows)
     section = DataSection(chat_template_kwargs={"enable_thinking": False, "effort": "low"})
     found = load_prompts(path, tokenizer, section).rows
     texts = [tokenizer.decode(row.token_ids, skip_special_tokens=False) for row in found]
@@ -273,6 +271,31 @@ def test_what_changes_a_prompt_is_rendered(suffix: str, tmp_path: Path) -> None:
         section = DataSection(chat_template_kwargs={key: 1})
         with pytest.raises(ValueError, match=f"row 1: prompt cannot .* no argument '{key}'"):
             load_prompts(path, tokenizer, section)
+
+
+def test_overlong_prompts_are_left_out_named_and_never_cut(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others stand in file order."""
+    found = load([{"prompt": "x" * n, "label": n} for n in (4, 5, 6, 1, 2)], max_prompt_tokens=4)
+    assert [len(row.token_ids) for row in found.rows] == [4, 1, 2]
+    assert "2 of 5 prompts are longer than data.max_prompt_tokens=4" in caplog.text
+    assert "t:2, t:3" in caplog.text
+    assert [prompt.draw_index for prompt in found.rows] == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"all 1 prompts are longer than data\.max_prompt"):
+        load([{"prompt": "x" * 5, "label": 1}], max_prompt_tokens=4)
+
+
+def test_messages_without_a_template_name_the_row(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "t.jsonl", [{**ROW, "prompt": USER}])
+    plain = load_tokenizer(write_tokenizer(tmp_path / "plain", chat_template=None))
+    with pytest.raises(ValueError, match=r"t\.jsonl row 1: prompt .* no chat template"):
+        load_prompts(path, plain, DataSection())
+
+
+def test_fingerprint_follows_content(load: Load) -> None:
+    """test_doors.py has the same content in other places."""
+    assert load([ROW]).fingerprint != load([{**ROW, "label": "2"}]).fingerprint
 
 
 def test_template_arguments_of_the_run_warn_about_strings(

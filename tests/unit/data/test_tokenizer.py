@@ -172,12 +172,9 @@ def test_an_observation_cannot_write_control_tokens(
         assert found == re.findall(r"<[^<>]+>", before + after)
 
 
-def test_a_turn_keeps_its_special_tokens_but_not_its_end(tokenizer: Tokenizer) -> None:
-    turn = tokenizer.encode("a<|system|>b<eot>")
-    assert tokenizer.decode_turn(turn) == "a<|system|>b"
-    assert tokenizer.decode_turn(turn[:-1]) == "a<|system|>b"
+def test_a_turn_keeps_an_end_that_is_text(tokenizer: Tokenizer) -> None:
     letters = Tokenizer(tokenizer.hf, tokenizer.encode("="), Path())
-    assert letters.decode_turn(letters.encode("1+1=")) == "1+1="  # its end is text
+    assert letters.decode_turn(letters.encode("1+1=")) == "1+1="
 
 
 @pytest.mark.parametrize(
@@ -215,8 +212,6 @@ def test_a_string_begins_with_the_tokens_that_the_tokenizer_puts_before_a_text(
     first = () if kind == "nothing" else (0,)
     assert tokenizer.encode("a b") == (*first, *plain)
     assert tokenizer.encode("<pad>a b") == (0, *plain)
-    text = "<|system|>be brief<eot><|user|>1+1?<eot><|assistant|>"
-    assert tokenizer.encode(MESSAGES) == tuple(tokenizer.encode_texts([text])[0])
     path = write_rows(tmp_path / "t.jsonl", [{"prompt": "a b", "label": 1}])
     (row,) = load_prompts(path, tokenizer, DataSection()).rows
     assert row.token_ids == (*first, *plain)
@@ -258,6 +253,20 @@ def test_a_template_that_writes_the_date_writes_the_given_one(folder: Path) -> N
     text = load_tokenizer(folder, "2024-07-26").render(MESSAGES)
     assert text == "2024-07-26 2024-07-26 26 Jul 2024, 00:00!"
     assert load_tokenizer(folder).render(MESSAGES) != text
+
+
+def test_pinned_arguments_are_defaults_of_each_template(folder: Path) -> None:
+    """A model may have a template of its own for tools."""
+    names = {
+        "default": "\n {{ a }}{{ messages[0].content }}",
+        "tool_use": "{{ tools[0].n }}{{ b.x }}{{ a }}",
+    }
+    tokenizer = load_tokenizer(folder)
+    tokenizer.hf.chat_template = names  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pin_template(folder, {"a": "'\u20ac%}\n", "b": {"x": None}, "if": 1})
+    pinned = load_tokenizer(folder)
+    assert pinned.render(MESSAGES) == "\n '\u20ac%}\nbe brief"
+    assert pinned.render(MESSAGES, {"tools": [{"n": 1}], "a": 3}) == "1None3"
 
 
 def write_own(folder: Path, kind: str, tokenizer_class: str, **config: object) -> None:

@@ -32,7 +32,7 @@ from tlt_megatron.types import Prompt, RolloutGroup
 
 MakeEngine = Callable[..., EmbeddedEngine]
 VOCAB_SIZE = 48
-checksum = checksum_tensors  # of a model, as a sender of weights computes it
+checksum = checksum_tensors  # as a sender of weights computes it
 
 
 def weight_bytes(model: Transformer) -> int:

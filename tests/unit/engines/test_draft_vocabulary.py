@@ -28,7 +28,7 @@ from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.token_counts import TokenCounts
 from tlt_megatron.types import RolloutGroup
 
-NUM_IDS = 20  # of 48
+NUM_IDS = 20  # out of 48
 
 
 def speculate_with(engine: EmbeddedEngine, strategy: str = "") -> Speculation:

@@ -42,7 +42,7 @@ STRATEGIES = [
 CHAIN, TREE, NGRAMS = (SpeculationStrategy.parse(text) for text in ("4_1_4", "4_4_16", "ngram_4"))
 DRAFTERS = ("trained", "random", "always_wrong", "always_right", "broken")
 SELECTORS = ("fixed", "beg_mab", "cost_model", "restless")
-NUM_COMPOSITIONS, NUM_REQUESTS = 2, 32  # of each drafter with each selector; 1,280 requests in all
+NUM_COMPOSITIONS, NUM_REQUESTS = 2, 32  # for each drafter with each selector; 1,280 requests in all
 # Noise all but decides what is drawn at this temperature, so a drafter that knows a little is
 # nearly always right.
 HOT = 10.0

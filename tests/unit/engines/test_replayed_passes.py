@@ -87,7 +87,7 @@ def replayed(
     for is_start_P in replay.starts(model, STRATEGIES):
         of_strategy = []
         for is_start, is_committed in zip(is_start_P.split(lengths), committed, strict=True):
-            number_T = is_start.cumsum(0)[is_committed].tolist()  # of the pass of each token
+            number_T = is_start.cumsum(0)[is_committed].tolist()  # the pass of each token
             of_strategy.append(tuple(Counter(number_T).values()))
         found.append(of_strategy)
     return found

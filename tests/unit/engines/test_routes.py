@@ -31,7 +31,7 @@ def test_routes_are_those_of_transformers_also_of_verified_and_recomputed_tokens
     tmp_path: Path, kind: str, changes: dict[str, object]
 ) -> None:
     path = make_tiny_hf(tmp_path, kind, num_layers=3, vocab_size=VOCAB_SIZE, **changes)
-    prompts = make_prompts(3, 70, 9, seed=1)  # of one page and of two
+    prompts = make_prompts(3, 70, 9, seed=1)  # they take one page and two
     params = SamplingParams(num_samples=3, max_new_tokens=70, seed=5)
     few = {"max_batch_size": 4, "kv_cache_tokens": 640, "prefill_chunk_tokens": 16}
     plain = engine_over(path).generate(prompts, params, policy_version=1)

@@ -16,7 +16,6 @@ from tlt_megatron.policy import batching
 from tlt_megatron.policy.batching import (
     attach_targets,
     balance_by_size,
-    key_of,
     pack_by_tokens,
     pack_rollouts,
     pack_share,
@@ -36,7 +35,7 @@ ROLLOUTS = [rollout((1, 2), [3, 4]), rollout((5,), [6, 7, 8], 1), rollout((9, 10
 
 def test_packed_labels_and_masks_follow_the_definition() -> None:
     batch = pack_rollouts(ROLLOUTS)
-    assert batch.requests == tuple((r.draw_index, r.sample_index) for r in ROLLOUTS)
+    assert batch.requests == tuple(r.key for r in ROLLOUTS)
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert batch.labels.tolist() == [2, 3, 4, 0, 6, 7, 8, 0, 10, 11, 12, 0]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
@@ -63,8 +62,8 @@ def test_response_slices_pick_the_predictions_of_each_response() -> None:
 def test_aggregation_weights_by_hand(aggregation: str, weights: list[float], count: int) -> None:
     (pack,) = pack_share(ROLLOUTS, 1000)
     targets = {
-        "advantages": {key_of(r): torch.full_like(r.logprobs, r.sample_index) for r in ROLLOUTS},
-        "old_logprobs": {key_of(r): r.logprobs * 2 for r in ROLLOUTS},
+        "advantages": {r.key: torch.full_like(r.logprobs, r.sample_index) for r in ROLLOUTS},
+        "old_logprobs": {r.key: r.logprobs * 2 for r in ROLLOUTS},
         "ref_logprobs": None,
     }
     batch = attach_targets(pack, targets, AlgorithmSection(aggregation=aggregation), 8)

@@ -11,7 +11,7 @@ from tests.policy_batches import make_rollout, make_trainer
 from tests.unit.policy.test_policy_trainer import SECTIONS, FakeModel, scored_batch
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.advantages import compute_advantages
-from tlt_megatron.policy.batching import attach_targets, count_loss, key_of, pack_share
+from tlt_megatron.policy.batching import attach_targets, count_loss, pack_share
 from tlt_megatron.policy.policy_loss import policy_loss
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.types import Rollout, ScoredGroup, TokenLogprobs
@@ -103,7 +103,7 @@ def test_a_critic_learns_nothing_from_observations() -> None:
         for rollout, other in zip(group.rollouts, mixed[i].rollouts, strict=True):
             key = i, rollout.sample_index
             values[key] = torch.cos(rollout.token_ids.float())
-            seen[key] = torch.full((other.token_ids.numel(),), 9.0)  # of any size at observations
+            seen[key] = torch.full((other.token_ids.numel(),), 9.0)  # any size at observations
             seen[key][other.loss_mask] = values[key]
     section = AlgorithmSection(advantage="gae", lam=0.9)
     (of_plain, expected), (of_mixed, found) = (
@@ -111,11 +111,11 @@ def test_a_critic_learns_nothing_from_observations() -> None:
         for scored, known in ((plain, values), (mixed, seen))
         for own in [[rollout for group in scored for rollout in group.rollouts]]
     )
-    assert [key_of(r) for r in of_plain] == [key_of(r) for r in of_mixed]
+    assert [r.key for r in of_plain] == [r.key for r in of_mixed]
     for mine, theirs in zip(found, expected, strict=True):
         assert mine is not None
         assert theirs is not None
         for rollout in of_mixed:
-            key = key_of(rollout)
+            key = rollout.key
             assert torch.equal(rollout.generated(mine[key]), theirs[key])
         assert not any(value_T[-4:-1].any() for value_T in mine.values())

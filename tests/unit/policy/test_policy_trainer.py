@@ -27,7 +27,7 @@ from tlt_megatron.types import (
     TokenLogprobs,
 )
 
-NUM_TOKENS = 9  # of the vocabulary of `scored_batch`
+NUM_TOKENS = 9  # in the vocabulary of `scored_batch`
 
 
 class FakeModel:
@@ -213,14 +213,14 @@ def test_log_probs_are_computed_first_where_the_update_cannot_know_them(
     """The first pass of the policy is tapped: one before the update, or the update's."""
     model, tap = FakeModel(), object()
     trainer = make_trainer(model, section)
-    trainer.update(trainer.infer_logprobs(trainer.plan(scored_batch()), tap))
+    trainer.update(trainer.infer_logprobs(trainer.plan(scored_batch()), tap), tap)
     assert model.passes == [(which, 15, None if which is REFERENCE else tap) for which in passes]
     assert set(model.update_taps) == {None if POLICY in passes else tap}
 
 
 def test_without_a_log_prob_pass_every_ratio_is_one_and_the_metrics_are_there() -> None:
     inferred, updated, _ = run(AlgorithmSection(tis_cap=2.0))
-    assert {name.partition("/")[0] for name in inferred} == {"critic"}  # of the advantages alone
+    assert {name.partition("/")[0] for name in inferred} == {"critic"}  # the advantages' alone
     assert updated["actor/ppo_kl"] == 0
     assert updated["actor/pg_clipfrac"] == 0
     # The fake's update says 0.1 less than the rollouts' distribution, and 0.15 more than their raw

@@ -49,7 +49,7 @@ def _train(
     model = FakeModel(groups)
     trainer = make_trainer(model, section, groups, **settings)
     inference = trainer.infer_logprobs(trainer.plan(scored or scored_with()), tap)
-    return model, inference.metrics | trainer.update(inference)
+    return model, inference.metrics | trainer.update(inference, tap)
 
 
 def updated(model: FakeModel) -> list[list[int]]:

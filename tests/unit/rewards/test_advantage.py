@@ -10,8 +10,8 @@ import torch
 from tests.policy_batches import make_rollout, score
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.advantages import compute_advantages
-from tlt_megatron.policy.batching import RolloutKey, key_of
 from tlt_megatron.runtime.process_groups import SINGLE
+from tlt_megatron.types import RolloutKey
 
 # The rewards of tokens, of responses, of groups. In the first group two responses score 1 and two
 # 0.
@@ -41,7 +41,7 @@ def advantages_of(
             make_rollout((1,), torch.zeros(len(r)).long(), (i, g)) for g, r in enumerate(group)
         ]
         scored.append(score(rollouts, [0.0 if section.kl_coef else r[-1] for r in group]))
-        penalties |= {key_of(r): -torch.tensor(t) for r, t in zip(rollouts, group, strict=True)}
+        penalties |= {r.key: -torch.tensor(t) for r, t in zip(rollouts, group, strict=True)}
     own = [rollout for group in scored for rollout in group.rollouts]
     return compute_advantages(
         scored, section, own, penalties if section.kl_coef else {}, values, SINGLE
@@ -59,11 +59,12 @@ BASELINE = whitened([1 / 2, 1 / 2, 1 / 2, -1 / 2, 0, 0], 1 / 6)
     [
         ("grpo", GROUPS, {}, [UP] * 2 + [-UP] * 4 + [UP] + [0] * 5),
         ("dr_grpo", GROUPS, {}, [0.5] * 2 + [-0.5] * 4 + [0.5] + [0] * 5),
-        # of a response of 1 less the mean of the others: 1 - (0 + 0 + 1) / 3; of 0: -(1 + 0 + 1) /
+        # a response of 1 less the mean of the others: 1 - (0 + 0 + 1) / 3; one of 0: -(1 + 0 + 1) /
         # 3
         ("rloo", GROUPS, {}, [2 / 3] * 2 + [-2 / 3] * 4 + [2 / 3] + [0] * 5),
         *((kind, EQUAL, {}, [0] * 6) for kind in ("grpo", "dr_grpo", "rloo")),
-        ("dr_grpo", [[[-0.25, 0.75], [0.0]]], {}, [0.25, 0.25, -0.25]),  # of the sum of a response
+        # a response's sum
+        ("dr_grpo", [[[-0.25, 0.75], [0.0]]], {}, [0.25, 0.25, -0.25]),
         # tokens 1 1 1 0: mean 3/4, variance (3/16 + 9/16) / 3 = 1/4
         ("reinforce_plus_plus", TWO, {}, [0.5, 0.5, 0.5, -1.5]),
         ("reinforce_plus_plus", PENALIZED, {}, FROM_PENALTY),

@@ -6,109 +6,93 @@ import pytest
 
 from tlt_megatron.rewards.builtin import score_exact, score_math
 
-
-@pytest.mark.parametrize(
-    "response,ground_truth",
-    [
-        ("so it is \\boxed{\\frac{1}{2}}", "0.5"),
-        ("the answer is 1/2", "\\frac{1}{2}"),
-        ("the answer is 0.5", "\\boxed{\\frac12}"),
-        ("$\\frac{2}{4}$", "$\\frac{1}{2}$"),
-        ("\\boxed{7}, since 8 is too many", "7"),
-        ("\\boxed{7}. My final answer is $8$.", "7"),
-        ("first 3, then 4, so 72", "72"),
-        ("\\boxed{1,000}", "1000"),
-        ("\\boxed{\\{2, 1\\}}", "\\{1,2\\}"),
-        ("\\boxed{x = 3}", "3"),
-        ("\\boxed{2\\sqrt{2}}", "\\sqrt{8}"),
-        ("\\boxed{(x+1)^2}", "x^2+2x+1"),
-    ],
+# By ground truth: boxed answers that are right, and such that are not.
+FONTS = (
+    "mathbf",
+    "text",
+    "textbf",
+    "mathrm",
+    "textit",
+    "bm",
+    "boldsymbol",
+    "mbox",
+    "underline",
+    "bf",
+    "textsc",
+    "mathcal",
+    "operatorname",
 )
-def test_equal_as_mathematics(response: str, ground_truth: str) -> None:
-    assert score_math("", response, ground_truth) == 1.0
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        *("\\boxed{\\frac{1}{3}}", "", "no idea", "\\boxed{}", "\\boxed{8}, not 0.5"),
-        *("\\boxed{1} or \\boxed{0.5}", "\\boxed{" + "(" * 50),
-    ],
-)
-def test_unequal_as_mathematics(response: str) -> None:
-    assert score_math("", response, "0.5") == 0.0
-
-
-FONTS = ("mathbf", "text", "textbf", "mathrm", "textit", "bm", "boldsymbol", "mbox", "underline")
 RIGHT = {
-    "39": (
-        *(f"\\{font}{{39}}" for font in FONTS),
-        *(
-            "\\mathbf{\\text{39}}",
-            "\\textbf{ 39.0 }",
-            "\\mathbf{x=39}",
-            "\\textcolor{red}{39}",
-            "\\mathbf{39}\\text{ cm}",
-        ),
-        *("39", "39.0", "+39", "(39)", "39\\text{ cm}", "\\$39", "x = 39", "22+17=39", "78/2"),
-    ),
-    "13": ("\\frac{26}{2}",),
-    "-0.5": ("-\\frac{1}{2}",),
-    "1.5": ("1\\frac{1}{2}",),
-    "300000": ("3 \\times 10^5",),
+    "39": (*(rf"\{font}{{39}}" for font in FONTS), r"\mathbf{\text{39}}", r"\textbf{ 39.0 }", r"\mathbf{x=39}", r"\textcolor{red}{39}", r"\mathbf{39}\text{ cm}",
+           r"\textcolor[rgb]{1,0,0}{39}", r"\color{red}39", r"{\color{red}{39}}", r"\colorbox{red}{39}", r"\fcolorbox{red}{blue}{39}", r"{\bf 39}", r"\large{39}",
+           "39", "39.0", "+39", "(39)", r"39\text{ cm}", r"\$39", "x = 39", "22+17=39", "78/2"),
+    "13": (r"\frac{26}{2}",),
+    "-0.5": (r"-\frac{1}{2}",),
+    "0.5": (r"\frac{1}{2}",),
+    "1.5": (r"1\frac{1}{2}",),
+    "3": ("x = 3",),
+    "1000": ("1,000",),
+    "300000": (r"3 \times 10^5",),
     "100000": ("10^5",),
-    "2\\sqrt{2}": ("\\sqrt{8}",),  # the ground truth is no plain number, nor are the next ones
+    r"\{1,2\}": (r"\{2, 1\}",),
+    "x^2+2x+1": ("(x+1)^2",),
+    r"2\sqrt{2}": (r"\sqrt{8}",),  # the ground truth is no plain number, nor are the next ones
+    r"\sqrt{8}": (r"2\sqrt{2}",),
     "22+17": ("22+17",),
-    "\\frac{\\pi}{2}": ("\\frac{2\\pi}{4}",),
-}
+    r"\frac{\pi}{2}": (r"\frac{2\pi}{4}",),
+    r"\mathbf{42}": ("42",),
+    r"\text{(A)}": (r"\text{(A)}",),
+}  # fmt: skip
 WRONG = {
-    "39": (
-        "\\mathbf{22+17}",
-        "\\text{40}",
-        "\\mathbf{3}9+1",
-        "22+17",
-        "22 + 17 + 0",
-        "x = 22+17",
-        "40-1",
-        "3 \\cdot 13",
-        "3*13",
-        "|-39|",
-    ),
+    "39": (r"\mathbf{22+17}", r"\text{40}", r"\mathbf{3}9+1", "22+17", "22 + 17 + 0", "x = 22+17", "40-1", r"3 \cdot 13", "3*13", "|-39|"),
+    "0.5": (r"\frac{1}{3}", ""),
     "1024": ("2^{10}",),
-    "13": ("\\frac{22+4}{2}", "\\sqrt{169}"),
+    "13": (r"\frac{22+4}{2}", r"\sqrt{169}"),
     "120": ("5!",),
-}
+    r"\text{(A)}": (r"\text{(B)}",),
+}  # fmt: skip
+# Whole responses.
+RESPONSES = [
+    ("the answer is 1/2", r"\frac{1}{2}", 1.0),
+    ("the answer is 0.5", r"\boxed{\frac12}", 1.0),
+    (r"$\frac{2}{4}$", r"$\frac{1}{2}$", 1.0),
+    (r"\boxed{7}, since 8 is too many", "7", 1.0),
+    (r"\boxed{7}. My final answer is $8$.", "7", 1.0),
+    ("first 3, then 4, so 72", "72", 1.0),
+    ("", "0.5", 0.0),
+    ("no idea", "0.5", 0.0),
+    (r"\boxed{" + "(" * 50, "0.5", 0.0),
+    (r"\boxed{8}, not 0.5", "0.5", 0.0),
+    (r"\boxed{1} or \boxed{0.5}", "0.5", 0.0),
+    (r"so \fbox{42}", "42", 1.0),
+    (r"so \framebox[2cm]{42}", "42", 1.0),
+    (r"\boxed{\mathbf{\frac{\mathit{1}}{\mathbf{\text{2}}}}}", "0.5", 1.0),
+    ("\\mathbf{" * 2000, "0.5", 0.0),
+    (r"so \fbox{41}, not 42", "42", 0.0),
+    (r"so $\mathbf{42}$", "42", 1.0),
+    ("it is $22+17$", "39", 0.0),  # restates the question
+    ("it is $22+17=39$", "39", 1.0),
+    ("22+17", "39", 0.0),
+    ("22+17=39", "39", 1.0),
+]
 
 
 @pytest.mark.parametrize(
-    ("answer", "ground_truth", "reward"),
+    ("response", "ground_truth", "reward"),
     [
-        (answer, truth, reward)
-        for reward, table in ((1.0, RIGHT), (0.0, WRONG))
-        for truth, answers in table.items()
-        for answer in answers
+        *RESPONSES,
+        *(
+            (rf"so \boxed{{{answer}}}", truth, reward)
+            for reward, table in ((1.0, RIGHT), (0.0, WRONG))
+            for truth, answers in table.items()
+            for answer in answers
+        ),
     ],
 )
-def test_answer_to_a_plain_number_must_be_a_number(
-    answer: str, ground_truth: str, reward: float
+def test_an_answer_must_be_equal_and_a_number_for_a_plain_number(
+    response: str, ground_truth: str, reward: float
 ) -> None:
-    assert score_math("", f"so \\boxed{{{answer}}}", ground_truth) == reward
-
-
-def test_a_box_of_text_mode_and_a_ground_truth_in_a_font() -> None:
-    assert score_math("", "so \\fbox{42}", "42") == 1.0
-    assert score_math("", "so \\fbox{41}, not 42", "42") == 0.0
-    assert score_math("", "so \\boxed{42}", "\\mathbf{42}") == 1.0
-    assert score_math("", "so \\boxed{\\text{(A)}}", "\\text{(A)}") == 1.0
-    assert score_math("", "so \\boxed{\\text{(B)}}", "\\text{(A)}") == 0.0
-    assert score_math("", "so $\\mathbf{42}$", "42") == 1.0
-
-
-def test_restated_formula_outside_a_box_scores_nothing() -> None:
-    assert score_math("", "it is $22+17$", "39") == 0.0
-    assert score_math("", "it is $22+17=39$", "39") == 1.0
-    assert score_math("", "22+17", "39") == 0.0
-    assert score_math("", "22+17=39", "39") == 1.0
+    assert score_math("", response, ground_truth) == reward
 
 
 @pytest.mark.parametrize("ground_truth", ["", "  "])

@@ -105,21 +105,21 @@ def test_every_kind_of_function_gives_in_a_worker_what_it_gives_here(tmp_path: P
     assert json.loads(worker.stdout.splitlines()[-1]) == expected
 
 
+GONE = """import sys, types
+m = types.ModuleType('gone')
+exec('def f(**_): return 1', m.__dict__)
+sys.modules['gone'] = m
+f = m.f"""
+
+
 @pytest.mark.parametrize(
     "source, reason",
     [
-        (
-            "import threading\nL = threading.Lock()\ndef f(**_): return L.locked()",
-            "cannot be copied",
-        ),
+        ("import threading\nL = threading.Lock()\ndef f(**_): return L.locked()", "cannot be copied"),
         ("f = 3", "must be a function or another object that can be called"),
-        (
-            "import sys, types\nm = types.ModuleType('gone')\nexec('def f(**_): return 1', m.__dict__)\n"
-            "sys.modules['gone'] = m\nf = m.f",
-            "another process cannot load it: ModuleNotFoundError",
-        ),
+        (GONE, "another process cannot load it: ModuleNotFoundError"),
     ],
-)
+)  # fmt: skip
 def test_a_function_that_no_worker_can_load_is_refused_at_once(
     source: str, reason: str, tmp_path: Path
 ) -> None:

@@ -94,13 +94,6 @@ def test_an_environment_that_hangs_is_ended(make_pool: PoolMaker) -> None:
     assert score(pool, "a response") == [0.5]
 
 
-def test_a_failure_ends_the_run_if_it_is_told_to(make_pool: PoolMaker) -> None:
-    pool = make_pool("score", code=ENVIRONMENT, environment="answer", on_error="raise")
-    future = pool.answer(PROMPT, 0, 1, conversation("raise"))
-    with pytest.raises(RuntimeError, match=r"prompt_id='p7' \(turn 1 of rollout \(4, 0\)\)"):
-        future.result()
-
-
 @pytest.mark.parametrize(
     ("result", "text"),
     [

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tlt_megatron.config.extensions import load_extension
-from tlt_megatron.config.load import load_config
-from tlt_megatron.rewards.reward import is_async, read_result
+from tlt_megatron.rewards.reward import read_result
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.types import Prompt
 
@@ -25,42 +23,14 @@ def write_module(folder: Path, text: str, name: str = "rewards_of_mine.py") -> P
     return path
 
 
-def test_function_of_a_file_may_hold_a_dataclass(tmp_path: Path) -> None:
-    text = (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "@dataclass(slots=True)\nclass Verdict:\n    score: float\n"
-        f"def grade{SIGNATURE}:\n    return Verdict(0.25).score\n"
-    )
-    function = load_extension("reward.function", f"{write_module(tmp_path, text)}:grade")
-    assert function("", "", "", None) == 0.25
-    assert not is_async(function)
-
-
-def test_async_functions_and_objects_are_told_apart(tmp_path: Path) -> None:
-    text = (
-        f"async def later{SIGNATURE}:\n    return 1.0\n"
-        "class Judge:\n"
-        "    async def __call__(self, data_source, solution_str, ground_truth, extra_info=None):\n"
-        "        return 2.0\n"
-        "judge = Judge()\n"
-        "def anything(**row):\n    return 3.0\n"
-    )
-    path = write_module(tmp_path, text)
-    assert is_async(load_extension("reward.function", f"{path}:later"))
-    assert is_async(load_extension("reward.function", f"{path}:judge"))
-    assert not is_async(load_extension("reward.function", f"{path}:anything"))
-
-
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("x = 1\n", "has no 'grade'"),
         ("grade = 5\n", "has no .grade. that can be called"),
         ("def grade(a, b): ...\n", r"has parameters \(a, b\), must accept"),
         ("def grade(data_source, solution_str, ground_truth): ...\n", "must accept .*'extra_info'"),
         (f"def grade{SIGNATURE[:-1]}, *, more): ...\n", "must accept .*'more'"),
         ("def grade(:\n", "fails to load: SyntaxError"),
-        ("import no_such_package\n", "fails to load: .*no_such_package"),
     ],
 )
 def test_files_that_cannot_serve_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -88,13 +58,9 @@ def test_specs_that_name_nothing_are_refused(spec: str, message: str) -> None:
     assert repr(spec) in str(caught.value)
 
 
-@pytest.mark.parametrize("result", [1, 1.0, True, {"score": 1.0, "why": "right"}, {"score": 1}])
+@pytest.mark.parametrize("result", [1, 1.0, True, {"score": 1.0, "why": None}, {"score": 1}])
 def test_scores_that_are_read(result: object) -> None:
-    assert read_result(result)[0] == 1.0
-
-
-def test_a_further_number_may_be_large() -> None:
-    assert read_result({"score": 1.0, "num_bytes": 10**9}) == (1.0, {"num_bytes": 1e9})
+    assert read_result(result) == (1.0, {})
 
 
 @pytest.mark.parametrize(
@@ -118,9 +84,9 @@ def test_what_is_no_number_of_a_sensible_size_is_refused_by_name(result: object,
 
 
 def test_further_numbers_of_a_result_are_read_and_text_is_skipped() -> None:
-    result = {"score": True, "acc": 1, "pred": "42", "length": 2.5, "tool": None, "ok": False}
+    result = {"score": True, "acc": 1, "pred": "42", "length": 10**9, "tool": None, "ok": False}
     with pytest.warns(match="the entry 'pred' of a reward is text, so it is no metric"):
-        assert read_result(result) == (1.0, {"acc": 1.0, "length": 2.5, "ok": 0.0})
+        assert read_result(result) == (1.0, {"acc": 1.0, "length": 1e9, "ok": 0.0})
 
 
 SEVERAL = f"""
@@ -156,19 +122,6 @@ def test_the_one_of_several_that_fails_is_named(tmp_path: Path) -> None:
         f"the result of '{path}:polite'",
     ):
         assert text in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "functions,message",
-    [
-        ("{math: yes}", "reward.function.math=True: must be float, not bool"),
-        ("{maths: 1}", "reward.function='maths': must be one of math, exact"),
-        ("{a.py:f: 1, b.py:f: 2}", "different names, not ['f', 'f']"),
-    ],
-)
-def test_weights_that_cannot_be_used_are_refused(functions: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        load_config(None, [f"reward.function={functions}"])
 
 
 @pytest.mark.parametrize(

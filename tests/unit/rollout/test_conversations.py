@@ -25,7 +25,7 @@ from tlt_megatron.rewards.environment_answer import Answer
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rollout.conversations import Conversations
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.types import FinishReason, Message, Prompt, Rollout, SamplingParams
+from tlt_megatron.types import FinishReason, Message, Prompt, Rollout, RolloutKey, SamplingParams
 
 STOPS = (0, 9, 18, 27, 36, 45)
 PARAMS = SamplingParams(num_samples=2, max_new_tokens=16, stop_token_ids=STOPS, seed=3)
@@ -73,7 +73,7 @@ class Pool:
     def __init__(
         self,
         outcome: Callable[[Sequence[Message]], Outcome] = answer_of,
-        is_ready: Callable[[tuple[int, int]], bool] = lambda key: True,
+        is_ready: Callable[[RolloutKey], bool] = lambda key: True,
     ) -> None:
         self.outcome = outcome
         self.is_ready = is_ready
@@ -152,10 +152,10 @@ def turn_by_turn(engine: EmbeddedEngine, prompt: Prompt, sample_index: int) -> t
 )
 def test_conversations_are_their_turns_one_after_another(tiny_path: Path, settings: dict) -> None:
     prompts = draw_prompts(8)
-    features: dict[tuple[int, int], Tensor] = {}
+    features: dict[RolloutKey, Tensor] = {}
 
     def keep(rollout: Rollout, features_TF: Tensor) -> None:
-        features[rollout.draw_index, rollout.sample_index] = features_TF
+        features[rollout.key] = features_TF
         assert features_TF.shape[0] == rollout.num_tokens - 1
 
     engine = engine_over(tiny_path, **(SETTINGS | settings))
@@ -189,17 +189,17 @@ def test_a_slow_answer_holds_no_other_conversation(tiny_path: Path) -> None:
     prompts = draw_prompts(4)
     engine = engine_over(tiny_path, **SETTINGS, max_batch_size=4, kv_cache_tokens=64 * 64)
     plain = converse(engine, prompts)
-    slow = next((r.draw_index, r.sample_index) for r in plain if r.transcript.num_turns > 2)
+    slow = next(r.key for r in plain if r.transcript.num_turns > 2)
     ended: list[Rollout] = []
     used: list[int] = []  # KV pages, while only the slow conversation is open
 
-    def is_ready(key: tuple[int, int]) -> bool:
+    def is_ready(key: RolloutKey) -> bool:
         if key == slow and len(ended) == len(plain) - 1:
             cache = engine._cache
             used.append(cache.num_pages - cache.num_free)
         return key != slow or len(used) > 2
 
-    polls = iter(range(10_000))  # of an engine that waits for the slow answer
+    polls = iter(range(10_000))  # the engine polls while it waits for the slow answer
     found = converse(
         engine,
         prompts,
@@ -209,7 +209,7 @@ def test_a_slow_answer_holds_no_other_conversation(tiny_path: Path) -> None:
     )
     assert [r.token_ids.tolist() for r in found] == [r.token_ids.tolist() for r in plain]
     assert (ended[-1].draw_index, ended[-1].sample_index) == slow
-    assert used[2] == 1  # of its first turn, which fits into a page; the KV of the others is free
+    assert used[2] == 1  # its first turn, which fits into a page; the KV of the others is free
 
 
 def test_a_failed_environment_ends_its_conversation(tiny_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_tokens_and_logprobs_are_those_of_the_policies_that_drew_them(
 ) -> None:
     steps, rewards = run(path, tmp_path)
     found = rollouts(steps)
-    assert len({(r.draw_index, r.sample_index) for r in found}) == len(found) == 4 * 3 * NUM_STEPS
+    assert len({r.key for r in found}) == len(found) == 4 * 3 * NUM_STEPS
     assert len(set(rewards.keys)) == len(rewards.keys) >= len(found)
     assert max(len(r.versions) for r in found) >= 3  # cut twice
     for step in steps:

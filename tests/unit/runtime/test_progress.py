@@ -60,7 +60,7 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
 def test_a_terminal_shows_a_live_display_that_ends_with_the_last_state() -> None:
     console = make_console(terminal=True)
     status = RankStatus(rank=0, num_ranks=1)
-    status.begin("DRAFT-TRAIN")
+    status.count_phase("DRAFT-TRAIN")
     progress = Progress("auto", 4, status=status, console=console)
     progress.message("a message")
     frame = text_of(console).partition("a message\n")[2]
@@ -121,7 +121,7 @@ def test_an_evaluation_shows_its_responses() -> None:
     for is_terminal in (False, True):
         console = make_console(terminal=is_terminal, width=120)
         status = RankStatus(rank=0, num_ranks=1)
-        status.begin("ROLLOUT")
+        status.count_phase("ROLLOUT")
         progress = Progress("auto", 0, status=status, console=console)
         status.expect_responses(30)
         for _ in range(30):

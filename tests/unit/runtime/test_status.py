@@ -19,7 +19,7 @@ from tlt_megatron.runtime.timeline import Timeline
 
 
 def make_phases(run_dir: Path) -> tuple[Phases, StatusWriter]:
-    """Of rank 3, with a writer of its status."""
+    """Rank 3, with a writer of its status."""
     timeline = Timeline(None, 3, RankStatus(rank=3, num_ranks=8))
     writer = StatusWriter(run_dir, timeline.status)
     progress = Progress("none", 1)

@@ -211,7 +211,7 @@ def test_every_number_is_exp_1(uniform_BV: Tensor) -> None:
 
 
 def test_numbers_are_not_correlated(uniform_BV: Tensor) -> None:
-    """Of all pairs of tokens, of one block or of two: their ranks, their E, and whether E is small.
+    """All pairs of tokens, in one block or in two: their ranks, their E, and whether E is small.
     Each correlation is normal with deviation 1 / sqrt(NUM_ROWS).
     """
     for values in (uniform_BV, -uniform_BV.log(), (uniform_BV > 0.9).double()):

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from tests.unit.tools.test_bench_step import make_run
+from tests.unit.tools.test_report import figures
 from tools.bench.drift import draw, summarize, terse, wordy
 from tools.commands.compare_runs import Run
 
@@ -36,9 +37,12 @@ def test_values_are_means_over_blocks_of_steps() -> None:
 
 
 def test_the_figure_has_a_line_for_each_variant_and_seed_over_steps_and_over_kl() -> None:
-    figure = draw({seed: summarize(runs(), block=1) for seed in (0, 1)})
-    assert figure.count("<polyline") == 2 * 2 * 2
-    assert "nan" not in figure
+    page = figures(draw({seed: summarize(runs(), block=1) for seed in (0, 1)}))
+    for axis, x in (("last_steps", [1, 2, 3]), ("kl", [0.0, 0.1, 0.5])):
+        curves = {curve["name"]: curve for curve in page[axis]["data"]}
+        assert len(curves) == 2 * 2
+        assert (curves["frozen, seed 1"]["x"], curves["frozen, seed 1"]["y"]) == (x, [2, 4, 6])
+        assert curves["ngram, seed 0"]["x"] == x[:2]  # nothing was drafted in the last block
 
 
 def test_the_rewards_pull_in_opposite_directions() -> None:

@@ -18,7 +18,7 @@ from tests.unit.tools.test_running_step import RANKS, write
 from tests.unit.tools.test_watch import get, serving, write_responses
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-LIMIT_S = 300.0  # of one page; a healthy machine needs seconds
+LIMIT_S = 300.0  # for one page; a healthy machine needs seconds
 
 
 def open_page(url: str, folder: Path, *, width: int, is_dark: bool) -> tuple[str, str]:

@@ -14,11 +14,11 @@ from tests.tiny_task import make_tiny_task
 from tests.unit.config.test_example_settings import EXAMPLES, QWEN_7B
 from tlt_megatron import cli
 
-LENGTHS = [[[3, 5], [9, 2]], [[4, 4], [4, 4]]]  # of two steps of two prompts of two responses
-OFF_S, SLOPE_S = 10.0, 2.0  # of a plain pass: start, and for each request
-CHAIN_S = 20.0  # of a pass of 2_1_2, whatever its batch
+LENGTHS = [[[3, 5], [9, 2]], [[4, 4], [4, 4]]]  # two steps of two prompts with two responses each
+OFF_S, SLOPE_S = 10.0, 2.0  # a plain pass: start, and for each request
+CHAIN_S = 20.0  # a pass of 2_1_2, whatever its batch
 UPDATE_S = 50.0  # and 1.0 for each token of a rank
-CACHED_S = 0.5  # of a plain pass, for each response token that its requests have
+CACHED_S = 0.5  # a plain pass, for each response token that its requests have
 # Those tokens by step, rank and batch size: midway between two ends, the first token not counted.
 # A batch size that never runs has those of the nearest one.
 CACHED = {(1, 0): {2: 2, 1: 3}, (1, 1): {2: 1, 1: 4.5}, (2, 0): {2: 3, 1: 3}, (2, 1): {2: 3, 1: 3}}

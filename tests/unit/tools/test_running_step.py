@@ -14,7 +14,7 @@ from tlt_megatron.runtime.status import RankStatus
 from tlt_megatron.trainer.saving.run_folder import LOCK_FILE
 from tools.run_report.live import LiveRun
 from tools.run_report.page import render_states
-from tools.run_report.running import Running, State, read_ranks
+from tools.run_report.running import read_ranks, state_of_ranks
 
 NOW = 1000.0
 
@@ -50,8 +50,8 @@ def write(run_dir: Path, *ranks: RankStatus) -> None:
 def test_the_page_shows_what_each_rank_does_now(tmp_path: Path) -> None:
     """The file of rank 3 is of an earlier run, which had more ranks."""
     write(tmp_path, *RANKS, dataclasses.replace(RANKS[0], rank=3, num_ranks=4))
-    now = Running(ranks=read_ranks(tmp_path), now_s=NOW)
-    html = render_states([State(name="run", sentence="4 of 9 RL steps are done.", now=now)])
+    state = state_of_ranks(read_ranks(tmp_path), NOW, name="run", sentence="4 of 9 are done.")
+    html = render_states([state])
     assert "<h2>Step 5 is under way</h2>" in html
     assert "60 s so far · 9 of 12 responses are done · 900 tokens in them" in html
     assert "<td>0 on node0</td><td>WAIT DRAFT-TRAIN</td><td>10 s</td>" in html
@@ -72,8 +72,8 @@ def test_a_step_that_the_metrics_have_is_not_under_way(tmp_path: Path) -> None:
         write(run_dir, *(dataclasses.replace(rank, step=step) for rank in RANKS))
         (state,) = live.states()
         assert state.sentence.startswith("3 of ")
-        titles.append(state.now.title)
-        assert ("s so far" in state.now.note) == (step == 4)
+        titles.append(state.title)
+        assert ("s so far" in state.note) == (step == 4)
     assert titles == ["After step 3", "Step 4 is under way"]
 
 
@@ -91,9 +91,9 @@ def test_of_1000_ranks_those_behind_get_a_row() -> None:
     ranks = [dataclasses.replace(RANKS[1], rank=rank, num_ranks=1000) for rank in range(1000)]
     ranks[700] = dataclasses.replace(RANKS[2], rank=700, num_ranks=1000)
     ranks[800] = dataclasses.replace(RANKS[2], rank=800, num_ranks=1000, num_done=3)
-    now = Running(ranks=ranks, now_s=NOW)
-    assert [rank.rank for rank in now.shown] == [700, 800, 0, 1, 2, 3, 4, 5]
-    assert now.note.endswith("· WAIT: 998 · ROLLOUT: 2")
+    state = state_of_ranks(ranks, NOW, name="run", sentence="")
+    assert [rank.rank for rank in state.ranks] == [700, 800, 0, 1, 2, 3, 4, 5]
+    assert state.note.endswith("· WAIT: 998 · ROLLOUT: 2")
 
 
 def test_a_run_that_died_is_told_from_one_that_ended_and_one_that_cannot_be_seen(
@@ -105,18 +105,18 @@ def test_a_run_that_died_is_told_from_one_that_ended_and_one_that_cannot_be_seen
     lock.write_text(json.dumps({"pid": 1, "host": socket.gethostname(), "started": ""}))
     write(run_dir, *RANKS)
     live = LiveRun(run_dir)
-    os.utime(summary, (time.time() - 100, time.time() - 100))  # of a run before the newest
+    os.utime(summary, (time.time() - 100, time.time() - 100))  # a run before the newest wrote it
     (died,) = live.states()
     assert died.alarm.startswith("The run has ended without a summary: its process is gone.")
-    assert died.now is None
+    assert not died.title
     assert 'role="alert"><li>The run has ended without' in live.page([])
     os.utime(summary)
     (ended,) = live.states()
-    assert (ended.alarm, ended.now) == ("", None)
+    assert (ended.alarm, ended.title) == ("", "")
     assert ended.sentence.startswith("The run has ended. 3 of ")
     summary.unlink()
     lock.write_text(json.dumps({"pid": 1, "host": "elsewhere", "started": ""}))
     write(run_dir, *RANKS)
     (unseen,) = live.states()
     assert unseen.alarm == ""
-    assert unseen.now is not None
+    assert unseen.title

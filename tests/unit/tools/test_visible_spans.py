@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.tools.test_report import figures as figures_of
 from tools.run_report.live import LiveRun
+from tools.run_report.rank_panel import bars_of, spans_in
 from tools.run_report.trace import RankTrace, Span, Trace, Window
-from tools.run_report.visible_spans import bars_of, spans_in, visible_parts
 
 
 def span(name: str, start_s: float, end_s: float, **args: int) -> Span:
@@ -47,13 +47,6 @@ def test_of_a_step_that_was_done_again_the_last_time_counts(tmp_path: Path) -> N
     assert window.title == "steps 2-3"
 
 
-def test_innermost_spans_tile_the_time_of_the_outermost() -> None:
-    spans = [span("A", 1, 9), span("B", 2, 6), span("C", 3, 4), span("C", 4, 5), span("D", 6, 7)]
-    parts = visible_parts([*spans, span("E", 11, 12)])
-    found = ", ".join(f"{part.name} {part.start_s}-{part.end_s}" for part in parts)
-    assert found == "A 1-2, B 2-3, C 3-4, C 4-5, B 5-6, D 6-7, A 7-9, E 11-12"
-
-
 def test_a_bar_too_narrow_to_see_joins_its_neighbour_of_the_same_name() -> None:
     """A window of 4,000 s: bars narrower than 1 s join, here the three passes that touch."""
     narrow = [span("DECODE", at, at + 0.5, batch_size=4) for at in (100.0, 100.5, 101.0, 200.0)]
@@ -85,7 +78,7 @@ def test_a_run_of_1000_ranks_is_shown_by_a_few_rows(
         append(folder, rank, [sync(0, 9.0)])
     write_ranks(folder, 1)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing_s/step": 10.0}\n')
-    append(folder, 1000, [sync(-9, 0.0)])  # of an earlier run with more ranks
+    append(folder, 1000, [sync(-9, 0.0)])  # an earlier run had more ranks
     live = LiveRun(tmp_path)
     assert "What 8 of 1,000 ranks did in step 1" in live.page([])
     scanned: list[int] = []

@@ -104,7 +104,7 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
         assert f'"{new}"' in page
         assert f"4 of {RunConfig().run.num_steps} RL steps are done" in page
         assert "Step 4 has values that are not finite: critic/rewards/mean." in page
-        both = get(url)  # of several runs, the first page compares them
+        both = get(url)  # the first page compares several runs
         assert 'id="figure-critic_rewards_mean"' in both
         assert '"name": "other/run"' in both
         assert "one/run: Step 4 has values that are not finite: critic/rewards/mean." in both
@@ -119,7 +119,7 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
             get(f"{url}/0/", Host="example.com")
         assert (
             get(f"{url}/0/", Host="127.0.0.1") == page
-        )  # of port 80 a browser leaves the number out
+        )  # a browser leaves out the number of port 80
     assert sorted(path for path in run_dir.rglob("*")) == before
 
 

@@ -89,7 +89,7 @@ def test_a_reference_is_compared_where_both_runs_have_one(tmp_path: Path) -> Non
     with_kl = f"model.path={tmp_path}", "algorithm.kl_coef=0.1"
     before = saved(describe(*with_kl))
     compare_run(before, describe(*with_kl), is_warning=False)
-    compare_run(saved(describe()), describe(*with_kl), is_warning=False)  # of an older version
+    compare_run(saved(describe()), describe(*with_kl), is_warning=False)  # an older version's
     save_tensors({"w": torch.ones(3, 5)}, tmp_path / "model.safetensors")
     compare_run(before, describe(), is_warning=False)
     with pytest.raises(

@@ -145,25 +145,6 @@ def test_a_broken_folder_and_the_rest_of_a_save_of_its_step_are_both_deleted(
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("pointer", [None, "1", "99", "soon"])
-def test_a_resume_moves_the_pointer_and_removes_what_a_killed_save_left(
-    tmp_path: Path, pointer: str | None
-) -> None:
-    """Killed between rename and pointer, or in the next save, or while an old one was deleted."""
-    for step in (1, 2):
-        manager(tmp_path).save(step, {})
-    (tmp_path / POINTER).unlink()
-    if pointer is not None:
-        (tmp_path / POINTER).write_text(pointer)
-    (tmp_path / f"{POINTER}.tmp").write_text("2")
-    (tmp_path / "iter_0000001").rename(tmp_path / "iter_0000001.tmp")
-    (tmp_path / "iter_0000003.tmp" / "policy").mkdir(parents=True)
-    saved = find_saved_run(tmp_path, SINGLE)
-    manager(tmp_path).restore(saved)
-    assert read_pointer(tmp_path) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", POINTER]
-
-
 def test_a_resume_from_an_older_checkpoint_by_name_leaves_the_newer_ones(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         manager(tmp_path).save(step, {})

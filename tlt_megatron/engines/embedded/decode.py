@@ -8,16 +8,16 @@ b of every tensor is `requests[b]`; the last rows fill the places of rows that l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.engines.embedded.graph_pool import Models
 from tlt_megatron.engines.embedded.kv_layout import KvLayout
 from tlt_megatron.engines.embedded.lane_steps import Committed, LaneBatch, Report, Rows
+from tlt_megatron.engines.embedded.model_pair import Models
 from tlt_megatron.engines.embedded.outputs import Outputs
 from tlt_megatron.engines.embedded.scheduler import DrawnTokens, Request, Scheduler, longest_of
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -68,8 +68,10 @@ class DecodeBatch:
         self.requests: list[Request] = []
         self._state = torch.zeros(len(Rows._fields), size, dtype=torch.int64, device=device)
         self._hidden_BD = torch.empty(0, model.config.hidden_size, dtype=dtype, device=device)
-        # Tells which rows have ended, after a step that has sampled the next tokens already.
-        self._read_ended: Callable[[], list[bool]] | None = None
+        # A step may have sampled the next tokens already. It is a graph that still runs, or it
+        # told which rows ended.
+        self._running_step: Committed | None = None
+        self._ended: list[bool] = []
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
         self._set_changed()
 
@@ -126,14 +128,19 @@ class DecodeBatch:
         """Sample and record the next token of every row, unless the last step did. Return those
         that ended, for `remove`.
         """
-        read, self._read_ended = self._read_ended, None
-        flags = [] if read is None else read()
+        flags = self._read_ended()
         if len(flags) < len(self.requests):
             flags += self._draw(len(flags))
         if True not in flags:
             return []
         ended = itertools.compress(self.requests, flags)
         return [Ended(request, self._drawn_tokens(request)) for request in ended]
+
+    def _read_ended(self) -> list[bool]:
+        """Return which rows the last step ended; [] if it has not sampled. Waits for a graph."""
+        step, self._running_step = self._running_step, None
+        ended, self._ended = self._ended, []
+        return ended if step is None else self._take(step.read())
 
     def _drawn_tokens(self, request: Request) -> DrawnTokens:
         """Return the tokens of a running request, after `sample`."""
@@ -200,7 +207,7 @@ class DecodeBatch:
             no_tree = chain_tree(rows.token.new_empty(num_rows, 0))
             committed = graphs.target(self._lane_batch(), no_tree, longest)
             self._commit(committed)
-            self._read_ended = lambda: self._take(committed.read())
+            self._running_step = committed
         else:
             self._hidden_BD = layout.run(rows.token, rows.position, rows.slot, longest)
             self._state[_FIRST_GROWING:, :num_rows].add_(1)
@@ -260,8 +267,7 @@ class DecodeBatch:
         )
         self._commit(committed)
         report = committed.read()
-        has_ended = self._take(report)
-        self._read_ended = lambda: has_ended
+        self._ended = self._take(report)
         for request, count in zip(self.requests, report.num_committed, strict=True):
             request.passes.append((request.position + 1, count))
             request.position += count

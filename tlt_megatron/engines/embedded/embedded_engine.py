@@ -22,11 +22,12 @@ from tlt_megatron.engines.base import (
     PassRecord,
     group_rollouts,
 )
-from tlt_megatron.engines.embedded.generation import Generation, Intake, make_rollout
-from tlt_megatron.engines.embedded.graph_pool import GraphPool, Models
+from tlt_megatron.engines.embedded.ended_responses import features_of, make_rollout
+from tlt_megatron.engines.embedded.generation import Generation, Intake
+from tlt_megatron.engines.embedded.graph_pool import GraphPool
 from tlt_megatron.engines.embedded.memory_plan import MemoryPlan, num_routes, plan_memory
+from tlt_megatron.engines.embedded.model_pair import Models
 from tlt_megatron.engines.embedded.policy_weights import PolicyWeights
-from tlt_megatron.engines.embedded.prefill import features_of
 from tlt_megatron.engines.embedded.scheduler import Scheduler
 from tlt_megatron.engines.embedded.scoring import TokenScore, score_tokens
 from tlt_megatron.engines.embedded.serving import Clients, serve_clients

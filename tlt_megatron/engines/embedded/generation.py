@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats, MorePrompts, PassRecord
 from tlt_megatron.engines.embedded.decode import Advance, DecodeBatch, Ended
-from tlt_megatron.engines.embedded.graph_pool import Models
-from tlt_megatron.engines.embedded.prefill import prefill, routes_of
+from tlt_megatron.engines.embedded.model_pair import Models
+from tlt_megatron.engines.embedded.prefill import prefill
 from tlt_megatron.engines.embedded.scheduler import (
     DrawnTokens,
     Request,
@@ -23,7 +20,7 @@ from tlt_megatron.engines.embedded.scheduler import (
 )
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.speculation.verify import accepted_by_depth
-from tlt_megatron.types import FinishReason, KeptTokens, Prompt, Rollout, SamplingParams
+from tlt_megatron.types import Prompt, SamplingParams
 
 
 class _Step(NamedTuple):
@@ -208,37 +205,3 @@ class Generation:
             eager_passes=dict(graphs.eager_passes),
             drafter_refreshes=tuple(self._refreshes),
         )
-
-
-def finish_reason_of(end: Ended, params: SamplingParams) -> FinishReason:
-    has_stopped = int(end.tokens.token_ids_T[-1]) in params.stop_token_ids
-    return FinishReason.STOP if has_stopped else FinishReason.LENGTH
-
-
-def make_rollout(end: Ended, models: Models, policy_version: int) -> Rollout:
-    prompt, (token_ids_T, logprobs_T, policy_logprobs_T) = end.request.state.prompt, end.tokens
-    routes = None
-    if models.cache.has_routes:
-        routes = routes_of(end.request, models.cache, models.policy.config)
-    return Rollout(
-        prompt_id=prompt.prompt_id,
-        draw_index=prompt.draw_index,
-        sample_index=end.request.sample_index,
-        prompt_ids=prompt.token_ids,
-        token_ids=token_ids_T,
-        logprobs=logprobs_T,
-        policy_logprobs=policy_logprobs_T,
-        finish_reason=finish_reason_of(end, models.params),
-        versions=((policy_version, token_ids_T.numel()),),
-        accept_lengths=tuple(count for _, count in end.request.passes),
-        pass_positions=tuple(position for position, _ in end.request.passes),
-        kept=_join_kept(end.request.kept),
-        routes=routes,
-    )
-
-
-def _join_kept(kept: Sequence[Tensor]) -> KeptTokens | None:
-    if not kept:
-        return None
-    counts = [ids.numel() for ids in kept]
-    return KeptTokens(token_ids=torch.cat(list(kept)), counts=torch.tensor(counts).int())

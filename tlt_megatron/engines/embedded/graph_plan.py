@@ -64,7 +64,7 @@ class GraphKey:
     num_rows: int  # R, query tokens of each sequence; for DRAFT, pairs that are new to the drafter
     batch_size: int  # B
     length: int  # S, positions read
-    depth: int = 0  # of the trees that TARGET verifies
+    depth: int = 0  # depth of the trees that TARGET verifies
     strategy: SpeculationStrategy | None = None  # for DRAFT alone
 
     @property

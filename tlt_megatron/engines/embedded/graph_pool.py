@@ -20,12 +20,8 @@ from torch import Tensor
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphKey, GraphPlan, Role
 from tlt_megatron.engines.embedded.lane_steps import Committed, LaneBatch, LaneSteps
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import GraphMemory
 from tlt_megatron.speculation.tree import DraftTree
-from tlt_megatron.types import SamplingParams
 
 _EXTEND_POSITIONS = 64  # most unseen pairs per row that one pass computes
 
@@ -191,20 +187,3 @@ class GraphPool:
         self.num_captures += 1
         self.capture_s += time.perf_counter() - started
         return captured
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Models:
-    """The policy and its drafter over one KV memory, the graphs that run their steps, and how they
-    sample.
-    """
-
-    policy: Transformer
-    draft: DraftInference | None
-    cache: KvCache
-    graphs: GraphPool
-    params: SamplingParams
-
-    def bind_lanes(self, lane: int) -> None:
-        """Run steps over rows in lanes of `lane` slots from now on, from the first slot on."""
-        self.graphs.bind(LaneSteps(self.policy, self.cache, lane, self.draft, self.params))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, Role
-from tlt_megatron.engines.embedded.graph_pool import Models
+from tlt_megatron.engines.embedded.model_pair import Models
 from tlt_megatron.engines.embedded.scheduler import Request, Scheduler, longest_of
 from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.attention.lanes import LaneView

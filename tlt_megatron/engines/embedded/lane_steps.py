@@ -64,9 +64,9 @@ class LaneBatch(NamedTuple):
     view: LaneView
     state_FB: Tensor  # the matrix of `rows`
     rows: Rows
-    # of the positions after the roots; None: noise is made where it is used
+    # for the positions after the roots; None: noise is made where it is used
     noise_BSV: Tensor | None = None
-    # of each row, if not all of them sample as the steps do; a drafter ranks as the steps do
+    # for each row, if not all of them sample as the steps do; a drafter ranks as the steps do
     sampling: tuple[SamplingParams, ...] = ()
 
 
@@ -132,7 +132,7 @@ class LaneSteps:
         self.params = params
         self._model = model
         self._draft = draft
-        self._draft_layer = model.config.num_layers  # of the cache
+        self._draft_layer = model.config.num_layers  # its index in the cache
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=cache.device)
         self._last_slot = cache.bias_T.shape[0] - 1
         self._grower = functools.cache(partial(TreeGrower, device=cache.device))

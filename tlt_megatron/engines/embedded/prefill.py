@@ -1,17 +1,13 @@
-"""Packed prefill passes over prompts or the saved tokens of preempted requests, and what they keep
-of responses.
-"""
+"""Packed prefill passes over prompts or the saved tokens of preempted requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from tlt_megatron.engines.embedded.scheduler import PrefillChunk, PromptState, Request
+from tlt_megatron.engines.embedded.scheduler import PrefillChunk, PromptState
 from tlt_megatron.models.attention.paged import PrefillSegment
-from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 
@@ -51,21 +47,3 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
         num_tokens += end - start
         owner.last_hidden_D = hidden_PD[num_tokens - 1].clone()
     return num_tokens
-
-
-def features_of(request: Request, cache: KvCache) -> Tensor:
-    """Return a copy of the features of a complete response, [prompt + response - 1, F]. The model
-    never computes the last token.
-    """
-    slots_S = cache.sequence_slots(request.kv, request.position)
-    return cache.features_TD.index_select(0, slots_S)
-
-
-def routes_of(request: Request, cache: KvCache, config: ModelConfig) -> Tensor:
-    """Return a copy of the experts of each token but the last, [prompt + response - 1, L, K]
-    int16.
-    """
-    assert config.experts is not None
-    slots_S = cache.sequence_slots(request.kv, request.position)
-    routes_SR = cache.routes_TR.index_select(0, slots_S)
-    return routes_SR.view(len(routes_SR), -1, config.experts.num_per_token)

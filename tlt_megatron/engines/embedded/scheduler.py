@@ -17,7 +17,7 @@ from torch import Tensor
 from tlt_megatron.models.kv_cache import KvCache, SequenceKv
 from tlt_megatron.speculation.ngram import IndexedText
 from tlt_megatron.speculation.sampling import request_seed
-from tlt_megatron.types import Prompt, SamplingParams
+from tlt_megatron.types import Prompt, RolloutKey, SamplingParams
 
 ResponseKey = tuple[str, int]  # prompt_id and sample_index
 
@@ -61,7 +61,7 @@ class Request:
     max_new_tokens: int
     kv: SequenceKv
     saved: DrawnTokens | None = None
-    position: int = 0  # of the next token to compute, in the whole sequence, while it runs
+    position: int = 0  # the next token to compute, counted in the whole sequence, while it runs
     num_computed: int = 0  # saved tokens recomputed so far
     last_hidden_D: Tensor | None = None  # the state of the last saved token, after recomputation
     passes: list[tuple[int, int]] = field(default_factory=list)  # verifying: tokens before, out
@@ -161,8 +161,7 @@ class Scheduler:
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._longest_later = longest_later
         self._lanes_end = 0  # pages of all lanes; 0 without lanes
-        # Keys are (draw_index, sample_index), oldest first.
-        self._kept_turns: dict[tuple[int, int], KeptTurn] = {}
+        self._kept_turns: dict[RolloutKey, KeptTurn] = {}  # oldest first
         self.running: list[Request] = []  # oldest first
         self.num_preemptions = 0
 
@@ -387,8 +386,8 @@ class Scheduler:
         else:
             self._cache.free(kept.pages)
 
-    def drop_turn(self, key: tuple[int, int]) -> None:
-        """Free the KV of the turn of `key`, (draw_index, sample_index), if it was kept."""
+    def drop_turn(self, key: RolloutKey) -> None:
+        """Free the KV of the turn of `key` if it was kept."""
         if key in self._kept_turns:
             self._cache.free(self._kept_turns.pop(key).pages)
 

@@ -20,7 +20,7 @@ _CHUNK = 128  # tokens whose logits are in memory at once
 class TokenScore(NamedTuple):
     """Log-probs of one place at temperature 1, without a cut."""
 
-    logprob: float  # of the token there
+    logprob: float  # the log-prob of the token there
     top: list[tuple[int, float]]  # id and log-prob of the most likely tokens, best first
 
 

@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from tlt_megatron.engines.embedded.decode import Ended
-from tlt_megatron.engines.embedded.generation import Generation, finish_reason_of
+from tlt_megatron.engines.embedded.ended_responses import finish_reason_of
+from tlt_megatron.engines.embedded.generation import Generation
 from tlt_megatron.engines.embedded.scheduler import (
     DrawnTokens,
     ResponseKey,

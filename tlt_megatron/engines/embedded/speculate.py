@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import EagerReason
-from tlt_megatron.engines.embedded.graph_pool import Models
 from tlt_megatron.engines.embedded.lane_steps import Committed, LaneBatch, Rows
 from tlt_megatron.engines.embedded.memory_plan import draft_slots_of
+from tlt_megatron.engines.embedded.model_pair import Models
 from tlt_megatron.engines.embedded.scheduler import Request, longest_of
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.speculation.ngram import IndexedText, NgramIndex
@@ -115,7 +115,7 @@ class Speculator:
         self._speculation = speculation
         self._models = models
         self._noise = noise
-        self._num_loads = 0  # of the drafter that has seen `_num_seen`
+        self._num_loads = 0  # loads of the drafter that has seen `_num_seen`
         self._num_seen: dict[Request, int] = {}  # positions whose pairs are in the drafter's KV
 
     def step(

@@ -147,7 +147,7 @@ def triton_wide(dtype: torch.dtype) -> tl.dtype:
 # Bytes of a block of queries, keys or values. A block of each, and the next keys and values, fit
 # into the shared memory of compute capability 8.9, the smallest that tests compile for: 99 KiB.
 _BLOCK_BYTES = 16384
-_MAX_AHEAD_BYTES = 1024  # of a key: the next blocks of longer ones do not fit
+_MAX_AHEAD_BYTES = 1024  # in a key: the next blocks of longer keys do not fit
 _SCANNED_BIASES = 8192  # biases of one load, at most 64 for each thread
 
 

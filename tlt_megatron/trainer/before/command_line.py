@@ -16,7 +16,7 @@ from tlt_megatron.config.load import load_config
 from tlt_megatron.config.preflight import check_code, check_files
 from tlt_megatron.config.schema import RunConfig
 
-_LEAST_BYTES = 2 << 30  # of address space: torch and its threads fail with 1.5 GB
+_LEAST_BYTES = 2 << 30  # address space: torch and its threads fail with 1.5 GB
 
 
 def read_command(arguments: list[str] | None) -> tuple[RunConfig, argparse.Namespace]:

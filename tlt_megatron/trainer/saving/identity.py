@@ -109,7 +109,7 @@ def compare_run(saved: SavedRun, about: Mapping[str, Any], *, is_warning: bool) 
     With `is_warning` (set it on one rank), one warning names the changed settings.
     """
     strangers = _changes(_IDENTITY, saved.state, about)
-    if None in strangers.get(_REFERENCE, ()):  # of a run without one, or of an older version
+    if None in strangers.get(_REFERENCE, ()):  # a run without a reference, or an older version
         del strangers[_REFERENCE]
     if strangers:
         raise ValueError(

@@ -90,7 +90,7 @@ class SavedRun:
 
     folder: Path
     state: dict[str, Any]  # the content of trainer_state.json, checked by `StateSection`
-    is_newest: bool = False  # of a folder of checkpoints; False: the user named this one
+    is_newest: bool = False  # the newest of its folder; False: the user named this one
 
     @property
     def step(self) -> int:
@@ -240,7 +240,7 @@ class CheckpointManager:
         if full in reason:
             disk = next(path for path in self.root.absolute().parents if path.is_mount())
             reason += f"; the disk at {disk} is full"
-        if reason.startswith("rank "):  # of another rank, from mcore/megatron_checkpoint.py
+        if reason.startswith("rank "):  # another rank's error, from mcore/megatron_checkpoint.py
             where = ""
         return f"{where}checkpoint {final} was not written: {reason}"
 

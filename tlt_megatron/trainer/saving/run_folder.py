@@ -146,10 +146,10 @@ def _check_resume(resume: str) -> None:
 
 
 def _check_kinds(path: Path) -> None:
-    """Refuse a pipe in place of a file of the run: to open it would wait for its other end."""
+    """Refuse a pipe or a device in place of a file of the run: it would block, or never end."""
     for pattern in ("*", "*/*", f"{LOGS}/*/*"):
         for each in path.glob(pattern):
-            if each.is_fifo():
+            if each.is_fifo() or each.is_char_device() or each.is_block_device():
                 raise ValueError(f"run.dir={str(path)!r}: {each} is not a regular file")
 
 
