@@ -40,6 +40,9 @@ GENERATED = {
 PAGE_OF = {file: page for page, file in (INCLUDED | GENERATED).items()}
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 _HTML_LINK = re.compile(r"\b(src|srcset|href)=\"([^\"#:\s]+)\"")
+_PICTURE = re.compile(
+    r"<picture>\s*<source [^>]*srcset=\"([^\"]+)\">\s*(<img [^>]*src=\")([^\"]+)\">\s*</picture>"
+)
 _BUILT_LINK = re.compile(
     r"<[a-z][^<>]*?\s(?:src|srcset|href)=(\"[^\"\s][^\"]*\"|'[^'\s][^']*'|[^\s\"'<>]+)"
 )
@@ -117,7 +120,9 @@ def resolve_links(markdown: str, page: str) -> str:
         key, target = found.groups()
         return f'{key}="{(name_of(target) or target).removeprefix("docs/")}"'
 
-    return _HTML_LINK.sub(resolve_html, _LINK.sub(resolve, markdown))
+    text = _HTML_LINK.sub(resolve_html, _LINK.sub(resolve, markdown))
+    # The site's own switch of the theme decides, not the system's.
+    return _PICTURE.sub(r'\2\3#only-light">\2\1#only-dark">', text)
 
 
 def missing_files(site: Path) -> list[str]:

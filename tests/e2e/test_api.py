@@ -100,7 +100,10 @@ def test_a_script_trains_and_generates(config: Path, tmp_path: Path) -> None:
             "Engine(MODEL, max_tokens=8).generate(['1234567890'], max_new_tokens=4)",
             "prompts[0] has ",
         ),
-        ("Engine(MODEL).generate([''])", "ValueError: prompts[0] has 0 tokens: must have 1 to "),
+        (
+            "Engine(MODEL).generate([''])",
+            "ValueError: prompts[0] has 0 tokens, and its response up to ",
+        ),
         ("Trainer(CONFIG, reward=1.0)", "ValueError: reward=1.0: must be a function or another"),
         ("Trainer(CONFIG, reward=locked)", "ValueError: reward=locked: uses what cannot be copied"),
         (

@@ -200,12 +200,23 @@ def test_a_page_of_the_site_that_names_an_absent_file_is_found(tmp_path: Path) -
     assert found == ["a/page.html: ../gone.svg", "a/page.html: ../no.html"]
 
 
-def test_figures_of_text_fit_the_page_of_a_laptop() -> None:
-    """At 1280 px a block of the site has 78 characters a line, 108 without a table of contents."""
-    for page, most in (("README.md", 78), ("tlt_megatron/README.md", 108)):
-        blocks = [block for _, kind, block in BLOCK.findall(text(REPO / page)) if kind == "text"]
+def test_blocks_of_the_first_pages_fit_the_page_of_a_laptop() -> None:
+    """At 1280 px a block of the site has 80 characters a line, 108 without a table of contents."""
+    first = (
+        "README.md",
+        *(f"docs/{name}.md" for name in ("install", "first_run", "guide", "serve")),
+    )
+    for page, most in (*((page, 80) for page in first), ("tlt_megatron/README.md", 108)):
+        blocks = [block for _, _, block in BLOCK.findall(text(REPO / page))]
         wide = [line for block in blocks for line in block.splitlines() if len(line) > most]
         assert wide == []
+
+
+def test_the_switch_of_the_theme_chooses_a_picture_of_the_site() -> None:
+    shown = site_pages().resolve_links(text(REPO / "README.md"), "index.md")
+    assert "<picture>" not in shown
+    assert 'src="figures/tail_light.svg#only-light">' in shown
+    assert 'src="figures/tail_dark.svg#only-dark">' in shown
 
 
 def test_the_configuration_page_explains_every_setting() -> None:

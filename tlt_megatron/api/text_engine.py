@@ -256,8 +256,9 @@ class Engine:
         num_tokens = len(token_ids) + params.max_new_tokens
         if not token_ids or num_tokens > self.max_tokens:
             raise ValueError(
-                f"prompts[{index}] has {len(token_ids)} tokens: must have 1 to {self.max_tokens - params.max_new_tokens}"
-                f" with max_new_tokens={params.max_new_tokens} and max_tokens={self.max_tokens}"
+                f"prompts[{index}] has {len(token_ids)} tokens, and its response up to"
+                f" {params.max_new_tokens}: a prompt must have at least 1, and both at most"
+                f" max_tokens={self.max_tokens} together"
             )
         prompt_id = f"request {next(self._request_numbers)}"
         return Prompt(prompt_id=prompt_id, draw_index=index, token_ids=token_ids)

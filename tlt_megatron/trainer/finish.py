@@ -39,7 +39,6 @@ TABLE_COLUMNS = (
     "response_length/clip_ratio",
     "actor/grad_norm",
     "rollout/entropy",
-    "actor/entropy",
     "timing_s/gen",
     "timing_s/wait",
     "timing_s/update_actor",
@@ -59,6 +58,7 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     has_folder = trainer.drafter is not None and not is_own  # its own: hf/ holds it
     if not run.is_stopped:
         if config.speculation.measure_gain and is_complete:
+            progress.message("measuring the speed-up: more batches, with and without speculation")
             gain = run.measure_gain()
         if trainer.drafter is not None and not is_own and is_first:
             trainer.drafter.export(run_dir / "hf_drafter")
@@ -94,8 +94,9 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
         _write_evaluation(config, rows[0], left_out, run_dir / "evaluation.json", progress)
         return
     progress.print_table(rows, TABLE_COLUMNS)
+    progress.message("summary.json")
     for name, value in summary.items():
-        if value is not None:
+        if value is not None and name != "is_stopped":
             progress.message(f"{name:<22} {format_number(value)}")
     progress.message(f"run folder: {run_dir.resolve()}")
     _print_next(config, run_dir, progress, has_drafter=has_folder)

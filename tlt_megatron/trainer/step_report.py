@@ -101,11 +101,13 @@ class RunReport:
                 for name, value in result.items()
                 if (match := re.fullmatch(r"eval/(.+)/accuracy", name))
             ]
-            accuracy, reward = result["eval/accuracy"], result["eval/mean_reward"]
+            accuracy, reward = (
+                f"{result[f'eval/{name}']:.3f}" for name in ("accuracy", "mean_reward")
+            )
             self.phases.progress.message(
-                f"step {step}: held-out accuracy {accuracy:.3f}"
+                f"step {step}: held-out accuracy {accuracy}"
                 + (f" ({', '.join(parts)})" if parts else "")
-                + (f", mean reward {reward:.3f}" if round(accuracy - reward, 3) else "")
+                + (f", mean reward {reward}" if reward != accuracy else "")
             )
 
     def _tell_slow_rank(self, step: int, metrics: dict[str, float]) -> None:

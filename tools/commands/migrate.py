@@ -54,7 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
             node = node.setdefault(name, {})
         node[last] = value
     hints = {key: f"; see {name}" for key in left if (name := our_name(key))}
-    lines = [f"{key}: {value!r}{hints.get(key, '')}" for key, value in left.items()]
+    shown = {key: value if key == theirs.SCORER else repr(value) for key, value in left.items()}
+    lines = [f"{key}: {value}{hints.get(key, '')}" for key, value in shown.items()]
     text = (
         f"# From {options.source.name}, by tlt migrate.\n{yaml.safe_dump(nested, sort_keys=False)}"
     )
@@ -64,10 +65,15 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{out}: {len(ours)} settings; not taken over: {len(lines)}")
     for line in lines:
         print(f"  {line}")
+    is_open = ours["run.num_steps"] is None
+    problems = [f"run.num_steps: say how many RL steps; {options.source} has none"] * is_open
     try:
-        load_config(out)
+        load_config(out, ["run.num_steps=1"] if is_open else [])
     except ValueError as error:
-        print(f"to be changed before a run: {error}", file=sys.stderr)
+        problems.append(str(error))
+    for problem in problems:
+        print(f"to be changed before a run: {problem}", file=sys.stderr)
+    if problems:
         return 2
     num_nodes, num_ranks = (
         next((given[k] for k in ks if k in given), None) for ks in (theirs.NODES, theirs.GPUS)
@@ -104,7 +110,11 @@ def _read_script(text: str) -> dict[str, Any]:
     found: dict[str, list[str]] = {}  # the words of each setting
     for command in _COMMAND.findall(text):
         words: list[str] | None = None  # the values of the flag before
+        is_of_ray = False
         for word in shlex.split(_spread_arrays(_expand(command, variables)), comments=True):
+            is_of_ray = word == "ray" or (is_of_ray and word not in _ENDS)
+            if is_of_ray:
+                continue
             name, equals, value = word.partition("=")
             if word.startswith("--") and len(word) > 2:
                 words = found[name[2:].replace("-", "_")] = [value] if equals else []

@@ -62,6 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
     if memory_bytes:
         make = partial(_candidate, files, ranks=given.ranks)
         print(verdict(candidates[0], int(memory_bytes), lambda more: make([*overrides, *more])))
+    else:
+        ledger = candidates[0].ledger
+        print(
+            f"a rank takes {ledger.peak_bytes / 2**20:,.0f} MiB, most in the {ledger.peak_phase} phase:"
+            " --memory GIB says whether it fits"
+        )
     for run in () if given.trust_run else given.against:
         if (file := Path(run) / "config.yaml").is_file():
             check_trusted(load_config(file), run, (), key="speculation.selector")

@@ -65,6 +65,8 @@ def _declared(row: Mapping[str, Any]) -> Convert:
             return {}
         if "ignored_with" in row:
             return {} if given.get(row["ignored_with"]) else None
+        if "here" in row:
+            return {} if value in row["here"] else None
         if "set" in row:
             return {row["to"]: row["set"]} if value else {}
         if "as" in row:
@@ -118,7 +120,7 @@ _ONE: dict[str, Callable[[Any], Any]] = {
 
 # ---- the reward that verl chooses
 
-_SCORER = "reward (verl chooses it by the data_source of a row)"
+SCORER = "reward (verl chooses it by the data_source of a row)"
 
 
 def choose_scorer(given: Values, ours: dict[str, Any], left: dict[str, Any]) -> None:
@@ -128,15 +130,15 @@ def choose_scorer(given: Values, ours: dict[str, Any], left: dict[str, Any]) -> 
     files = str(given.get("data.train_files", "")).lower()
     if "gsm8k" in files:
         ours["reward.function"] = "exact"
-        left[_SCORER] = "gsm8k: the text after ####, here exact, which keeps commas of numbers"
+        left[SCORER] = "gsm8k: the text after ####, here exact, which keeps commas of numbers"
     elif "dapo" in files or "aime" in files:
         ours["reward.function"] = "math"
-        left[_SCORER] = "math_dapo gives 1 and -1, here math gives 1 and 0"
+        left[SCORER] = "math_dapo gives 1 and -1, here math gives 1 and 0"
         if penalty := ours.get("reward.overlong_penalty"):
             ours["reward.overlong_penalty"] = penalty / 2
-            left[_SCORER] += f": overlong_penalty {penalty:g} is halved with the range of rewards"
+            left[SCORER] += f": overlong_penalty {penalty:g} is halved with the range of rewards"
     else:
-        left[_SCORER] = "not known from data.train_files; set reward.function: math, exact or yours"
+        left[SCORER] = "not known from data.train_files; set reward.function: math, exact or yours"
 
 
 # ---- functions that return several settings

@@ -168,8 +168,8 @@ def test_a_setting_or_its_absence_there_is_set_here(
             f"algorithm.adv_estimator=grpo {ROLLOUT}n=8 {ACTOR}policy_loss.loss_mode=clip_cov",
             "algorithm.loss='clip_cov': must be one of ppo,",
         ),
-        ("trainer.total_epochs=15", "run.num_steps=None: must be int"),
-        ("--n-samples-per-prompt 8 --num-epoch 3", "run.num_steps=None: must be int"),
+        ("trainer.total_epochs=15", "run.num_steps: say how many RL steps"),
+        ("--n-samples-per-prompt 8 --num-epoch 3", "run.num_steps: say how many RL steps"),
         (f"{ROLLOUT}n=0", "rollout.num_samples=0"),
     ],
 )
@@ -198,7 +198,11 @@ def test_a_file_that_exists_or_holds_nothing_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "ours", "said"),
     [
-        ("data.train_files=/d/gsm8k/train.parquet", "reward.function=exact", "the text after ####"),
+        (
+            "data.train_files=/d/gsm8k/train.parquet",
+            "reward.function=exact",
+            "): gsm8k: the text after ####",
+        ),
         (
             "data.train_files=/d/dapo-math-17k.parquet reward_model.overlong_buffer.enable=True"
             " reward_model.overlong_buffer.len=4 reward_model.overlong_buffer.penalty_factor=1.0",
@@ -219,6 +223,29 @@ def test_the_scorer_that_verl_chooses_is_mapped_or_named(
     found.check(ours)
     assert said in found.printed
     assert said in found.out.read_text()
+
+
+def test_what_is_so_here_by_default_is_not_listed(migrate: Migrate) -> None:
+    """The settings of verl's own examples that need nothing here, and the options of `ray`."""
+    same = (
+        "data.filter_overlong_prompts=True data.truncation=error trainer.val_before_train=True"
+        f" actor_rollout_ref.model.use_remove_padding=True {ACTOR}use_dynamic_bsz=True"
+        f" {ROLLOUT}enable_chunked_prefill=True reward_model.reward_manager=dapo"
+    )
+    launcher = 'ray job submit --no-wait --runtime-env="$E" -- python3 -m verl.trainer.main_ppo'
+    found = migrate(f"{launcher} {ROLLOUT}n=8 {same} data.train_files=a/gsm8k.parquet")
+    found.check("rollout.num_samples=8")
+    assert "not taken over: 1\n" in found.printed  # the scorer
+    other = same.replace("True", "False").replace("=error", "=left").replace("=dapo", "=prime")
+    found = migrate(f"{ROLLOUT}n=8 {other}")
+    assert "not taken over: 8\n" in found.printed
+
+
+def test_validation_samples_only_where_theirs_does(migrate: Migrate) -> None:
+    values = f"{ROLLOUT}n=8 {ROLLOUT}val_kwargs.temperature=0.6 {ROLLOUT}val_kwargs.top_p=0.7"
+    migrate(values).check("eval.temperature=0.0 eval.top_p=1.0")
+    sampled = f"{values} {ROLLOUT}val_kwargs.do_sample=True"
+    migrate(sampled).check("eval.temperature=0.6 eval.top_p=0.7")
 
 
 def test_variables_of_a_cluster_are_not_printed_as_counts(migrate: Migrate) -> None:

@@ -360,6 +360,8 @@ def test_a_verdict_says_whether_it_fits_and_what_would(
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B), encoding="utf-8")
     example = str(EXAMPLES / "qwen2_5_7b_8gpu.yaml")
     words = ["plan", example, "--ranks", "8", f"model.path={tmp_path}", "--memory"]
+    assert cli.main(words[:-1]) == 0
+    assert capsys.readouterr().out.endswith(" phase: --memory GIB says whether it fits\n")
     assert cli.main([*words, "80"]) == 0
     assert "\nfits 80 GiB: memory of a rank: " in capsys.readouterr().out
     assert cli.main([*words, "40"]) == 1

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import re
+
+from rich.console import Console
+
 from tlt_megatron.rollout.gain import SpeculationGain
+from tlt_megatron.runtime.progress import Progress
+from tlt_megatron.trainer.finish import TABLE_COLUMNS
 from tlt_megatron.trainer.summary import summarize
 
 
@@ -30,3 +37,13 @@ def test_a_summary_by_hand() -> None:
         "step_speedup": 1.5,  # 2 s of rollouts and 2 s of the rest against 4 s and 2 s
         "responses_differing": 1.0,
     }
+
+
+def test_no_two_columns_of_the_last_table_have_one_name() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    row = dict.fromkeys(TABLE_COLUMNS, 1.0)
+    Progress("lines", 1, console=console).print_table([row], TABLE_COLUMNS)
+    assert isinstance(console.file, io.StringIO)
+    (head,) = [line for line in console.file.getvalue().splitlines() if "reward" in line]
+    names = re.split(r"\s{2,}", head.strip())
+    assert len(set(names)) == len(TABLE_COLUMNS)
