@@ -37,6 +37,7 @@ class ModelSection(Section):
     # LoRA, as in PEFT. 0: all weights are trained. Else W is frozen, and A and B have this rank
     lora_rank: NonNegativeInt = 0
     lora_alpha: Positive = 32.0  # W + lora_alpha / lora_rank * B A
+    # linear layers that have adapters, by the last part of their Hugging Face names; default: all
     lora_targets: list[str] = field(default_factory=lambda: [*LORA_TARGETS])
 
     def check(self) -> None:
