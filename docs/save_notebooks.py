@@ -1,4 +1,5 @@
-"""Runs the notebooks of examples/notebooks and keeps their outputs, after `make quickstart-policy`.
+"""Runs the notebooks of examples/notebooks and keeps what they print and plot, after `make
+quickstart-policy`.
 
     python docs/save_notebooks.py
 
@@ -39,18 +40,31 @@ def main() -> None:
             cell.id = f"cell-{number}"
             cell.metadata.pop("execution", None)
             if cell.cell_type == "code":
-                cell.outputs = printed(cell.outputs, str(path.resolve().parents[2]))
+                cell.outputs = kept(cell.outputs, str(path.resolve().parents[2]))
         notebook.metadata.language_info = {"name": "python"}
         nbformat.write(notebook, path)
         print(f"{path}: {time.monotonic() - started:.0f} s")
 
 
-def printed(outputs: list[nbformat.NotebookNode], root: str) -> list[nbformat.NotebookNode]:
-    """Return one output with all text of a cell, without paths of this machine."""
-    texts = [each.text if "text" in each else each.data["text/plain"] for each in outputs]
+def kept(outputs: list[nbformat.NotebookNode], root: str) -> list[nbformat.NotebookNode]:
+    """Return one output with all text of a cell, without paths of this machine, and its plots.
+
+    What the kernel itself writes to stderr is left out: packages warn there of its environment. A
+    run's warnings are in its output.
+    """
+    outputs = [each for each in outputs if each.get("name") != "stderr"]
+    plots = [each for each in outputs if "image/png" in each.get("data", {})]
+    for plot in plots:
+        plot.data.pop("text/plain", None)
+    texts = [
+        each.text if "text" in each else each.data["text/plain"]
+        for each in outputs
+        if each not in plots
+    ]
     text = re.sub(r"\S*/bin/tlt\b", "tlt", "".join(texts).replace(f"{root}/", ""))
     text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
-    return [nbformat.v4.new_output("stream", name="stdout", text=text)] if text else []
+    stream = [nbformat.v4.new_output("stream", name="stdout", text=text)] if text else []
+    return stream + plots
 
 
 if __name__ == "__main__":

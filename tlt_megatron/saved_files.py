@@ -10,7 +10,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -79,6 +79,29 @@ def parse_object(path: object, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: must hold a JSON object, not a {type(value).__name__}")
     return value
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of JSON text.
+
+    ValueError for a key that stands twice in an object, because a value would be lost.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_without_twins)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
+def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"the key {first_twin([key for key, _ in pairs])!r} stands twice")
+    return found
+
+
+def first_twin(names: Sequence[str]) -> str:
+    """Return the first name that stands twice, or nothing."""
+    return next((name for name in names if names.count(name) > 1), "")
 
 
 def is_number(value: object) -> bool:

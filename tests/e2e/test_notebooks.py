@@ -17,6 +17,14 @@ from tests.tiny_task import REPO
 pytestmark = pytest.mark.e2e
 
 NOTEBOOKS = REPO / "examples" / "notebooks"
+SMALL = {
+    "data.max_prompt_tokens": 16,
+    "rollout.num_prompts": 4,
+    "rollout.num_samples": 4,
+    "rollout.max_new_tokens": 24,
+    "mcore.micro_batch_tokens": 128,
+    "run.num_steps": 2,
+}
 
 
 def cells(name: str) -> list[dict[str, Any]]:
@@ -48,20 +56,25 @@ def test_a_notebook_is_saved_with_what_it_printed(path: Path) -> None:
     assert sum("parameters" in cell["metadata"].get("tags", ()) for cell in code) == 1
     assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
     outputs = [output for cell in code for output in cell["outputs"]]
-    assert outputs
-    for output in outputs:
-        assert output["name"] == "stdout"  # no error
-        assert not re.search(r"/(home|root|tmp|Users)/", "".join(output["text"]))
+    printed = [output for output in outputs if output["output_type"] == "stream"]
+    plots = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert printed
+    assert plots
+    assert len(printed) + len(plots) == len(outputs)  # no error
+    for output in printed:
+        assert output["name"] == "stdout"
+        assert not re.search(r"/(home|root|tmp|Users)/|WARNING", "".join(output["text"]))
 
 
 def test_the_quickstart_draws_the_same_tokens_with_speculation(
     config: Path, tmp_path: Path
 ) -> None:
     parameters = {
+        "MODEL": str(config.parent / "model"),
+        "TRAIN": str(config.parent / "train.jsonl"),
+        "EVAL": str(config.parent / "eval.jsonl"),
         "RUNS": str(tmp_path),
-        "CONFIG": str(config),
-        "OVERRIDES": {},
-        "NUM_STEPS": 2,
+        "SETTINGS": {"reward.function": f"{config.parent}/reward.py:compute_score"} | SMALL,
         "STRATEGY": "ngram_4",
     }
     compared, summary, report_code = run_notebook(

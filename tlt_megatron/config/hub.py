@@ -26,7 +26,7 @@ from typing import Any
 
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.saved_files import one_line
+from tlt_megatron.saved_files import one_line, parse_json
 
 _NAME = r"[\w-][\w.-]*"
 _MODEL = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[\w./-]+))?")
@@ -239,7 +239,7 @@ def _json_lines(file: str) -> list[bytes]:
     """Return a line per row of a file of JSON: of lines, or of one list."""
     content = Path(file).read_bytes().removeprefix(codecs.BOM_UTF8)
     if content.lstrip().startswith(b"["):
-        return [json.dumps(row).encode() for row in json.loads(content)]
+        return [json.dumps(row).encode() for row in parse_json(content)]
     return [line for line in content.splitlines() if line.strip()]
 
 

@@ -6,11 +6,12 @@ a number may have fewer digits, and what has no one type is JSON text. All three
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tlt_megatron.saved_files import first_twin, parse_json
 
 if TYPE_CHECKING:
     from pyarrow import DataType
@@ -36,17 +37,6 @@ def read_raw_rows(path: Path) -> Iterator[tuple[int, object]]:
         yield number, {k: without_nulls(v) for k, v in raw.items()} if is_row else raw
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return the value of JSON text.
-
-    ValueError for a key that stands twice in an object, because a value would be lost.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_without_twins)
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
-
-
 def without_nulls(value: Any) -> Any:
     """Return a JSON value whose objects have no key with the value null."""
     if isinstance(value, dict):
@@ -68,18 +58,6 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
             yield number, raw
 
 
-def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"the key {_twin([key for key, _ in pairs])!r} stands twice")
-    return found
-
-
-def _twin(names: list[str]) -> str:
-    """Return the first name that stands twice, or nothing."""
-    return next((name for name in names if names.count(name) > 1), "")
-
-
 def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
     import pyarrow
     import pyarrow.parquet
@@ -90,7 +68,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
         raise ValueError(f"{path}: is not a parquet file: {error}") from error
     with file:
         schema = file.schema_arrow
-        if twin := _twin(schema.names):
+        if twin := first_twin(schema.names):
             raise ValueError(f"{path}: the column {twin!r} stands twice")
         restore = {field.name: _restorer(field.type) for field in schema}
         if short := [field.name for field in schema if _has_short_floats(field.type)]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt_megatron.config.schema import DataSection
-from tlt_megatron.data.row_files import parse_json, read_raw_rows, without_nulls
+from tlt_megatron.data.row_files import read_raw_rows, without_nulls
+from tlt_megatron.saved_files import parse_json
 from tlt_megatron.types import Message, Prompt
 
 _VERL_LABEL = "reward_model.ground_truth"

@@ -137,6 +137,12 @@ def test_a_folder_gives_the_rows_of_its_files(
     ]
 
 
+def test_a_key_that_stands_twice_is_refused_in_a_list_of_json_too(tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_text('[{"prompt": "a", "label": 1, "label": 2}]')
+    with pytest.raises(ValueError, match=r"data\.train=.*the key 'label' stands twice"):
+        fetch_data("data.train", f"{tmp_path}:train")
+
+
 def test_a_cell_of_csv_is_the_text_that_stands_there(
     read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ that fail.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -61,7 +62,11 @@ def test_answers_and_failures(
     turns = ["go on", "raise", "number", "half a pair", "long", "die", "end"]
     pool = make_pool("score", code=ENVIRONMENT, environment=function)
     with caplog.at_level(logging.WARNING, logger="tlt_megatron.rewards.workers"):
-        asked = [pool.answer(PROMPT, 3, 2, conversation(turn, state=5)) for turn in turns]
+        prompts = [PROMPT, *[replace(PROMPT, prompt_id="p8")] * 2, *[PROMPT] * 4]
+        asked = [
+            pool.answer(prompt, 3, 2, conversation(turn, state=5))
+            for prompt, turn in zip(prompts, turns, strict=True)
+        ]
         outcomes = {turn: future.result() for turn, future in zip(turns, asked, strict=True)}
         assert score(pool, "a response") == [0.5]  # the workers still score
     for turn, is_done in (("go on", False), ("end", True)):
@@ -81,9 +86,10 @@ def test_answers_and_failures(
     assert "observation: must be JSON in UTF-8: " in outcomes["half a pair"].detail
     assert "observation: 2000033 bytes of JSON: at most 524288" in outcomes["long"].detail
     assert "exit status 3" in outcomes["die"].detail
-    [warning] = caplog.messages  # once for a prompt
-    assert "failed on prompt_id='p7' (turn 2 of rollout (4, 3)): " in warning
-    assert warning.startswith("rollout.environment=")
+    # once for a prompt
+    for warning, prompt_id in zip(sorted(caplog.messages), ("p7", "p8"), strict=True):
+        assert f"failed on prompt_id='{prompt_id}' (turn 2 of rollout (4, 3)): " in warning
+        assert warning.startswith("rollout.environment=")
 
 
 def test_an_environment_that_hangs_is_ended(make_pool: PoolMaker) -> None:

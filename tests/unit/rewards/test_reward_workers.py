@@ -5,7 +5,6 @@ test_reward_isolation.py has all kinds of failures, which count as zero.
 
 from __future__ import annotations
 
-import logging
 import random
 from pathlib import Path
 
@@ -81,22 +80,6 @@ def test_time_spent_in_a_workers_queue_is_not_counted(make_pool: PoolMaker) -> N
     pool = make_pool(timeout_s=SHORT_S)
     quick, slow = ["reward = 1"] * 50, ["time.sleep(0.2)"] * 8
     assert score(pool, *quick, *slow) == [1.0] * 58  # quick ones make the worker's queue deep
-
-
-def test_failures_are_logged_once_for_each_prompt(
-    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture
-) -> None:
-    pool = make_pool()
-    with caplog.at_level(logging.WARNING):
-        for sample in range(4):
-            pool.submit(("a", sample), prompt("row:1"), RAISE)
-            pool.submit(("b", sample), prompt("row:2"), RAISE)
-        pool.collect()
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2
-    for prompt_id in ("row:1", "row:2"):
-        assert sum(f"prompt_id='{prompt_id}'" in message for message in messages) == 1
-    assert all("the missing thing" in message for message in messages)
 
 
 @pytest.mark.parametrize(
