@@ -52,6 +52,8 @@ _SIBLINGS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 RULES = (
     Rule("sglang.engine_args.tp_size", lambda c: _is_positive(c.ranks_per_engine), "an integer >= 1"),
     Rule("parallel.virtual_pipeline", lambda c: c.parallel.pipeline > 1 or c.parallel.virtual_pipeline == 1, "1 where parallel.pipeline=1"),
+    Rule("algorithm.advantage", lambda c: not c.model.lora_rank or not c.algorithm.has_critic, "one without critic where model.lora_rank={c.model.lora_rank}"),
+    Rule("mcore.transformer", lambda c: not c.model.lora_rank or "fp8" not in c.mcore.transformer, "without fp8 where model.lora_rank={c.model.lora_rank}"),
     Rule("data.template_date", lambda c: not c.data.template_date or _is_date(c.data.template_date), "YYYY-MM-DD"),
     Rule("data.eval", lambda c: all(c.data.eval), "a file or a list of files"),
     Rule("data.eval", lambda c: isinstance(c.data.eval, str) or len(c.data.eval_files) == len(c.data.eval), "files with different names, or in folders with different names"),
