@@ -30,6 +30,7 @@ from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.mcore import model as model_module
 from tlt_megatron.mcore import schedule
 from tlt_megatron.mcore.attention import SdpaCoreAttention
+from tlt_megatron.mcore.lora import add_adapters
 from tlt_megatron.mcore.optimizer import PolicyOptimizer, wrap_data_parallel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.runtime.device import select_device
@@ -41,9 +42,10 @@ class PolicyBytes:
     """Bytes of one rank."""
 
     parameters: int
+    adapters: int
     gradients: int
     optimizer: int
-    activations: int  # the peak of a forward and backward pass above these three, logits included
+    activations: int  # the peak of a forward and backward pass above these four, logits included
 
 
 class LiveBytes(TorchDispatchMode):
@@ -113,8 +115,11 @@ def measure_policy(config: RunConfig, world_size: int, stage: int) -> PolicyByte
             device=select_device("cpu"),
         )
         parameters = live.now
+        if config.model.lora_rank:
+            add_adapters([chunk], hf_config, config.model, groups)
+        adapters = live.now - parameters
         wrapped = [wrap_data_parallel(Float16Module(chunk.config, chunk))]
-        gradients = live.now - parameters
+        gradients = live.now - parameters - adapters
         optimizer = PolicyOptimizer(wrapped, config.optimizer, torch.bfloat16, config.num_updates)
         optimizer.megatron.get_grad_norm = lambda: 1.0
         batch = [make_packed([1.0] * num_tokens)] * 2
@@ -128,10 +133,11 @@ def measure_policy(config: RunConfig, world_size: int, stage: int) -> PolicyByte
         update()
         kept = live.now - before
         optimizer.step()  # makes Adam's moments
-        states = live.now - parameters - gradients - kept
+        states = live.now - parameters - adapters - gradients - kept
         activations = live.peak_of(update)
     return PolicyBytes(
         parameters=parameters,
+        adapters=adapters,
         gradients=gradients,
         optimizer=states,
         activations=activations,

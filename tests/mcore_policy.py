@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.policy_batches import random_batch
+from tlt_megatron.config.policy_sections import LORA_TARGETS
 from tlt_megatron.config.schema import (
     McoreSection,
     ModelSection,
@@ -71,13 +72,22 @@ def build_policy(
     num_updates: int = 1,
     dtype: str = "float32",
     keep_reference: bool = False,
+    lora_rank: int = 0,
+    lora_alpha: float = 32.0,
+    lora_targets: Sequence[str] = LORA_TARGETS,
     **mcore: Any,
 ) -> tuple[McorePolicyModel, ProcessGroups]:
     """On every forked rank of `layout`."""
     world = group_of(dist.group.WORLD)
     groups = initialize_model_parallel(layout.parallel, world, seed=1)
     policy = McorePolicyModel(
-        model=ModelSection(path=str(model_path), dtype=dtype),
+        model=ModelSection(
+            path=str(model_path),
+            dtype=dtype,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            lora_targets=[*lora_targets],
+        ),
         parallel=layout.parallel,
         mcore=McoreSection(**mcore),
         optimizer=optimizer,

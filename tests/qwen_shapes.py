@@ -8,6 +8,20 @@ from tools.gpu.shapes import MODEL_CONFIGS
 
 _CONFIG_7B = MODEL_CONFIGS / "qwen2.5-7b" / "config.json"
 QWEN_7B = json.loads(_CONFIG_7B.read_text(encoding="utf-8")) | {"eos_token_id": 1}
+QWEN_1_7B = {
+    "model_type": "qwen3",
+    "rope_theta": 1e6,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 28,
+    "intermediate_size": 6144,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
 QWEN_30B_A3B = {
     "model_type": "qwen3_moe",
     "rope_theta": 1e6,

@@ -158,7 +158,7 @@ class Rollout:
     versions: tuple[tuple[int, int], ...]
     # tokens out per verify pass, bonus token included; () for plain decoding
     accept_lengths: tuple[int, ...] = ()
-    # of each of these passes: the tokens before it, prompt included
+    # for each of these passes, the tokens before it, prompt included
     pass_positions: tuple[int, ...] = ()
     kept: KeptTokens | None = None  # None: top-p and top-k are off
     # [T] bool, False on observation tokens, whose logprobs are 0; None: the policy drew all tokens

@@ -164,7 +164,7 @@ def test_a_verified_conversion_has_the_same_tensors_and_logits(
     there = ("--from", source, "--to", tmp_path / "megatron", "--dtype", dtype, "--verify")
     back = ("--from", tmp_path / "megatron", "--to", tmp_path / "back", "--model", source)
     num_tensors, names = len(tensor_shapes(load_model_config(source))), HfReader(source).names()
-    num_copies = 2 * (kind == "glm4_moe")  # of embedding and LM head: in no checkpoint
+    num_copies = 2 * (kind == "glm4_moe")  # embedding and LM head: in no checkpoint
     for results, lacks in ((tlt_convert(*there), num_copies), (tlt_convert(*back, "--verify"), 0)):
         code, printed = results
         assert code == 0, printed

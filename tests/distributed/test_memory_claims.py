@@ -18,6 +18,8 @@ from tlt_megatron.trainer.before.memory_ledger import make_ledger
 CASES = {
     "7b": ("qwen2_5_7b_8gpu", QWEN_7B, 8),
     "7b-no-recompute": ("qwen2_5_7b_8gpu", QWEN_7B, 8, "mcore.recompute=none"),
+    "7b-lora": ("qwen2_5_7b_lora_1gpu", QWEN_7B, 1),
+    "7b-lora-no-recompute": ("qwen2_5_7b_lora_1gpu", QWEN_7B, 1, "mcore.recompute=none"),
     "32b": ("qwen2_5_32b_slurm", QWEN_32B, 32),
 }
 Measured = dict[str, tuple[MemoryLedger, list[PolicyBytes]]]
@@ -59,6 +61,7 @@ def test_the_claims_of_the_policy_are_what_megatron_allocates(
 
     for part, claim in (
         ("parameters", "policy"),
+        ("adapters", "adapters"),
         ("gradients", "gradients"),
         ("optimizer", "optimizer"),
     ):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch import pretrain_rl
-from tests.qwen_shapes import QWEN_7B, QWEN_30B_A3B, QWEN_32B
+from tests.qwen_shapes import QWEN_1_7B, QWEN_7B, QWEN_30B_A3B, QWEN_32B
 from tests.tiny_task import metric_rows, run
 from tlt_megatron.config.load import load_config
 from tools.commands.init_run import REWARD, main
@@ -95,6 +95,39 @@ def test_gpus_get_the_smallest_layout_that_fits(
     assert f"#SBATCH --gpus-per-node={min(8, gpus)}\n" in text
     assert f"config={tmp_path}/config.yaml\n" in text
     assert " launch/" not in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gpus", "memory", "rank", "new_tokens"),
+    [
+        (QWEN_1_7B, 1, 80, 0, 4096),
+        (QWEN_1_7B, 1, 24, 32, 2048),
+        (QWEN_7B, 1, 80, 32, 4096),
+        (QWEN_7B, 2, 40, 32, 4096),
+    ],
+)
+def test_one_engine_gets_what_fits_and_no_spot_training(
+    config: Path,
+    tmp_path: Path,
+    sizes: dict[str, object],
+    gpus: int,
+    memory: int,
+    rank: int,
+    new_tokens: int,
+) -> None:
+    """Adapters where all weights do not fit. No rank of one engine is idle."""
+    model = tmp_path / "model"
+    shutil.copytree(config.parent / "model", model, ignore=shutil.ignore_patterns("*.safetensors"))
+    (model / "config.json").write_text(json.dumps(sizes))
+    init(config.parent, tmp_path, "--gpus", gpus, "--gpu-memory", memory, model=model)
+    written = load_config(tmp_path / "config.yaml")
+    assert (written.model.lora_rank, written.parallel.tensor) == (rank, gpus)
+    assert written.optimizer.lr == (1e-5 if rank else 1e-6)
+    assert not written.spot.enabled
+    assert written.speculation.strategies == ["ngram_8"]
+    rollout = written.rollout
+    assert rollout.num_prompts * rollout.num_samples <= 128
+    assert rollout.max_new_tokens == new_tokens
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,10 @@ pytestmark = pytest.mark.e2e
 UNEVEN = ("rollout.num_prompts=3", "rollout.max_batch_size=4", "rollout.max_new_tokens=40")
 PLAIN = (*UNEVEN, "run.num_steps=4", "data.eval=", "logging.trackers=[]")
 OWN = (*PLAIN, *TLT, "drafter.algorithm=hass", "drafter.lr=0.005", "speculation.drafter=own")
-FEATURES = {"mimo": (), "glm4_moe": ("rollout.routing_replay=true",)}
+FEATURES = {
+    "mimo": ("parallel.tensor=2",),
+    "glm4_moe": ("parallel.pipeline=2", "rollout.routing_replay=true"),
+}
 
 
 @pytest.fixture(scope="module", params=FEATURES)
@@ -43,7 +46,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def task(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_task(tmp_path_factory.mktemp("task"), kind=kind, has_mtp=True)
+    return make_tiny_task(tmp_path_factory.mktemp("task"), kind=kind, num_layers=4, has_mtp=True)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +83,7 @@ def test_the_export_holds_the_trained_layer(task: Path, straight: Path, kind: st
     assert source.names() == exported.names()
     check_model("model.path", straight / "hf")
     assert metric_rows(straight)[-1]["drafter/version"] >= 1
-    prefix = "model.mtp_layers.0." if kind == "mimo" else "model.layers.2."
+    prefix = "model.mtp_layers.0." if kind == "mimo" else "model.layers.4."
     changed = {
         name.removeprefix(prefix)
         for name in source.names()

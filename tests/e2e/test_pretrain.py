@@ -55,7 +55,7 @@ def test_a_run_leaves_all_it_promises(straight: Path) -> None:
     assert (straight / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3"
 
 
-# of verl's trainer; docs/coming_from.md says which are not written
+# verl's trainer has these; docs/coming_from.md says which are not written
 VERL_NAMES = """
 actor/{pg_loss,pg_clipfrac,ppo_kl,entropy,grad_norm,lr}
 critic/{score,rewards,advantages,returns}/{mean,max,min}

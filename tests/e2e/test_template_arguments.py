@@ -54,7 +54,7 @@ def check_model_left(run_dir: Path, model: Path) -> None:
         engine = Engine(folder, max_tokens=64)
         assert engine.encode([asked]) == [load_tokenizer(folder).encode("26077t1=")]
         engine.close()
-        later = load_tokenizer(folder, "2025-01-02")  # of a run that trains this model further
+        later = load_tokenizer(folder, "2025-01-02")  # for a run that trains this model further
         assert later.render(asked, {"mode": "x"}) == "0201xt1="
         again = shutil.copytree(folder, folder.with_name(f"{folder.name} again"))
         later.pin_template(again, {"mode": [1, "}}"]})

@@ -133,7 +133,9 @@ def attend(shape: Shape, dtype: torch.dtype, num_rows: int, num_keys: int = 2048
     lanes = cache.view(2 * shape.num_kv_heads, 2, num_keys, shape.head_dim).transpose(0, 1)
     key, value = lanes.chunk(2, dim=1)
     bias = torch.empty(2, 1, num_rows, num_keys, dtype=dtype)
-    fused_kernel.launch(query, key, value, bias, *result_buffers(query, num_keys))
+    for starts_B, part in ((torch.zeros(2, dtype=torch.int64), 512), (None, 64)):
+        whole, parts = result_buffers(query, num_keys, part)
+        fused_kernel.launch(query, key, value, bias, starts_B, whole, parts, part)
     tokens = torch.empty(2 * num_rows, shape.num_heads, shape.head_dim, dtype=dtype)
     table = torch.zeros(2, num_keys, dtype=torch.int64)
     rows = torch.zeros(2 * num_rows, dtype=torch.int64)

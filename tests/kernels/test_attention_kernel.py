@@ -13,16 +13,17 @@ from tests.kernels.triton_device import DEVICE
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests.pretend_cuda import pretend_device
 from tests.tiny_models import random_weights, tiny_config
 from tests.unit.engines.conftest import checksum, speculate
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
+from tlt_megatron.models.attention import kernels
 from tlt_megatron.models.attention.kernels import attend_fused, attend_in_chunks
 from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.runtime.device import Device, select_device
 from tlt_megatron.types import Prompt, Rollout, SamplingParams
+from tools.gpu.pretend_cuda import pretend_device
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 PROMPTS = (70, 0, 513, 31)  # committed keys of each row before the queries
@@ -100,13 +101,35 @@ def check(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> None:
 def test_attention_is_that_of_the_torch_form(
     kind: str, num_nodes: int, num_kv_heads: int, repeat: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    """Keys and values are views of a pool with more slots, as lanes are. 550 keys are two parts."""
+    """Keys and values are views of a pool with more slots, as lanes are. 550 keys are 9 parts."""
     num_rows, num_keys = len(PROMPTS), 550
     pool = uniform(2 * num_kv_heads, num_rows * 576, head_dim, dtype=dtype)
     lanes = pool.unflatten(1, (num_rows, 576)).transpose(0, 1)[:, :, :num_keys]
     key, value = lanes.chunk(2, dim=1)
     query = 4 * uniform(num_rows, num_kv_heads, num_nodes * repeat, head_dim, dtype=dtype, seed=1)
     check(query, key, value, bias_of(kind, num_nodes, num_keys, dtype))
+
+
+@pytest.mark.parametrize("part", [512, 64])
+def test_lanes_that_start_anywhere_are_read_there(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one of them ends at the end of the pool, and in parts of any size."""
+    monkeypatch.setattr(kernels, "part_keys", lambda *_: part)
+    dtype, num_keys, starts_B = torch.float32, 550, torch.tensor([576, 40, 1300, 1960])
+    pool = uniform(2, 2000, 64, dtype=dtype)
+    slots_BS = (starts_B.unsqueeze(1) + torch.arange(num_keys)).clamp(max=1999)
+    keys, values = pool[:, slots_BS].transpose(0, 1).chunk(2, dim=1)
+    query = 4 * uniform(4, 1, 10, 64, dtype=dtype, seed=1)
+    bias = bias_of("chain", 5, num_keys, dtype)
+    expected = attend_in_chunks(query, keys, values, bias.repeat_interleave(2, dim=2))
+    key, value = pool[:, :num_keys].expand(4, -1, -1, -1).to(DEVICE).chunk(2, dim=1)
+    on_device = (x.to(DEVICE) for x in (query, bias, starts_B))
+    query, bias, starts_B = on_device
+    for found, wanted in zip(
+        attend_fused(query, key, value, bias, starts_B), expected, strict=True
+    ):
+        torch.testing.assert_close(found.cpu(), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_query_that_sees_nothing_adds_nothing_and_keys_after_the_last_seen_are_not_read() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tests.kernels.triton_device import DEVICE, launch_on_host
-from tests.pretend_cuda import pretend_device
 from tests.tiny_models import random_weights, tiny_config
 from tests.unit.engines.conftest import checksum
 from tlt_megatron.config.schema import RolloutSection
@@ -18,6 +17,7 @@ from tlt_megatron.models.arithmetic import PLAIN
 from tlt_megatron.models.layer_kernels import FusedNorm, gate_silu, rotate
 from tlt_megatron.models.layers import RmsNorm
 from tlt_megatron.types import Prompt, SamplingParams
+from tools.gpu.pretend_cuda import pretend_device
 
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = list(CLOSE)

@@ -34,14 +34,30 @@ def test_noise_is_that_of_the_torch_form(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("vocab_size", [1, 48, 1025, 5000])
-def test_tokens_are_those_of_the_torch_form(vocab_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "vocab_size, spread", [(1, 3.0), (48, 3.0), (1025, 3.0), (3000, 0.0), (3000, 40.0)]
+)
+def test_tokens_are_those_of_the_torch_form(
+    vocab_size: int, spread: float, dtype: torch.dtype
+) -> None:
     seeds_B, positions_B = keys()
     generator = torch.Generator().manual_seed(vocab_size)
-    logits_BV = 3.0 * torch.randn(len(seeds_B), vocab_size, generator=generator, dtype=dtype)
+    logits_BV = spread * torch.randn(len(seeds_B), vocab_size, generator=generator, dtype=dtype)
     expected = sample(logits_BV, seeds_B.cpu(), positions_B.cpu(), SamplingParams())
     tokens_B = noisy_argmax(logits_BV.to(DEVICE), seeds_B, positions_B)
     assert tokens_B.tolist() == expected.token_ids_B.tolist()
+
+
+def test_noise_is_made_for_few_tokens() -> None:
+    """One number of each block of 64 ids tells which of them can have the winner."""
+    seeds_B, positions_B = keys()
+    generator = torch.Generator().manual_seed(0)
+    logits_BV = 3.0 * torch.randn(len(seeds_B), 20_000, generator=generator)
+    bounds_BK, guesses_BG = noise_kernel.bound_blocks(logits_BV.to(DEVICE), seeds_B, positions_B)
+    is_open_BK = bounds_BK >= guesses_BG.amax(dim=1, keepdim=True)
+    winners_B = gumbel_noise(seeds_B.cpu(), positions_B.cpu(), 20_000).add_(logits_BV).argmax(dim=1)
+    assert is_open_BK.cpu().gather(1, (winners_B // 64).unsqueeze(1)).all()
+    assert is_open_BK.double().mean() < 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

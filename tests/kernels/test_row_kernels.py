@@ -18,7 +18,6 @@ if DEVICE == "cuda":
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests.pretend_cuda import pretend_device
 from tests.tiny_models import random_weights, tiny_config
 from tests.unit.engines.conftest import checksum, speculate
 from tlt_megatron.config.schema import RolloutSection
@@ -30,6 +29,7 @@ from tlt_megatron.models.attention.tables import table_lanes
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.row_kernels import multiply
 from tlt_megatron.types import Prompt, SamplingParams
+from tools.gpu.pretend_cuda import pretend_device
 
 DTYPES = [torch.float32, torch.bfloat16]
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

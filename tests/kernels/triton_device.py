@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from tests.pretend_cuda import PretendTensor
+from tools.gpu.pretend_cuda import PretendTensor
 
 pytest.importorskip(
     "triton", reason="the CPU build of torch comes without triton: make test-sglang"

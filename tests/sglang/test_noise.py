@@ -11,7 +11,6 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 
-from tests.pretend_cuda import CUDA, pretend_device
 from tlt_megatron.engines.sglang.sglang_noise import (
     MARK,
     NoiseSampling,
@@ -20,6 +19,7 @@ from tlt_megatron.engines.sglang.sglang_noise import (
 from tlt_megatron.runtime.device import has_triton
 from tlt_megatron.speculation.sampling import sample
 from tlt_megatron.types import SamplingParams
+from tools.gpu.pretend_cuda import CUDA, pretend_device
 
 NUM_REQUESTS, NUM_NODES, VOCAB_SIZE = 5, 4, 97
 PLAIN = SamplingParams()

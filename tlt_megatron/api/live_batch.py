@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from tlt_megatron.api.response_text import ResponseText
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
-from tlt_megatron.engines.embedded.scheduler import DrawnTokens, ResponseKey
+from tlt_megatron.engines.embedded.request import DrawnTokens, ResponseKey
 from tlt_megatron.engines.embedded.scoring import TokenScore
 from tlt_megatron.engines.embedded.serving import NewRequests
 from tlt_megatron.types import FinishReason, Prompt, SamplingParams

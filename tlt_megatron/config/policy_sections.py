@@ -24,6 +24,7 @@ EXACT_DTYPES = ("float32", "float64")
 MAX_DIFF_EXACT = 1e-3  # nats, worst token; measured with float32 engines on a 135M model: 5e-5
 # nats, mean over tokens, if an engine uses bfloat16: its worst token may differ by 1
 MEAN_DIFF_ROUNDED = 0.1
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,16 @@ class ModelSection(Section):
     path: str = ""  # folder of a Hugging Face model (config.json, tokenizer, safetensors), or its id on the Hub
     # of its parameters; bfloat16 has float32 master weights
     dtype: Annotated[str, one_of("float32", "bfloat16")] = "float32"
+    # LoRA, as in PEFT. 0: all weights are trained. Else W is frozen, and A and B have this rank
+    lora_rank: NonNegativeInt = 0
+    lora_alpha: Positive = 32.0  # W + lora_alpha / lora_rank * B A
+    # linear layers that have adapters, by the last part of their Hugging Face names; default: all
+    lora_targets: list[str] = field(default_factory=lambda: [*LORA_TARGETS])
+
+    def check(self) -> None:
+        targets = self.lora_targets
+        is_known = 0 < len(set(targets)) == len(targets) and set(targets) <= set(LORA_TARGETS)
+        self.require(is_known, "lora_targets", f"different ones of {', '.join(LORA_TARGETS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -299,6 +299,11 @@ class RunConfig:
             f"< rollout.max_new_tokens={rollout.max_new_tokens}",
         )
         _check_partial_rollouts(rollout, self.algorithm)
+        if self.model.lora_rank:
+            where = f"where model.lora_rank={self.model.lora_rank}"
+            algorithm, has_fp8 = self.algorithm, "fp8" in self.mcore.transformer
+            algorithm.require(not algorithm.has_critic, "advantage", f"one without critic {where}")
+            self.mcore.require(not has_fp8, "transformer", f"without fp8 {where}")
         rollout.require(
             rollout.engine == "embedded" or not rollout.batch_invariant,
             "batch_invariant",

@@ -10,13 +10,14 @@ memory is bounded by two layers or embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tlt_megatron.mcore.lora import AdaptedLinear, adapted_linears
 from tlt_megatron.mcore.weight_map import (
     EMBEDDING_ROW,
     FINAL_NORM_ROW,
@@ -49,6 +50,7 @@ def iter_hf_weights(
     in the model's dtype. A tied output layer is not exported.
     """
     parameters = [named_tensors(chunk) for chunk in stage]
+    adapted = [dict(adapted_linears([chunk])) for chunk in stage]
     first = next(stage[0].parameters())
     sent: _Sent | None = None
     for owner, chunk, rows_of_ranks in _blocks(stage, config, groups):
@@ -58,7 +60,7 @@ def iter_hf_weights(
         dtype = torch.float32 if rows[0].is_float32 else first.dtype
         num_elements = sum(shard_shape(row, config, groups.tp.size).numel() for row in rows)
         if owner == groups.pp.rank:
-            own = (find_parameter(row, parameters[chunk]) for row in rows)
+            own = (_current(row, parameters[chunk], adapted[chunk]) for row in rows)
             flat = torch.cat([parameter.detach().flatten() for parameter in own])  # a copy
             assert (flat.dtype, flat.numel()) == (dtype, num_elements), rows[0].mcore_names
         else:
@@ -69,6 +71,15 @@ def iter_hf_weights(
         sent = following
     assert sent is not None
     yield from sent.tensors(config, groups.tp.size)
+
+
+@torch.no_grad()
+def _current(
+    row: Row, parameters: Mapping[str, Tensor], adapted: Mapping[str, AdaptedLinear]
+) -> Tensor:
+    """Return the parameter of `row` as a pass uses it, with its adapters."""
+    linear = adapted.get(row.mcore_names[-1].removesuffix(".weight"))
+    return find_parameter(row, parameters) if linear is None else linear.merged_weight()
 
 
 class _Sent(NamedTuple):

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from tlt_megatron.mcore.checkpoint_reader import COMMON_FILE, load_state, read_common, read_metadata
+from tlt_megatron.mcore.lora import adapters_of, has_adapters
 from tlt_megatron.mcore.optimizer import PolicyOptimizer
 from tlt_megatron.mcore.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from tlt_megatron.runtime.collectives import barrier, gather_objects
@@ -133,7 +134,8 @@ def _load_into(
     amount(loaded["lr_schedule"]["num_steps"])
     for number, chunk in enumerate(stage):
         extra = {n: value for n, value in chunk.state_dict().items() if n.endswith(_EXTRA)}
-        chunk.load_state_dict(loaded["model"][number] | extra)
+        frozen = chunk.state_dict() if has_adapters([chunk]) else {}
+        chunk.load_state_dict(frozen | loaded["model"][number] | extra)
     load_optimizer_state(optimizer.megatron, loaded["optimizer"])
     optimizer.scheduler.num_steps = 0  # its load adds the saved position to the current one
     optimizer.scheduler.load_state_dict(loaded["lr_schedule"])
@@ -152,6 +154,8 @@ def _sharded_state(
     }
     chunks = enumerate(chunk.sharded_state_dict(metadata=metadata) for chunk in stage)
     model_state = dict(chunks)  # shards are stored under their own names, those of the whole model
+    if has_adapters(stage):  # the frozen weights are in the folder model.path
+        model_state = {i: adapters_of(state) for i, state in model_state.items()}
     return {
         "model": model_state,
         "optimizer": sharded_optimizer_state(

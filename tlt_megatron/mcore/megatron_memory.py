@@ -38,6 +38,9 @@ _LOAD_BYTES = 20
 # Float32 tensors in host memory while a checkpoint is written: three of a parameter that shards
 # cut, two in the writer.
 _JOINED, _WRITTEN = 3, 2
+# Of a linear with adapters, in its backward pass: the merged weight, B A before and after it is
+# joined, and the gradients of weight and B A.
+_MERGED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +68,21 @@ class Sharding:
         """Return the number of parameters of a rank of the fullest stage."""
         return sum(self._cut_parameters(sizes))
 
+    def trained_parameters(self, sizes: ModelSizes) -> int:
+        """Return the number of these parameters that have gradients, or of the adapters."""
+        rank, targets = self.model.lora_rank, self.model.lora_targets
+        if not rank:
+            return self.parameters(sizes)
+        num_layers = max(len(layers) for layers in self._stages(sizes))
+        return num_layers * sizes.adapters(targets, rank, self.parallel.tensor)
+
     def optimizer_parameters(self, sizes: ModelSizes) -> int:
-        """Return the number of these parameters whose optimizer state is on one rank.
+        """Return the number of trained parameters whose optimizer state is on one rank.
 
         Experts have copies on fewer ranks than the rest, and share their state with those alone.
         """
+        if self.model.lora_rank:
+            return self.trained_parameters(sizes) // self.num_copies
         dense, experts = self._cut_parameters(sizes)
         num_ranks = self.parallel.tensor * self.num_copies  # in a stage
         return dense // self.num_copies + experts * self.parallel.expert // num_ranks
@@ -92,9 +105,11 @@ class Sharding:
         """Return the bytes of a model's checkpoint, and how many of them the fullest rank
         writes.
         """
-        item = self.item_bytes
-        share = self.parameters(sizes) * item + self.optimizer_parameters(sizes) * _STATE_BYTES
-        return sizes.total * (item + _STATE_BYTES), share
+        item, rank = self.item_bytes, self.model.lora_rank
+        own = self.trained_parameters(sizes)
+        share = own * item + self.optimizer_parameters(sizes) * _STATE_BYTES
+        total = sizes.num_layers * sizes.adapters(self.model.lora_targets, rank)
+        return (total if rank else sizes.total) * (item + _STATE_BYTES), share
 
     def pass_bytes(self, sizes: ModelSizes, num_tokens: int) -> tuple[int, int]:
         """Return the bytes of activations and of logits on the fullest stage.
@@ -122,6 +137,8 @@ class Sharding:
         elif ("moe" if sizes.experts else "mlp") in self.mcore.recompute_modules:
             dropped = int(element_bytes * mlp / tensor)
             kept, again = layer - dropped, 2 * dropped
+        if self.model.lora_rank:
+            again += _MERGED * 2 * sizes.hidden * sizes.ffn * self.item_bytes // tensor
         logits = 2 * element_bytes * sizes.vocab // tensor
         held = self._layers_held(sizes)
         passes = [(int(n * kept) + again, 0) for n in held]
@@ -188,6 +205,8 @@ def policy_claims(
     item, num_shares = sharding.item_bytes, sharding.num_copies
     models = [sizes] if critic is None else [sizes, critic]
     own = [sharding.parameters(model) for model in models]
+    trained = [sharding.trained_parameters(model) for model in models]
+    has_adapters = sharding.model.lora_rank > 0
     states = [sharding.optimizer_parameters(model) for model in models]
     # With mcore.offload_in_rollouts, the optimizer of a model is in host memory while the other
     # model updates. On a CPU it stays where it is.
@@ -195,12 +214,12 @@ def policy_claims(
     update, learns = {Phase.UPDATE}, {Phase.START, Phase.UPDATE}
     outside = ALL_PHASES - update
 
-    gradients = (max(own) if offloads else sum(own)) * _GRAD_BYTES
+    gradients = (max(trained) if offloads else sum(trained)) * _GRAD_BYTES
     state_bytes = _OPTIMIZER_BYTES[sharding.model.dtype]
     num_states = max(states) if moves else sum(states)
     optimizer = num_states * state_bytes
     # Megatron copies the parameters into its buffers before the optimizer has moments.
-    copied = max(0, max(own) * item - num_states * _MOMENTS_BYTES)
+    copied = max(0, max(trained) * item - num_states * _MOMENTS_BYTES)
     away = states[0] * state_bytes if moves else 0
     critic_away = max(states) * state_bytes if moves and critic else 0
 
@@ -214,6 +233,8 @@ def policy_claims(
     freed = 0 if is_cuda else int(_FREED_SHARE * activations)
 
     largest = max(sizes.table, 2 * sizes.hidden * sizes.ffn) // parallel.tensor
+    if has_adapters:
+        largest = sharding.model.lora_rank * max(sizes.hidden, sizes.ffn)
     buffers = 4 * largest * (_WRITTEN + _JOINED * (num_shares > 1))
     # While the policy loads, its optimizer is not away.
     loaded = max(0, max(states) * _LOAD_BYTES - away) if resumes else 0
@@ -227,6 +248,7 @@ def policy_claims(
     recompute = f"{micro_batch} or mcore.recompute={mcore.recompute!r}"
     return [
         MemoryClaim("policy", own[0] * item, lower=layout),
+        MemoryClaim("adapters", trained[0] * item * has_adapters, lower="model.lora_rank"),
         MemoryClaim("critic", sum(own[1:]) * item, lower=layout),
         MemoryClaim(
             "gradients",
@@ -247,7 +269,7 @@ def policy_claims(
         ),
         MemoryClaim(
             "reference policy",
-            own[0] * item * has_reference,
+            own[0] * item * (has_reference and not has_adapters),
             in_host=is_cuda,
             lower="algorithm.kl_coef",
         ),

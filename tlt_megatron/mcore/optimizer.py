@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt_megatron.config.schema import OptimizerSection
+from tlt_megatron.mcore.optimizer_state import steps_to_host
 from tlt_megatron.types import OptimizerStats
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class PolicyOptimizer:
         for chunk in self._model:
             chunk.restore_grad_buffers(synchronize=is_cuda)
         self.megatron.restore_from_cpu()
+        steps_to_host(self.megatron)
 
     def zero_grad(self) -> None:
         for chunk in self._model:

@@ -124,6 +124,17 @@ def _has_step_per_parameter(part: MegatronOptimizer) -> bool:
     return isinstance(part.optimizer, torch.optim.AdamW)
 
 
+def steps_to_host(optimizer: ChainedOptimizer) -> None:
+    """Move the steps of torch's AdamW to host memory, where it makes them. It reads back a step on
+    a GPU for each parameter.
+    """
+    for part in optimizer.chained_optimizers:
+        if _has_step_per_parameter(part):
+            for state in part.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = state["step"].cpu()
+
+
 def _materialize(part: MegatronOptimizer) -> None:
     """Create the initial optimizer state of every parameter that has none yet."""
     part.init_state_fn(part.optimizer, part.config)

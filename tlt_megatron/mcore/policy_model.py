@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.mcore.export import iter_hf_weights
+from tlt_megatron.mcore.lora import gather_adapters, without_adapters
 from tlt_megatron.mcore.routing_replay import RoutingReplay
 from tlt_megatron.mcore.schedule import label_logprobs, run_forward, token_values
 from tlt_megatron.mcore.trained_model import TrainedModel
@@ -54,6 +55,9 @@ class McorePolicyModel(TrainedModel):
             with self._tapping(tap, micro_batches):
                 return self._infer(micro_batches, temperature, self._replay)
         assert tap is None  # a drafter learns from the policy alone
+        if self._has_adapters:
+            with without_adapters(self._stage):
+                return self._infer(micro_batches, temperature)
         assert self._reference is not None
         self._exchange_weights(self._reference)
         try:
@@ -76,6 +80,10 @@ class McorePolicyModel(TrainedModel):
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter_hf_weights(self._stage, self._config, self._groups)
+
+    def gather_adapters(self) -> dict[str, Tensor]:
+        """See PolicyModel."""
+        return gather_adapters(self._stage, self._groups)
 
     def _infer(
         self,

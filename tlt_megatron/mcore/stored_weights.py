@@ -179,6 +179,10 @@ class _StoredTensors:
             if isinstance(about, TensorStorageMetadata):
                 with errors_named(self._path):
                     return self._assemble(name, about, place)
+        if any(".lora_a." in name for name in self._metadata.state_dict_metadata):
+            raise ValueError(
+                f"checkpoint {self._path}: holds LoRA adapters alone: must hold all weights, as hf/ of its run"
+            )
         raise ValueError(f"checkpoint {self._path}: has no tensor for {', '.join(row.hf_names)}")
 
     def _assemble(self, name: str, about: TensorStorageMetadata, place: tuple[int, ...]) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import McoreSection, ModelSection, OptimizerSection, ParallelSection
+from tlt_megatron.mcore.lora import add_adapters
 from tlt_megatron.mcore.megatron_checkpoint import load_checkpoint, save_checkpoint
 from tlt_megatron.mcore.model import build_stage
 from tlt_megatron.mcore.optimizer import PolicyOptimizer, wrap_data_parallel
@@ -49,7 +50,8 @@ class TrainedModel:
     ) -> None:
         """`num_updates`: optimizer steps of the run, for a decay of the learning rate.
 
-        `keep_reference`: keep the initial weights of this rank's shard in host memory.
+        `keep_reference`: keep the initial weights of this rank's shard in host memory. With
+        adapters, the model has them.
         """
         from megatron.core.transformer.module import Float16Module
 
@@ -68,6 +70,9 @@ class TrainedModel:
         if dtype != torch.float32:
             wrapped = [Float16Module(chunk.config, chunk) for chunk in self._stage]
         load_hf_weights(self._stage, self._config, HfReader(Path(model.path)), groups)
+        self._has_adapters = model.lora_rank > 0
+        if self._has_adapters:
+            add_adapters(self._stage, self._config, model, groups)
         self._replay = None
         if self._config.experts is not None and not self._has_value_head:
             self._replay = RoutingReplay(self._stage, self._config.experts, groups)
@@ -79,7 +84,7 @@ class TrainedModel:
         self._offloads = mcore.offload_in_rollouts
         self._is_away = False
         self._reference: list[Tensor] | None = None
-        if keep_reference:
+        if keep_reference and not self._has_adapters:
             self._reference = [
                 parameter.detach().to("cpu", copy=True) for parameter in self._parameters()
             ]

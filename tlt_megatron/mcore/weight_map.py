@@ -191,12 +191,16 @@ def split(
         return tensors[0]
     if row.layout is Layout.COLUMNS:
         return tensors[0].chunk(tp_size, dim=1)[tp_rank]
+    parts = [tensor.chunk(tp_size, dim=0)[tp_rank] for tensor in tensors]
+    return fuse(row, parts, config.num_kv_heads // tp_size)
+
+
+def fuse(row: Row, parts: Sequence[Tensor], num_kv_heads: int) -> Tensor:
+    """Return a rank's parameter from the rank's part of each tensor, with `num_kv_heads` heads."""
     if row.layout is Layout.QKV:
-        heads = config.num_kv_heads // tp_size
-        mine = slice(tp_rank * heads, (tp_rank + 1) * heads)
-        parts = [t.unflatten(0, (config.num_kv_heads, -1))[mine] for t in tensors]
+        parts = [part.unflatten(0, (num_kv_heads, -1)) for part in parts]
         return torch.cat(parts, dim=1).flatten(0, 1)
-    return torch.cat([t.chunk(tp_size, dim=0)[tp_rank] for t in tensors])
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def merge(row: Row, shards: Sequence[Tensor], config: ModelConfig) -> list[Tensor]:

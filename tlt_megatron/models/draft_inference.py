@@ -34,7 +34,7 @@ class _Matrices(NamedTuple):
     gate_up: Matrix
     down: Matrix
     fuse: Matrix | None  # fc of EAGLE-3
-    qkv: Matrix | None  # of MTP, which has a norm after fc
+    qkv: Matrix | None  # for MTP, which has a norm after fc
     head: Matrix | None  # None: the target's head is read in place
 
 
@@ -94,7 +94,7 @@ class DraftInference:
             qkv=matrix(num_heads, d, has_bias=c.has_qkv_bias) if c.is_mtp else None,
             head=head,
         )
-        self._post_norm, self._mixture = None, None  # of a mixture alone
+        self._post_norm, self._mixture = None, None  # a mixture alone has them
         if isinstance(model.layer.mlp, DraftMixture):
             self._post_norm = torch.empty_like(self._norm)
             self._mixture = self._make_mixture(model.layer.mlp.frozen)

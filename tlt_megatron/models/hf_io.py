@@ -23,6 +23,7 @@ from tlt_megatron.config.model_shape import (
     tensor_shapes,
 )
 from tlt_megatron.config.own_layer import copied_parts, stored_layers
+from tlt_megatron.config.policy_sections import ModelSection
 from tlt_megatron.config.weight_files import INDEX_NAME, SINGLE_NAME, find_tensors, read_header
 from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.runtime.durable import new_folder, save_tensors
@@ -145,6 +146,26 @@ def with_own_layer(
             missing.pop(copy, None)
     for name in missing:
         yield name, reader[name]
+
+
+def save_adapters(
+    path: Path, tensors: dict[str, Tensor], model: ModelSection, *, base: str
+) -> None:
+    """Write adapters in PEFT's format. `base` is the folder of the frozen weights, or its id."""
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": model.lora_rank,
+        "lora_alpha": model.lora_alpha,
+        "lora_dropout": 0.0,
+        "target_modules": model.lora_targets,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    with new_folder(path) as temporary:
+        save_tensors(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        (temporary / ADAPTER_CONFIG).write_text(json.dumps(about, indent=2), encoding="utf-8")
 
 
 def _write_shards(

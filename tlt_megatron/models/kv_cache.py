@@ -192,14 +192,39 @@ class KvCache:
         if not moves:
             return False
         for source, target in moves:
-            holder = self._holder[source]
-            assert holder is not None
-            holder[holder.index(source)] = target
-            self._state[target], self._state[source] = self._state[source], _FREE
-            self._holder[target], self._holder[source] = holder, None
+            self._move(source, target)
         sources, targets = zip(*moves, strict=True)
         self.relocate(self._slots(list(sources)), self._slots(list(targets)))
         return True
+
+    def find_free(self, count: int) -> range | None:
+        """Return the lowest `count` free pages that follow each other."""
+        start = self._state.find(bytes([_FREE]) * count)
+        return range(start, start + count) if start >= 0 else None
+
+    def clear(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Give the holders of pages from `start` to `end` free pages above them in their place.
+        Return the slots to copy and their targets, for `relocate`. Enough pages must be free from
+        `end` on.
+        """
+        sources = [page for page in range(start, end) if self._state[page] != _FREE]
+        targets: list[int] = []
+        for _ in sources:
+            target = self._state.rfind(_FREE, end)
+            assert target >= 0, "no page is free above the lanes"
+            self._state[target] = _PROMPT  # until the loop below
+            targets.append(target)
+        for source, target in zip(sources, targets, strict=True):
+            self._move(source, target)
+        return self._slots(sources), self._slots(targets)
+
+    def _move(self, source: int, target: int) -> None:
+        """Change the page of a holder."""
+        holder = self._holder[source]
+        assert holder is not None
+        holder[holder.index(source)] = target
+        self._state[target], self._state[source] = self._state[source], _FREE
+        self._holder[target], self._holder[source] = holder, None
 
     # ---- slots and data
 
@@ -242,7 +267,9 @@ class KvCache:
         """Copy slots to other slots, which may overlap, by way of a copy of one layer at a time."""
         for layer in self.layers:
             layer.index_copy_(1, target_S, layer.index_select(1, source_S))
-        features = (self.features_TD, self.token_ids_T) if self.has_features else ()
+        # Features of a slot may be as large as several layers.
+        width = self.layers[0].shape[0] * self.layers[0].shape[2]
+        features = (*self.features_TD.split(width, dim=1), self.token_ids_T)
         routes = (self.routes_TR,) if self.has_routes else ()
-        for tensor in (self.bias_T, *features, *routes):
+        for tensor in (self.bias_T, *(features if self.has_features else ()), *routes):
             tensor.index_copy_(0, target_S, tensor.index_select(0, source_S))

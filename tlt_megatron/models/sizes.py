@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tlt_megatron.models.config import ModelConfig
 
 
@@ -43,6 +45,17 @@ class ModelSizes:
         self.num_tables = 1 if c.tie_word_embeddings else 2
         self.total = self.matrices + self.num_layers * rest
         self.total += self.num_tables * self.table + self.hidden
+
+    def adapters(self, targets: Collection[str], rank: int, tp: int = 1) -> int:
+        """Return the parameters of LoRA in one layer on one of `tp` tensor-parallel ranks.
+
+        Column-parallel projections have a part of B on a rank, row-parallel ones a part of A.
+        """
+        column = {"q_proj": self.query, "k_proj": self.kv // 2, "v_proj": self.kv // 2}
+        column |= {"gate_proj": self.ffn, "up_proj": self.ffn}
+        row = {"o_proj": self.query, "down_proj": self.ffn}
+        rows = sum(self.hidden + n // tp for name, n in (column | row).items() if name in targets)
+        return rank * rows
 
     @property
     def vocab(self) -> int:

@@ -104,6 +104,10 @@ class PolicyModel(TrainedModel, Protocol):
         """Yield full (unsharded) tensors under their Hugging Face names, on every rank."""
         ...
 
+    def gather_adapters(self) -> dict[str, Tensor]:
+        """Return the whole LoRA factors under PEFT's names, in host memory of every rank."""
+        ...
+
 
 class CriticModel(TrainedModel, Protocol):
     """A trainable critic over this rank's shard: the expected return at each position."""

@@ -31,7 +31,7 @@ DEFINITION = "race in blocks of 64"  # checkpoints record it; change it if any t
 BLOCK = 64  # ids; the bits of a hash below `UNIFORM_BITS` give a place among them
 _CHUNK = 1 << 15  # elements of noise made at once, so that they fit in the cache
 _NUM_LIKELY = 8  # blocks; the lowest of their bounds is the first guess of the winner's score
-_LOG_ERROR = 1e-12  # far above the rounding error of a logarithm below 41
+LOG_ERROR = 1e-12  # far above the rounding error of a logarithm below 41
 _LEAST = np.finfo(np.float64).min
 
 
@@ -130,7 +130,7 @@ class _Race:
         self.windows_BSW = logits_BV.unfold(1, BLOCK, 1).numpy()
         blocks_K = np.arange(largest_BK.shape[1])
         self.smallest_BK, self.places_BK = _smallest(self.keys_B1, blocks_K)
-        self.most_BK = _LOG_ERROR - np.log(self.smallest_BK)  # above the noise of every token
+        self.most_BK = LOG_ERROR - np.log(self.smallest_BK)  # above the noise of every token
         # At least the score of every token: rounding keeps the order of sums.
         self.bounds_BK = self.most_BK + largest_BK.numpy()
 

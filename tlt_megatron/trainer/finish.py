@@ -17,14 +17,14 @@ from tlt_megatron.config.preflight import foreign_code
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.hf_io import save_hf_model
+from tlt_megatron.models.hf_io import save_adapters, save_hf_model
 from tlt_megatron.models.own_drafter import own_tensors
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.durable import replace_text
 from tlt_megatron.runtime.progress import Progress, format_number
 from tlt_megatron.runtime.timeline import merge_timelines
 from tlt_megatron.saved_files import read_json
-from tlt_megatron.trainer.model_card import model_card
+from tlt_megatron.trainer.model_card import base_model, model_card
 from tlt_megatron.trainer.run import Run
 from tlt_megatron.trainer.summary import read_metrics, summarize
 
@@ -64,6 +64,8 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
             trainer.drafter.export(run_dir / "hf_drafter")
         if config.checkpoint.export_hf and is_complete:
             _export_policy(run, config, run_dir / "hf")
+        if config.model.lora_rank and config.run.num_steps and is_complete:
+            _export_adapters(run, config, run_dir / "hf_adapter")
     trainer.phases.timeline.flush()
     barrier(trainer.world)
     if not is_first:
@@ -133,6 +135,15 @@ def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:
     else:
         for _ in weights:
             pass
+
+
+def _export_adapters(run: Run, config: RunConfig, folder: Path) -> None:
+    """Write the adapters in PEFT's format on rank 0. A collective of all ranks."""
+    tensors = run.trainer.policy_trainer.model.gather_adapters()
+    if run.trainer.world.is_first:
+        base = base_model(config.model.path)
+        path = base if "/" in base else str(Path(config.model.path).resolve())
+        save_adapters(folder, tensors, config.model, base=path)
 
 
 def _write_evaluation(

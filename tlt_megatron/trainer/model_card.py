@@ -45,6 +45,8 @@ def model_card(config: RunConfig, summary: Mapping[str, float | None], *, has_dr
         "learning rate": config.optimizer.lr,
         "seed": config.run.seed,
     }
+    if config.model.lora_rank:
+        recipe["LoRA, merged"] = f"rank {config.model.lora_rank}, alpha {config.model.lora_alpha:g}"
     found = {name: value for name in _SHOWN if (value := summary.get(name)) is not None}
     lines = [
         "---",

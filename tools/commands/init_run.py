@@ -5,13 +5,16 @@ They are a config, a reward file and, for GPUs, a Slurm script.
     tlt init --model Qwen/Qwen2.5-7B-Instruct --data train.jsonl --gpus 8 --out mine
 
 The layout is the smallest tensor parallelism that the memory ledger accepts, with pipeline stages
-only if that is not enough. Lengths and sizes come from the model and the data, which is read and
-checked. `--gpus 0` is a run of 2 CPU ranks.
+only if that is not enough, and with LoRA only if no layout fits all weights. Lengths and sizes come
+from the model and the data, which is read and checked. A single rollout engine has no idle ranks
+to train a drafter on, so it drafts by n-grams. `--gpus 0` is a run of 2 CPU ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
 import math
 import shlex
 import sys
@@ -42,6 +45,10 @@ ABOUT = """# Written by tlt init. All settings with their values: tlt train conf
 # rollout.engine: embedded needs no SGLang. Speculation and spot training change no token: enabled: false turns them off.
 """
 NODE_GPUS = 8
+# Of one rollout engine: 128 responses a step, of a length that it answers in minutes.
+ONE_ENGINE = {"num_prompts": 16, "num_samples": 8, "max_batch_size": 64}
+MOST_NEW_TOKENS, SMALL_GPU_NEW_TOKENS, SMALL_GPU_GIB = 4096, 2048, 40
+LORA = {"model": {"lora_rank": 32}, "optimizer": {"lr": 1e-5}}  # ten times the rate of all weights
 KV_SHARE = 0.19  # most of a GPU's memory: about as in examples/qwen2_5_7b_8gpu.yaml
 
 
@@ -121,38 +128,65 @@ def _fit(
     settings: dict[str, Any], model: ModelConfig, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return the settings with the first layout that the ledger accepts: tensor before pipeline
-    parallelism. The experts of a mixture are on as many GPUs of a node as can share them.
+    parallelism, all weights before adapters. The experts of a mixture are on as many GPUs of a
+    node as can share them.
     """
-    sizes = ModelSizes(model)
     gpu = Device(torch_device=torch.device("cuda", 0), backend="gloo")  # nothing communicates
-    longest = settings["data"]["max_prompt_tokens"] + settings["rollout"]["max_new_tokens"]
-    longest += draft_slack(settings["speculation"]["strategies"])
-    settings["mcore"]["micro_batch_tokens"] = longest
-    engine = settings["sglang"]["engine_args"]
     free_bytes = (options.gpu_memory - 1) << 30  # the driver takes some of it
     problem = ""
-    for pipeline in (1, 2, 4, 8):
-        for tensor in (1, 2, 4, 8):
-            kv_tokens = int(KV_SHARE * free_bytes) * tensor // (sizes.kv * sizes.num_layers * 2)
-            most = settings["rollout"]["max_batch_size"] * longest
-            settings["rollout"]["kv_cache_tokens"] = max(longest, min(most, kv_tokens))
-            settings["parallel"] = {"tensor": tensor, "pipeline": pipeline}
-            engine["tp_size"] = tensor
-            if model.experts is not None:
-                shared = math.gcd(options.gpus // pipeline, NODE_GPUS, model.experts.num_experts)
-                settings["parallel"]["expert"] = max(shared, 1)
-                engine["moe_runner_backend"] = "triton"  # a weight update checks its layout
-            try:
-                config = load_config(None, _overrides(settings))
-                check_layout(config, options.gpus)
-                make_ledger(config, options.gpus, gpu).check(free_bytes)
-            except ValueError as error:
-                problem = problem if "divide" in str(error) and problem else str(error)
-                continue
-            return settings
+    trained: list[dict[str, Any]] = [{}] if model.experts else [{}, LORA]
+    for changes, pipeline, tensor in itertools.product(trained, (1, 2, 4, 8), (1, 2, 4, 8)):
+        found = _with_layout(settings, model, options, tensor=tensor, pipeline=pipeline)
+        for section, keys in changes.items():
+            found[section] |= keys
+        try:
+            config = load_config(None, _overrides(found))
+            check_layout(config, options.gpus)
+            make_ledger(config, options.gpus, gpu).check(free_bytes)
+        except ValueError as error:
+            problem = problem if "divide" in str(error) and problem else str(error)
+            continue
+        return found
     raise ValueError(
         f"{options.model} does not fit into {options.gpus} GPUs of {options.gpu_memory} GiB: {problem.partition(': change')[0]}"
     )
+
+
+def _with_layout(
+    settings: dict[str, Any],
+    model: ModelConfig,
+    options: argparse.Namespace,
+    *,
+    tensor: int,
+    pipeline: int,
+) -> dict[str, Any]:
+    """Return a copy with this layout, and with the KV memory and the sizes that go with it."""
+    found, sizes = copy.deepcopy(settings), ModelSizes(model)
+    rollout, engine = found["rollout"], found["sglang"]["engine_args"]
+    if options.gpus == tensor:
+        del found["drafter"]
+        found["spot"]["enabled"] = False
+        found["speculation"] |= {"strategies": ["ngram_8"], "selector": "fixed"}
+        is_small = options.gpu_memory < SMALL_GPU_GIB
+        most = {
+            **ONE_ENGINE,
+            "max_new_tokens": SMALL_GPU_NEW_TOKENS if is_small else MOST_NEW_TOKENS,
+        }
+        rollout |= {key: min(rollout[key], limit) for key, limit in most.items()}
+    longest = found["data"]["max_prompt_tokens"] + rollout["max_new_tokens"]
+    longest += draft_slack(found["speculation"]["strategies"])
+    found["mcore"]["micro_batch_tokens"] = longest
+    kv_bytes = int(KV_SHARE * ((options.gpu_memory - 1) << 30)) * tensor
+    kv_tokens = kv_bytes // (sizes.kv * sizes.num_layers * 2)
+    most_tokens = rollout["max_batch_size"] * longest
+    rollout["kv_cache_tokens"] = max(longest, min(most_tokens, kv_tokens))
+    found["parallel"] = {"tensor": tensor, "pipeline": pipeline}
+    engine["tp_size"] = tensor
+    if model.experts is not None:
+        shared = math.gcd(options.gpus // pipeline, NODE_GPUS, model.experts.num_experts)
+        found["parallel"]["expert"] = max(shared, 1)
+        engine["moe_runner_backend"] = "triton"  # a weight update checks its layout
+    return found
 
 
 def slurm_script(config: Path, gpus: int) -> str:

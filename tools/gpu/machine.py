@@ -30,7 +30,7 @@ class NothingRan(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What an item may use. On a CPU there is a pretended GPU (tests/pretend_cuda.py) and Triton's
+    """What an item may use. On a CPU there is a pretended GPU (pretend_cuda.py) and Triton's
     interpreter.
     """
 
@@ -50,7 +50,7 @@ class Machine:
         if not self.is_cpu:
             yield device.select_device("cuda")
             return
-        from tests.pretend_cuda import pretend_device
+        from tools.gpu.pretend_cuda import pretend_device
 
         triton = sys.modules.get("triton")
         sys.modules["triton"] = None  # type: ignore[assignment]  # compiles for no pretended GPU

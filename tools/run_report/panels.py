@@ -94,7 +94,7 @@ def _name_of(bucket: int) -> str:
 
 
 def _absent(run: RunData, what: str) -> str:
-    of_speculation = what.startswith(("rollout/spec", "speculation"))
+    of_speculation = what.startswith(("rollout/spec", "spec"))
     if of_speculation and not run.config.get("speculation", {}).get("enabled"):
         return "Speculation was off (speculation.enabled=false)."
     return f"The run wrote no {what}."

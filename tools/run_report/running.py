@@ -32,7 +32,7 @@ class State:
     name: str
     sentence: str
     alarm: str = ""
-    title: str = ""  # of the step under way; "" if the run has ended, or no rank has a status
+    title: str = ""  # names the step under way; "": the run has ended, or no rank has a status
     note: str = ""
     ranks: Sequence[RankStatus] = ()  # those that get a row
     now_s: float = 0.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.qwen_shapes import QWEN_7B, QWEN_30B_A3B, QWEN_32B, QWEN_235B_A22B
+from tests.qwen_shapes import QWEN_1_7B, QWEN_7B, QWEN_30B_A3B, QWEN_32B, QWEN_235B_A22B
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
@@ -36,6 +36,8 @@ def write_example(
     "name, sizes, world_size, free_gib",
     [
         ("qwen2_5_7b_8gpu", QWEN_7B, 8, 79),
+        ("qwen2_5_7b_lora_1gpu", QWEN_7B, 1, 79),
+        ("qwen3_1_7b_1gpu", QWEN_1_7B, 1, 79),
         ("qwen2_5_32b_slurm", QWEN_32B, 32, 79),
         ("qwen3_30b_a3b_slurm", QWEN_30B_A3B, 16, 79),
         ("qwen3_235b_a22b_slurm", QWEN_235B_A22B, 64, 140),

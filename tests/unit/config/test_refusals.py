@@ -209,6 +209,11 @@ CASES = [
     Case("one part of a layer", r"recompute_modules='mlp': must be a list of core_attn,", overrides=("mcore.recompute=selective", "mcore.transformer.recompute_modules=mlp")),
     Case("FP8 by delayed scales", r"mcore\.transformer\.fp8_recipe='delayed': must be one of tensorwise, blockwise, mxfp8", overrides=("mcore.transformer.fp8=hybrid", "mcore.transformer.fp8_recipe=delayed")),
     Case("FP8's recipe without FP8", r"fp8_recipe='mxfp8': needs mcore\.transformer\.fp8=hybrid or e4m3", overrides=("mcore.transformer.fp8_recipe=mxfp8",)),
+    Case("LoRA with FP8", r"mcore\.transformer=\{'fp8': 'hybrid'\}: must be without fp8 where model\.lora_rank=8", overrides=("mcore.transformer.fp8=hybrid", "model.lora_rank=8")),
+    Case("LoRA with a critic", r"algorithm\.advantage='gae': must be one without critic where model\.lora_rank=8", overrides=("algorithm.advantage=gae", "model.lora_rank=8")),
+    Case("LoRA on unknown layers", r"model\.lora_targets=\['qkv'\]: must be different ones of q_proj, k_proj", overrides=("model.lora_targets=[qkv]",)),
+    Case("LoRA on no layers", r"model\.lora_targets=\[\]: must be different ones of q_proj, k_proj", overrides=("model.lora_targets=[]",)),
+    Case("LoRA's rank", r"model\.lora_rank=-1: must be .*0", overrides=("model.lora_rank=-1",)),
     *(
         Case(f"{key}={value}", re.escape(key) + rf"={shown}: must be a finite number", overrides=(f"{key}={value}",))
         for key, value, shown in (

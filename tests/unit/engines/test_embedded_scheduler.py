@@ -10,12 +10,8 @@ import pytest
 import torch
 
 from tests.tiny_models import tiny_config
-from tlt_megatron.engines.embedded.scheduler import (
-    DrawnTokens,
-    Request,
-    Scheduler,
-    make_requests,
-)
+from tlt_megatron.engines.embedded.request import DrawnTokens, Request, make_requests
+from tlt_megatron.engines.embedded.scheduler import Scheduler
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.types import Prompt, SamplingParams
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pretend_cuda import CUDA, PretendDevice, pretend_device
 from tests.slow_draft import copy_drafter, make_draft_model, make_sequence
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import (
     alive_caches,
+    cache_bytes,
     checksum,
     engine_over,
     load_from,
@@ -35,10 +35,16 @@ from tlt_megatron.drafter.acceptance import Replay
 from tlt_megatron.drafter.drafter_loss import draft_loss, make_objective
 from tlt_megatron.drafter.drafter_trainer import interruptible
 from tlt_megatron.drafter.packing import pack_batch
+from tlt_megatron.engines.embedded import generation
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.graph_pool import GraphPool
+from tlt_megatron.engines.embedded.request import PrefillChunk
+from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.matrix import Matrix
+from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device, has_triton
 from tlt_megatron.types import Rollout, SamplingParams
+from tools.gpu.pretend_cuda import CUDA, PretendDevice, pretend_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real one")
 SIZES = {"max_batch_size": 4, "num_samples": 2, "max_new_tokens": 32}
@@ -190,6 +196,57 @@ def test_a_step_is_few_launches_and_one_read_back(
     usual = steps[1:4]  # rows join before the first step and leave later
     assert {read_backs for _, read_backs in usual} == {reads}
     assert max(launches for launches, _ in usual) <= most
+
+
+def test_a_response_of_16k_tokens_in_a_batch_of_64_stays_in_graphs_and_speculates(
+    tmp_path: Path, device: PretendDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A response that has 16,000 tokens goes on beside 63 short ones, in lanes that grow: lanes of
+    its length for all rows would take 30 times the KV that is planned. Its KV is random numbers, as
+    computing it would take minutes here.
+    """
+    path = make_tiny_hf(
+        tmp_path / "m", "qwen3", num_layers=1, vocab_size=48, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=4,
+    )  # fmt: skip
+    real_prefill = generation.prefill
+
+    def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) -> int:
+        (long,) = [c for c in chunks if c.end - c.start > 1_000] or [None]
+        if long is not None:
+            slots_S = cache.slots(long.owner.pages, long.start, long.end)
+            shape = cache.layers[0][:, : long.end - long.start].shape
+            keys = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            cache.layers[0].index_copy_(1, slots_S, keys.to(cache.device))
+            cache.mark_written(slots_S)
+            long.owner.last_hidden_D = model.embedding[5].clone()
+        return real_prefill(model, cache, [c for c in chunks if c is not long])
+
+    monkeypatch.setattr(generation, "prefill", prefill)
+    # The drafter does not read the prompt either. It proposes the least likely tokens, so that few
+    # rows end early.
+    monkeypatch.setattr(GraphPool, "catch_up", lambda *_: None)
+    first, *others = make_prompts(16_000, *[3] * 63)
+    prompts = [replace(first, first_position=15_990), *others]
+    settings = {"max_batch_size": 64, "num_samples": 1, "max_new_tokens": 3, "dtype": "float32"}
+    settings |= {"max_prompt_tokens": 16_000, "prefill_chunk_tokens": 16_384}
+    before = alive_caches()
+    engine = engine_over(path, device=device, kv_cache_tokens=1 << 15, **settings)
+    speculate(engine, "6_1_6", drafter=make_drafter(engine, is_wrong=True))
+    params = SamplingParams(num_samples=1, max_new_tokens=3, temperature=0.0)
+    found = tokens_of(engine.generate(prompts, params, policy_version=1))
+    plain = engine_over(path, **settings | {"kv_cache_tokens": 1 << 15})
+    assert found == tokens_of(plain.generate(prompts, params, policy_version=1))
+    stats, plan = engine.stats(), engine.memory_plan()
+    passes = engine.take_passes()
+    assert {p.strategy for p in passes} == {"6_1_6"}
+    assert passes[0].batch_size == 64
+    assert stats.eager_passes == {}
+    assert stats.num_graph_replays == 2 * len(passes)
+    assert stats.num_unspeculated_passes == stats.num_preemptions == 0
+    caches = [cache() for cache in alive_caches() if cache not in before]
+    assert plan.kv_bytes in [cache_bytes(cache) for cache in caches if cache is not None]
+    assert 64 * plan.graphs.max_length > 30 * plan.kv_tokens
 
 
 def test_a_rollout_takes_as_many_launches_in_long_lanes_as_in_short_ones(

@@ -11,10 +11,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from tests.recorded_graphs import RecordingDevice, recording_device
 from tests.unit.engines.conftest import (
     alive_caches,
+    at_random,
     cache_bytes,
     engine_over,
     make_prompts,
@@ -27,6 +29,7 @@ from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.memory_plan import plan_memory
 from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.types import SamplingParams
 
@@ -97,14 +100,15 @@ def test_what_cannot_be_replayed_is_counted_with_its_reason(
         assert tokens == run(make_engine(tiny_path, None), *lengths)[0]
         return stats.eager_passes
 
-    assert reasons(5, 40, 90, kv_cache_tokens=64 * 9).keys() == {
+    assert reasons(5, 40, 90, kv_cache_tokens=64 * 9).keys() == set()  # lanes that grow
+    assert reasons(5, 40, 90, kv_cache_tokens=64 * 5).keys() == {
         "target: sequences lie in pages, not in lanes"
     }
     assert reasons(9, strategy="3_1_3") == {"draft: more rows than planned for this batch size": 1}
     # Two siblings join the others, one after the other, each with 90 positions in passes of 64.
     late = reasons(3, 3, 3, 90, strategy="3_1_3", max_batch_size=6)
     assert late == {"draft: rows that the drafter brings up to date apart from the others": 4}
-    wide = reasons(*[5] * 8, strategy="2_8_20", max_batch_size=16)
+    wide = reasons(*[5] * 8, strategy="6_8_40", max_batch_size=16)
     assert wide["target: more rows than planned for this batch size"] > 0
 
 
@@ -132,6 +136,54 @@ def test_lanes_as_needed_where_those_planned_do_not_fit(
     tokens, stats = run(engine, 5, 9)
     assert tokens == run(make_engine(tiny_path, None), 5, 9)[0]
     assert stats.num_graph_replays == len(engine.take_passes())
+
+
+@pytest.mark.parametrize(
+    "strategies, num_pages", [("3_2_6 2_1_2 off", 10), ("4_1_4 ngram_4 off", 14)]
+)
+def test_lanes_that_grow_change_no_token(
+    tiny_path: Path, device: RecordingDevice, strategies: str, num_pages: int
+) -> None:
+    """Rows join, outgrow their lanes, are preempted for others and leave, while strategies
+    switch.
+    """
+    params = dataclasses.replace(PARAMS, max_new_tokens=80, stop_token_ids=(5,))
+    lengths = (5, 130, 11, 64, 3)
+    sizes = {"max_new_tokens": 80, "max_batch_size": 5, "kv_cache_tokens": 64 * num_pages}
+    engine = make_engine(tiny_path, device, **sizes)
+    parsed = [SpeculationStrategy.parse(text) for text in strategies.split()]
+    speculate(engine, parsed, selector=at_random(parsed, num_pages))
+    tokens, stats = run(engine, *lengths, params=params)
+    plain = make_engine(tiny_path, None, max_new_tokens=80)
+    assert tokens == run(plain, *lengths, params=params)[0]
+    assert not any("target" in reason for reason in stats.eager_passes)
+    assert stats.num_unspeculated_passes == 0
+    assert stats.num_preemptions > 0
+
+
+def test_a_row_that_joins_lanes_that_grow_moves_no_other(
+    tiny_path: Path, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, limits, moved = (90, 5, 40, 90, 90, 30), (60, 2, 60, 2, 60, 2), []
+    relocate = KvCache.relocate
+
+    def count(cache: KvCache, source_S: Tensor, target_S: Tensor) -> None:
+        moved.append(source_S.numel())
+        relocate(cache, source_S, target_S)
+
+    monkeypatch.setattr(KvCache, "relocate", count)
+    prompts = [
+        dataclasses.replace(prompt, max_new_tokens=limit)
+        for prompt, limit in zip(make_prompts(*lengths), limits, strict=True)
+    ]
+    params = dataclasses.replace(PARAMS, num_samples=1, max_new_tokens=60)
+    sizes = {"max_batch_size": 4, "max_new_tokens": 60}
+    engine = make_engine(tiny_path, device, kv_cache_tokens=64 * 13, **sizes)
+    plain = make_engine(tiny_path, None, **sizes)
+    tokens = tokens_of(engine.generate(prompts, params, policy_version=1))
+    assert engine.stats().eager_passes == {}
+    assert moved == list(lengths)  # each row once, into its lane
+    assert tokens == tokens_of(plain.generate(prompts, params, policy_version=1))
 
 
 def test_a_narrow_tree_at_the_end_of_a_length_is_verified_where_the_widest_one_fits(

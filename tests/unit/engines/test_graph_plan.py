@@ -20,6 +20,7 @@ from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphKey, GraphPlan
 from tlt_megatron.engines.embedded.lane_steps import LaneSteps, Rows
 from tlt_megatron.models.arithmetic import Arithmetic
+from tlt_megatron.models.attention.sums import part_keys
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftConfig, DraftModel
@@ -87,7 +88,7 @@ def test_every_pass_of_a_usable_strategy_has_a_capture_that_holds_it(
             assert key.depth >= depth
             assert key.batch_size >= batch_size
             assert key.length == (1024 if strategy is None else 1600)
-            assert key.num_tokens <= 320 or key.batch_size == 1
+            assert key.num_tokens <= 640 or key.batch_size == 1
 
 
 def test_what_is_larger_than_planned_has_a_reason() -> None:
@@ -95,27 +96,50 @@ def test_what_is_larger_than_planned_has_a_reason() -> None:
 
     chain = SpeculationStrategy.parse("6_1_6")
     assert plan.find(None, 1, 65, 10) is EagerReason.BATCH
-    assert plan.find(None, 17, 17, 10) is EagerReason.ROWS
+    assert plan.find(None, 17, 41, 10) is EagerReason.ROWS
     assert plan.find(chain, 64, 1, 10) is EagerReason.ROWS
-    assert plan.find(chain, 1, 64, 10) is EagerReason.ROWS
+    tree = max(plan.strategies, key=lambda s: s.num_rows)
+    assert plan.find(tree, 1, 64, 10) is EagerReason.ROWS
     assert plan.find(None, 17, 16, 1601) is EagerReason.LENGTH
     assert plan.find(chain, 1, 1, 1601) is EagerReason.LENGTH
     assert isinstance(plan.find(None, 17, 16, 1600), GraphKey)
 
 
+@pytest.mark.parametrize("text", ["6_1_6", "4_2_8"])
+def test_a_long_response_of_a_full_batch_is_drafted_and_verified_in_graphs(text: str) -> None:
+    strategy = SpeculationStrategy.parse(text)
+    plan = make_plan((text,), max_length=18_432)
+    for num_rows, drafts in ((1, None), (strategy.num_rows, None), (1, strategy)):
+        key = plan.find(drafts, num_rows, 64, 16_500)
+        assert isinstance(key, GraphKey)
+        assert (key.batch_size, key.length) == (64, 18_432)
+        assert key.is_chain is (num_rows == 7)
+
+
+def test_few_rows_are_cut_into_more_parts_of_keys() -> None:
+    """4 kv heads of 7 queries each, as a 7B has: at batch 1, 2,048 keys occupy 128 programs."""
+    assert part_keys((1, 4, 7), 2048) == 64
+    assert part_keys((1, 4, 7), 4096) == 128
+    assert part_keys((1, 4, 7), 18_432) == part_keys((64, 4, 7), 2048) == 512
+    assert part_keys((1, 4, 7 * 512), 4096) == 512  # queries of a prompt
+
+
 def test_large_trees_are_planned_for_small_batches_alone() -> None:
     plan = make_plan(PAPER_CODE)
     sizes = [largest_batch(plan, strategy) for strategy in plan.strategies]
-    assert sizes == [4, 8, 16, 32]
+    assert sizes == [8, 16, 40, 64]
 
 
 def test_equal_shapes_are_captured_once() -> None:
     plan = make_plan(QUICKSTART)
     assert len(set(plan.keys)) == len(plan.keys)
-    # One verify width for each batch size besides plain decoding.
+    # One verify width for each batch size besides plain decoding, and one for each strategy whose
+    # verify pass has more than 320 rows.
     for size in plan.batch_sizes:
         widths = {k.num_rows for k in plan.keys if k.strategy is None and k.batch_size == size}
-        assert len(widths) == 2
+        shared = max(s.num_rows for s in plan.strategies if size * s.num_rows <= 320)
+        wide = {s.num_rows for s in plan.strategies if 320 < size * s.num_rows <= 640}
+        assert widths == {1, shared} | wide
     # Another strategy that is no wider verifies in the captures that are there.
     more = make_plan((*QUICKSTART, "5_4_16", "6_2_8", "off"))
     assert {key.strategy for key in set(more.keys) - set(plan.keys)} == set(more.strategies[-2:])

@@ -13,7 +13,7 @@ import pytest
 from tests.recorded_graphs import recording_device
 from tests.unit.engines.conftest import engine_over, make_prompts, speculate, tokens_of
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
-from tlt_megatron.engines.embedded.scheduler import DrawnTokens, ResponseKey
+from tlt_megatron.engines.embedded.request import DrawnTokens, ResponseKey
 from tlt_megatron.engines.embedded.serving import NewRequests
 from tlt_megatron.types import FinishReason, Prompt, SamplingParams
 

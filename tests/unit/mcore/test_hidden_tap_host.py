@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from tests.policy_batches import make_packed
-from tests.pretend_cuda import CUDA, PretendGpu
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 from tlt_megatron.types import DraftSequence
+from tools.gpu.pretend_cuda import CUDA, PretendGpu
 
 HIDDEN_SIZE, NUM_TOKENS = 8, 14
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ from tests.mcore_policy import (
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import OptimizerSection
+from tlt_megatron.mcore.optimizer_state import steps_to_host
 from tlt_megatron.types import LossResult, MicroBatch, OptimizerStats, TokenLogprobs
+from tools.gpu.pretend_cuda import CUDA, PretendGpu
 
 ONE_RANK = Layout(world=1)
 Weights = dict[str, torch.Tensor]
@@ -162,3 +166,17 @@ def test_bfloat16_adds_up_updates_too_small_to_show_one_by_one(model_path: Path)
     assert first.dtype == torch.bfloat16
     assert torch.equal(first[is_large], second[is_large])
     assert (first != last)[is_large].float().mean() > 0.5
+
+
+def test_the_steps_of_adamw_stay_in_host_memory() -> None:
+    """Megatron brings all of an optimizer's state back to the GPU."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    adam = torch.optim.AdamW([parameter])
+    with PretendGpu():
+        adam.state[parameter] = {"step": torch.tensor(3.0, device=CUDA)}
+        steps_to_host(
+            cast(Any, SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)]))
+        )
+        step = adam.state[parameter]["step"]
+    assert step.device.type == "cpu"
+    assert float(step) == 3.0

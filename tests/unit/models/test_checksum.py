@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pretend_cuda import CUDA, PretendGpu
 from tlt_megatron.models.hf_io import checksum_tensors
+from tools.gpu.pretend_cuda import CUDA, PretendGpu
 
 
 def checksum_tensor(name: str, tensor: torch.Tensor) -> int:

@@ -71,6 +71,7 @@ def tlt_metrics(step: int) -> dict[str, float]:
     return {
         "rollout/spec_accept_length": 2.5 + step / 100,
         **{f"rollout/spec_accepted_at/{d}": 0.9 - d / 10 + step / 1000 for d in (1, 2, 10)},
+        **{f"spec/accept_length_by_position/{n}": 2 + n / 1e4 + step / 100 for n in (0, 512)},
         "bubble/used_s": 4.0 + step / 100,
         "bubble/stall_s": 0.03125 * step,
         "drafter/loss": 1.1 + step / 100,
@@ -165,6 +166,7 @@ def test_a_curve_shows_its_own_metric(run_dir: Path) -> None:
         file.write('{"step": 4, "critic/rewards/mean": null}\n')  # was not finite: a gap
     page, rows = page_of(run_dir), rows_of(run_dir)
     names = {"timing_s/*": ("gen", "update_actor"), "rollout/spec_accepted_at/*": ("2", "10")}
+    names |= {"spec/accept_length_by_position/*": ("0", "512")}
     for row in declared()["over_steps"]:
         for label, pattern in row["metrics"].items():
             for name in names.get(pattern, ("",)):
@@ -235,7 +237,7 @@ def test_running_requests_follow_the_passes(run_dir: Path) -> None:
 
 def test_plotly_knows_every_setting_of_every_figure(run_dir: Path) -> None:
     found = figures(page_of(run_dir))
-    assert len(found) == 9
+    assert len(found) == 10
     for figure in found.values():
         plotly.graph_objects.Figure(data=figure["data"], layout=figure["layout"])
 
@@ -264,6 +266,7 @@ def test_a_plain_run_says_what_it_did_not_do(tmp_path: Path) -> None:
         "Accepted tokens by depth": "Speculation was off (speculation.enabled=false).",
         "Strategy by batch size": "Speculation was off (speculation.enabled=false).",
         "Accept length": "Speculation was off (speculation.enabled=false).",
+        "Accept length by position": "Speculation was off (speculation.enabled=false).",
         "Entropy, gradient norm, and responses that were cut": "The run wrote no rollout/entropy.",
     }
 

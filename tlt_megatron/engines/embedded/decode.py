@@ -19,7 +19,8 @@ from tlt_megatron.engines.embedded.kv_layout import KvLayout
 from tlt_megatron.engines.embedded.lane_steps import Committed, LaneBatch, Report, Rows
 from tlt_megatron.engines.embedded.model_pair import Models
 from tlt_megatron.engines.embedded.outputs import Outputs
-from tlt_megatron.engines.embedded.scheduler import DrawnTokens, Request, Scheduler, longest_of
+from tlt_megatron.engines.embedded.request import DrawnTokens, Request, longest_of
+from tlt_megatron.engines.embedded.scheduler import Scheduler
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.speculation.sampling import (
     NoiseWindow,
@@ -216,7 +217,7 @@ class DecodeBatch:
         return Advance(num_rows)
 
     def _lane_batch(self) -> LaneBatch:
-        view = self._layout.view(len(self.requests))
+        view = self._layout.view(self._rows.slot, self._rows.position)
         return LaneBatch(view, self._state_FB, self._rows, sampling=self._sampling)
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tlt_megatron.engines.embedded.decode import Ended
 from tlt_megatron.engines.embedded.model_pair import Models
-from tlt_megatron.engines.embedded.scheduler import Request
+from tlt_megatron.engines.embedded.request import Request
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.types import FinishReason, KeptTokens, Rollout, SamplingParams

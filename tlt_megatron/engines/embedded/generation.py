@@ -12,12 +12,8 @@ from tlt_megatron.engines.base import EngineStats, MorePrompts, PassRecord
 from tlt_megatron.engines.embedded.decode import Advance, DecodeBatch, Ended
 from tlt_megatron.engines.embedded.model_pair import Models
 from tlt_megatron.engines.embedded.prefill import prefill
-from tlt_megatron.engines.embedded.scheduler import (
-    DrawnTokens,
-    Request,
-    Scheduler,
-    make_requests,
-)
+from tlt_megatron.engines.embedded.request import DrawnTokens, Request, make_requests
+from tlt_megatron.engines.embedded.scheduler import Scheduler
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.speculation.verify import accepted_by_depth
 from tlt_megatron.types import Prompt, SamplingParams

@@ -2,26 +2,29 @@
 
 This is the bucketed graph pool of TLT (arXiv 2511.16665): bucketed batch sizes, separate target and
 drafter captures, one capture per shape, one memory pool. A strategy is planned for batches whose
-verify pass has at most _VERIFY_TOKENS rows. All strategies of a batch bucket share one verify
-capture, as wide as the widest of them: a pass of so many rows costs about as much as one row. Each
-has its own draft capture, of all depths of its trees.
+verify pass has at most _VERIFY_TOKENS rows. Strategies of a batch bucket whose passes have at most
+_SHARED_TOKENS rows share one verify capture, as wide as the widest of them: a pass of so many rows
+costs about as much as one row. Every wider one has a capture of its own width. Each strategy has
+its own draft capture, of all depths of its trees.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.models.attention.sums import PART_KEYS
+from tlt_megatron.models.attention.sums import part_keys
 from tlt_megatron.models.config import ModelConfig
 
-# Most rows of a verify pass. Batch 20 with 16 rows is the largest product among the thresholds in
-# the paper's code. An H100 does ~295 bfloat16 multiply-adds in the time of reading one weight.
-_VERIFY_TOKENS = 320
+# Most rows of a verify pass that strategies share. Batch 20 with 16 rows is the largest product
+# among the thresholds in the paper's code. An H100 does ~295 bfloat16 multiply-adds in the time of
+# reading one weight.
+_SHARED_TOKENS = 320
+_VERIFY_TOKENS = 640  # most rows of a verify pass: 64 sequences with 8 drafted tokens each
 _BATCH_STEP = 8  # distance of batch buckets above 4
 _MIN_LENGTH = 512  # shortest length bucket; each next one is twice as long
 # Driver memory per captured kernel: 63-66 KB measured with empty kernels on CUDA 11.2
@@ -65,6 +68,7 @@ class GraphKey:
     batch_size: int  # B
     length: int  # S, positions read
     depth: int = 0  # depth of the trees that TARGET verifies
+    is_chain: bool = False  # whether TARGET verifies chains alone, which nothing has to move
     strategy: SpeculationStrategy | None = None  # for DRAFT alone
 
     @property
@@ -135,13 +139,23 @@ class GraphPlan:
             if batch_size == 1 or batch_size * s.num_rows <= _VERIFY_TOKENS
         ]
         depth = max((s.depth for s in usable), default=0)
-        trees = {(1, 0), (max((s.num_rows for s in usable), default=1), depth)}
-        make = partial(GraphKey, batch_size=batch_size)
-        targets = [
-            make(num_rows=num_rows, depth=tree_depth, length=length)
-            for num_rows, tree_depth in sorted(trees)
-            for length in self.lengths
+        shared = [
+            s.num_rows
+            for s in usable
+            if batch_size == 1 or batch_size * s.num_rows <= _SHARED_TOKENS
         ]
+        own = {s.num_rows for s in usable} - set(shared)
+        make = partial(GraphKey, batch_size=batch_size)
+        targets = [make(num_rows=1, length=length) for length in self.lengths]
+        for num_rows in sorted({max(shared, default=1), *own} - {1}):
+            held = [s for s in usable if s.num_rows <= num_rows]  # `find` may give any of them this
+            tree = make(
+                num_rows=num_rows,
+                depth=max(s.depth for s in held),
+                is_chain=all(s.is_chain for s in held),
+                length=0,
+            )
+            targets += [replace(tree, length=length) for length in self.lengths]
         # After a step of a strategy, at most depth + 1 pairs are new to the drafter. One layer
         # skips the keys after a sequence so fast that it needs no buckets of lengths.
         drafts = [
@@ -169,10 +183,14 @@ class GraphPlan:
         num_fused = c.num_heads + 2 * c.num_kv_heads
         # Alive all the time, or left from the previous layer: states and heads.
         per_token = 2 * c.hidden_size + (num_fused + c.num_heads + 2) * c.head_dim
-        # Attention: a copy of the queries, and outputs and lse of the parts of the keys.
-        num_parts = -(-key.length // PART_KEYS)
+        # Attention: a copy of the queries, outputs, and outputs and lse of the parts of the keys.
+        repeat = c.num_heads // c.num_kv_heads
+        shape_BKR = key.batch_size, c.num_kv_heads, key.num_rows * repeat
+        num_parts = -(-key.length // part_keys(shape_BKR, key.length))
         part_bytes = (c.head_dim + 1) * max(item_bytes, _WIDE_BYTES)
-        attention = num_tokens * c.num_heads * (c.head_dim * item_bytes + num_parts * part_bytes)
+        attention = (
+            num_tokens * c.num_heads * (2 * c.head_dim * item_bytes + num_parts * part_bytes)
+        )
         mlp = num_tokens * (3 if s is None else 4) * c.ffn_size * item_bytes
         bias = num_tokens * key.length * item_bytes
         # Logits, wide logits and their log-probabilities. A draft also has the logits of the roots.

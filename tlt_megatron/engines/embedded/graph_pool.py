@@ -141,8 +141,11 @@ class GraphPool:
     def _in_lanes(self, key: GraphKey) -> GraphKey:
         """Return the capture, cut to the lanes that there are and to their length."""
         steps = self.steps
-        batch_size = min(key.batch_size, steps.cache.scratch_slot // steps.lane)
-        return dataclasses.replace(key, batch_size=batch_size, length=min(key.length, steps.lane))
+        batch_size, length = key.batch_size, min(key.length, steps.cache.scratch_slot)
+        if steps.lane:
+            batch_size = min(batch_size, steps.cache.scratch_slot // steps.lane)
+            length = min(length, steps.lane)
+        return dataclasses.replace(key, batch_size=batch_size, length=length)
 
     # ---- captures and their static tensors
 

@@ -3,7 +3,8 @@
 A lane is the contiguous range of KV slots of one row, prompt included. All lanes are read at the
 length of the longest row, pages only at their row's length. Speculation and captured graphs need
 lanes. Rows start in pages. They move to lanes once, when lanes for all requests fit and cost
-little. The decode batch calls this class when rows join, leave or need a page.
+little. Where they do not fit, rows of captured graphs have lanes that grow: see `loose_lanes.py`.
+The decode batch calls this class when rows join, leave or need a page.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, Role
+from tlt_megatron.engines.embedded.loose_lanes import LooseLanes
 from tlt_megatron.engines.embedded.model_pair import Models
-from tlt_megatron.engines.embedded.scheduler import Request, Scheduler, longest_of
+from tlt_megatron.engines.embedded.request import Request, longest_of
+from tlt_megatron.engines.embedded.scheduler import Scheduler
 from tlt_megatron.models.attention import Attention
-from tlt_megatron.models.attention.lanes import LaneView
+from tlt_megatron.models.attention.lanes import LaneTreeAttention, LaneView, LooseView
 
 _LANE_WASTE = 1.25  # rows move to lanes if these cost at most this factor more
 _LANE_FREE_POSITIONS = 512  # cost of merging pages, in positions of attention
@@ -37,12 +40,13 @@ class KvLayout:
         self._draft_slots = draft_slots
         self._paged = models.policy.arithmetic.paged(models.cache)
         self._lane = 0  # slots of a lane; 0 while rows are in pages
+        self._loose: LooseLanes | None = None  # instead of lanes of one length
         self._view: LaneView | None = None  # a view of the current rows
         self.is_placed = False  # whether `place` has run since rows joined, left or took a page
 
     @property
     def has_lanes(self) -> bool:
-        return self._lane > 0
+        return self._lane > 0 or self._loose is not None
 
     # ---- rows join and leave
 
@@ -64,9 +68,17 @@ class KvLayout:
         self._view = None
 
     def grow(self, requests: Sequence[Request]) -> set[Request]:
-        """Take a page for each row whose next token starts one. Return the requests preempted."""
+        """Take a page for each row whose next token starts one, or lengthen lanes. Return the
+        requests preempted.
+        """
         preempted: set[Request] = set()
-        if self._lane:
+        if requests and not self.has_lanes and self._models.graphs.has_graphs:
+            self.move_to_lanes(requests)
+            self._start_loose()
+        if self._loose is not None and (short := self._loose.find_short(requests)):
+            preempted.update(self._loose.lengthen(short))
+            self.set_changed()
+        if self.has_lanes:
             return preempted
         size = self._cache.page_size
         due = [r for r in requests if r.position == r.kv.num_prompt + len(r.kv.pages) * size]
@@ -81,7 +93,7 @@ class KvLayout:
 
     def place(self, requests: Sequence[Request]) -> list[int]:
         """Choose pages or lanes. Return the slot of each row's next token."""
-        if not self._lane and (
+        if not self.has_lanes and (
             self._models.graphs.has_graphs  # graphs save more than pages do
             or (not self._scheduler.has_waiting and self._lanes_pay(requests))
         ):
@@ -90,6 +102,8 @@ class KvLayout:
         if self._lane:
             return [row * self._lane + request.position for row, request in enumerate(requests)]
         cache = self._cache
+        if self._loose is not None:
+            return [r.kv.pages[0] * cache.page_size + r.position for r in requests]
         cache.compact()
         self._paged.rebuild([request.kv for request in requests])
         return [
@@ -112,7 +126,7 @@ class KvLayout:
         attention: Attention = self._paged
         if self._lane:
             reason = EagerReason.OFF
-            view = self.view(token_ids_B.shape[0])
+            view = self.view(slots_B, positions_B)
             bias_B1S = view.committed_bias(view.read_length(longest))
             attention = models.policy.arithmetic.lanes(view, slots_B, bias_B1S)
         else:
@@ -126,9 +140,12 @@ class KvLayout:
             cache.routes_TR.index_copy_(0, slots_B, models.policy.routes())
         return hidden_BD
 
-    def view(self, num_rows: int) -> LaneView:
+    def view(self, slots_B: Tensor, positions_B: Tensor) -> LaneView:
+        """Return a view of the rows, whose next tokens have these slots and positions."""
+        if self._loose is not None:
+            return LooseView(self._cache, slots_B - positions_B, positions_B)
         if self._view is None:
-            self._view = LaneView(self._cache, num_rows=num_rows, lane=self._lane)
+            self._view = LaneView(self._cache, num_rows=len(slots_B), lane=self._lane)
         return self._view
 
     # ---- lanes
@@ -145,6 +162,16 @@ class KvLayout:
         if self._reserve_lanes():
             self._to_lanes(0, requests)
             self.is_placed = False
+
+    def _start_loose(self) -> None:
+        """Use lanes that grow, if lanes of full length for all rows never fit."""
+        models = self._models
+        # A batch-invariant pass cuts lanes at fixed places and does not take a view like this.
+        if self._lane or models.policy.arithmetic.lanes is not LaneTreeAttention:
+            return
+        if self._scheduler.use_loose_lanes(self._draft_slots):
+            self._loose = LooseLanes(self._cache, self._scheduler)
+            models.bind_lanes(0)
 
     def _to_lanes(self, first_row: int, requests: Sequence[Request]) -> None:
         """Move the positions so far of requests to the lanes from `first_row` on.

@@ -24,6 +24,7 @@ from tlt_megatron.engines.embedded.graph_plan import GraphKey
 from tlt_megatron.models.attention.lanes import (
     LaneTreeAttention,
     LaneView,
+    LooseView,
     causal_bias,
     drafted_bias,
 )
@@ -117,7 +118,9 @@ class Committed(NamedTuple):
 
 
 class LaneSteps:
-    """The steps over lanes of `lane` slots, and the constants that they read."""
+    """The steps over lanes of `lane` slots, and the constants that they read. With a `lane` of 0,
+    lanes start anywhere.
+    """
 
     def __init__(
         self,
@@ -165,11 +168,17 @@ class LaneSteps:
         """Run the step of a graph: DRAFT returns `DraftTree.tensors`, and TARGET returns a
         `Committed`.
         """
-        batch = LaneBatch(self._view(key.batch_size), state_FB, Rows(*state_FB))
+        rows = Rows(*state_FB)
+        if self.lane:
+            view = self._view(key.batch_size)
+        else:  # padding reads from slot 0: a tree may be wider than the scratch page
+            starts_B = (rows.slot - rows.position) % self.cache.scratch_slot
+            view = LooseView(self.cache, starts_B, rows.position)
+        batch = LaneBatch(view, state_FB, rows)
         if key.strategy is not None:
             return self.draft(batch, key.strategy, key.num_rows, key.length).tensors
         tree = DraftTree(*tree_3BQ, depth=key.depth)
-        if key.num_rows == 1:
+        if key.num_rows == 1 or key.is_chain:
             tree = chain_tree(tree.token_ids_BQ)
         return self.target(batch, tree, key.length)
 

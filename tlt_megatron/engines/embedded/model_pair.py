@@ -27,5 +27,7 @@ class Models:
     params: SamplingParams
 
     def bind_lanes(self, lane: int) -> None:
-        """Run steps over rows in lanes of `lane` slots from now on, from the first slot on."""
+        """Run steps over rows in lanes of `lane` slots from now on, from the first slot on. 0:
+        lanes that grow.
+        """
         self.graphs.bind(LaneSteps(self.policy, self.cache, lane, self.draft, self.params))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tlt_megatron.engines.embedded.scheduler import DrawnTokens, Request
+from tlt_megatron.engines.embedded.request import DrawnTokens, Request
 
 
 class Outputs:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tlt_megatron.engines.embedded.scheduler import PrefillChunk, PromptState
+from tlt_megatron.engines.embedded.request import PrefillChunk, PromptState
 from tlt_megatron.models.attention.paged import PrefillSegment
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer

@@ -9,127 +9,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from torch import Tensor
+from tlt_megatron.engines.embedded.request import (
+    KeptTurn,
+    PrefillChunk,
+    PromptState,
+    Request,
+    ResponseKey,
+)
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.types import RolloutKey
 
-from tlt_megatron.models.kv_cache import KvCache, SequenceKv
-from tlt_megatron.speculation.ngram import IndexedText
-from tlt_megatron.speculation.sampling import request_seed
-from tlt_megatron.types import Prompt, RolloutKey, SamplingParams
-
-ResponseKey = tuple[str, int]  # prompt_id and sample_index
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class PromptState:
-    """A prompt and its prefill progress. Its KV stays while a sibling runs, and if memory allows
-    while one waits.
-    """
-
-    prompt: Prompt
-    pages: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    # The state of its last token, from which siblings sample their first token.
-    last_hidden_D: Tensor | None = None
-    num_running: int = 0
-    num_unfinished: int = 0  # running and waiting siblings
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt.token_ids)
-
-
-class DrawnTokens(NamedTuple):
-    """The tokens of a response so far, on the CPU."""
-
-    token_ids_T: Tensor  # int64
-    logprobs_T: Tensor  # float32
-    policy_logprobs_T: Tensor  # float32
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Request:
-    """A response to generate. The decode batch has its tokens while it runs, `saved` in between."""
-
-    order: int  # position in the queue of all requests; lower is older
-    key: ResponseKey
-    state: PromptState
-    params: SamplingParams
-    seed: int
-    max_new_tokens: int
-    kv: SequenceKv
-    saved: DrawnTokens | None = None
-    position: int = 0  # the next token to compute, counted in the whole sequence, while it runs
-    num_computed: int = 0  # saved tokens recomputed so far
-    last_hidden_D: Tensor | None = None  # the state of the last saved token, after recomputation
-    passes: list[tuple[int, int]] = field(default_factory=list)  # verifying: tokens before, out
-    # the ids that top-p and top-k kept at each token so far; empty without them
-    kept: list[Tensor] = field(default_factory=list)
-    text: IndexedText | None = None  # what the n-gram drafter has of it
-    num_reported: int = 0  # tokens that `DecodeBatch.take_news` has returned
-
-    @property
-    def sample_index(self) -> int:
-        return self.key[1]
-
-    @property
-    def num_saved(self) -> int:
-        """Return the number of tokens generated before preemption."""
-        return 0 if self.saved is None else self.saved.token_ids_T.numel()
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether the KV of prompt and saved tokens is complete, so that it can join the batch."""
-        is_prompt_computed = self.state.num_computed == self.state.num_tokens
-        return is_prompt_computed and self.num_computed == self.num_saved
-
-
-def longest_of(requests: Sequence[Request]) -> int:
-    """Return the most positions of running requests, that of the next token included."""
-    return max(request.position for request in requests) + 1
-
-
-class PrefillChunk(NamedTuple):
-    """Tokens start..end-1 of a prompt, or of the saved tokens of a preempted request."""
-
-    owner: PromptState | Request
-    start: int
-    end: int
-
-
-def make_requests(
-    prompts: Sequence[Prompt], params: SamplingParams, *, first_order: int = 0
-) -> list[Request]:
-    """Return the requests of prompts, siblings together."""
-    requests: list[Request] = []
-    for prompt in prompts:
-        samples = prompt.sample_indices(params)
-        state = PromptState(prompt=prompt, num_unfinished=len(samples))
-        for sample_index in samples:
-            requests.append(
-                Request(
-                    order=first_order + len(requests),
-                    key=(prompt.prompt_id, sample_index),
-                    state=state,
-                    params=params,
-                    seed=request_seed(
-                        params.seed, prompt.draw_index, sample_index, prompt.first_position
-                    ),
-                    max_new_tokens=prompt.limit(params),
-                    kv=SequenceKv(num_prompt=state.num_tokens, prompt=state.pages),
-                )
-            )
-    return requests
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class KeptTurn:
-    """A complete response whose KV is kept, in prompt pages, for the prompt that continues it."""
-
-    token_ids: tuple[int, ...]  # prompt and response without its last token, which has no KV
-    pages: list[int] = field(default_factory=list)
+MIN_SPARE = 2  # pages that a lane can grow by, or all would be laid out anew at every step
 
 
 class Scheduler:
@@ -160,7 +51,8 @@ class Scheduler:
         self._keeps_turns = not is_serving
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._longest_later = longest_later
-        self._lanes_end = 0  # pages of all lanes; 0 without lanes
+        self._lanes_end = 0  # pages of all lanes of full length; 0 without them
+        self._step_slots = 0  # see `use_loose_lanes`; 0 without loose lanes
         self._kept_turns: dict[RolloutKey, KeptTurn] = {}  # oldest first
         self.running: list[Request] = []  # oldest first
         self.num_preemptions = 0
@@ -221,6 +113,35 @@ class Scheduler:
         self._lanes_end = end
         return True
 
+    def use_loose_lanes(self, draft_slots: int) -> bool:
+        """Admit rows for lanes that grow: see `loose_lanes.py`. Return False if lanes of full
+        length fit once no waiting request is in their way, or if not even the longest request fits
+        alone.
+        """
+        cache, everyone = self._cache, (*self.running, *self._waiting)
+        num_rows = self.max_batch_size if self._longest_later else len(everyone)
+        longest = self.longest_sequence
+        lane = cache.pages_for(longest + draft_slots)
+        prompts = (request.state.num_tokens for request in everyone)
+        prompt = cache.pages_for(max(self._longest_later, *prompts))
+        if min(num_rows, self.max_batch_size) * lane + prompt <= cache.num_pages:
+            return False
+        # A step writes the root and its token, or `draft_slots` slots, and the token after them.
+        if cache.pages_for(longest + draft_slots + 2) + MIN_SPARE + prompt > cache.num_pages:
+            return False
+        self._step_slots = draft_slots + 2
+        return True
+
+    def step_pages(self, num_positions: int) -> int:
+        """Return the pages of a loose lane for the next step after so many positions."""
+        return self._cache.pages_for(num_positions + self._step_slots)
+
+    def num_pages_of_next(self) -> int:
+        """Return the pages that the next request needs to join, with loose lanes."""
+        if not self._waiting or len(self.running) == self.max_batch_size:
+            return 0
+        return sum(self._pages_needed(self._waiting[0]))
+
     # ---- admission
 
     def plan_prefill(self) -> tuple[list[PrefillChunk], list[Request]]:
@@ -233,7 +154,7 @@ class Scheduler:
         while self._waiting and len(self.running) < self.max_batch_size:
             request = self._waiting[0]
             if not self._take_pages(request):
-                if self._drop_kept_turn() or (not self.running and self._reclaim()):
+                if self._drop_kept_turn() or (not self.running and self.reclaim()):
                     continue
                 # If nothing runs it fits: no other request holds pages.
                 assert self.running, "a request that was checked to fit does not"
@@ -253,25 +174,35 @@ class Scheduler:
         """Take the pages that it still needs to decode one token. Return False if they are not
         free.
         """
-        cache, prompt_pages, own_pages = self._cache, request.state.pages, request.kv.pages
-        num_prompt = cache.pages_for(request.state.num_tokens) - len(prompt_pages)
-        num_own = cache.pages_for(request.num_saved + 1) - len(own_pages)
-        if self._lanes_end:
-            # it gets its lane when it joins; a page taken now could lie in another lane
-            num_own = 0
+        num_prompt, num_own = self._pages_needed(request)
         if num_prompt + num_own > self._num_spare:
             return False
-        cache.take_prompt_pages(prompt_pages, num_prompt)
+        self._cache.take_prompt_pages(request.state.pages, num_prompt)
+        if self._step_slots:
+            num_own = self._cache.pages_for(request.num_saved) - len(request.kv.pages)
         for _ in range(num_own):
-            cache.take_response_page(own_pages)
+            self._cache.take_response_page(request.kv.pages)
         return True
+
+    def _pages_needed(self, request: Request) -> tuple[int, int]:
+        """Return the pages that must be free for its prompt, and for its response or lane."""
+        cache, state, num_held = self._cache, request.state, len(request.kv.pages)
+        num_prompt = cache.pages_for(state.num_tokens) - len(state.pages)
+        if self._step_slots:
+            lane = self.step_pages(state.num_tokens + request.num_saved) + MIN_SPARE
+            return num_prompt, max(lane - num_held, 0)
+        # With lanes it gets its own when it joins. A page taken now could lie in another one.
+        return num_prompt, 0 if self._lanes_end else cache.pages_for(
+            request.num_saved + 1
+        ) - num_held
 
     @property
     def _num_spare(self) -> int:
         """Return the free pages beside the lanes, or without lanes all but one for each running
         request, which would else preempt another soon."""
         num_free = self._cache.num_free_from(self._lanes_end)
-        return num_free if self._lanes_end else num_free - len(self.running)
+        has_lanes = self._lanes_end or self._step_slots
+        return num_free if has_lanes else num_free - len(self.running)
 
     @staticmethod
     def _next_chunk(request: Request, budget: int) -> PrefillChunk | None:
@@ -294,16 +225,23 @@ class Scheduler:
         """
         preempted: list[Request] = []
         while not self._cache.take_response_page(request.kv.pages):
-            if self._reclaim():
+            if self.reclaim():
                 continue
-            victim = self.running.pop()
-            self._release(victim)
-            self._waiting.appendleft(victim)
-            self.num_preemptions += 1
-            preempted.append(victim)
-            if victim is request:
+            preempted.append(self.preempt_newest())
+            if preempted[-1] is request:
                 break
         return preempted
+
+    def preempt_newest(self) -> Request:
+        """Let the newest running request free its pages and wait. Return it."""
+        victim = self.running.pop()
+        self._release(victim)
+        victim.kv.prompt = victim.state.pages
+        if not victim.state.pages:  # freed when it moved to a lane
+            victim.state.num_computed = 0
+        self._waiting.appendleft(victim)
+        self.num_preemptions += 1
+        return victim
 
     def finish(self, request: Request) -> None:
         """Free the pages of a request that ended, and those of its prompt after the last
@@ -334,7 +272,7 @@ class Scheduler:
         self._cache.free(state.pages)
         state.num_computed = 0
 
-    def _reclaim(self) -> bool:
+    def reclaim(self) -> bool:
         """Free kept turns, prompts without a running sibling and partly recomputed responses of
         waiting requests. Return if any was."""
         is_any = False

@@ -13,12 +13,8 @@ from typing import NamedTuple, Protocol
 from tlt_megatron.engines.embedded.decode import Ended
 from tlt_megatron.engines.embedded.ended_responses import finish_reason_of
 from tlt_megatron.engines.embedded.generation import Generation
-from tlt_megatron.engines.embedded.scheduler import (
-    DrawnTokens,
-    ResponseKey,
-    Scheduler,
-    make_requests,
-)
+from tlt_megatron.engines.embedded.request import DrawnTokens, ResponseKey, make_requests
+from tlt_megatron.engines.embedded.scheduler import Scheduler
 from tlt_megatron.types import FinishReason, Prompt, SamplingParams
 
 

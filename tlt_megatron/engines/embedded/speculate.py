@@ -19,7 +19,7 @@ from tlt_megatron.engines.embedded.graph_plan import EagerReason
 from tlt_megatron.engines.embedded.lane_steps import Committed, LaneBatch, Rows
 from tlt_megatron.engines.embedded.memory_plan import draft_slots_of
 from tlt_megatron.engines.embedded.model_pair import Models
-from tlt_megatron.engines.embedded.scheduler import Request, longest_of
+from tlt_megatron.engines.embedded.request import Request, longest_of
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.speculation.ngram import IndexedText, NgramIndex
 from tlt_megatron.speculation.sampling import NoiseWindow, is_searched

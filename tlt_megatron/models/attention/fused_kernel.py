@@ -33,6 +33,7 @@ def _attend_part(
     key,
     value,
     bias,
+    starts,
     out,
     lse,
     query_batch,
@@ -58,6 +59,7 @@ def _attend_part(
     PART: tl.constexpr,
     SCANNED: tl.constexpr,
     WIDE: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
 ):
     """Attend with one block of queries over one part of the keys, into `out` and `lse` [.., M]."""
     num_blocks = tl.cdiv(num_queries, QUERIES)
@@ -83,6 +85,10 @@ def _attend_part(
     queries = tl.load(query + places, mask=is_row[:, None] & is_dim[None, :], other=0.0)
     key += batch * key_batch + head * key_head
     value += batch * value_batch + head * value_head
+    if HAS_STARTS:
+        first = tl.load(starts + batch).to(tl.int64)
+        key += first * key_row
+        value += first * value_row
     scale = tl.full([1, 1], SCALE, WIDE)
     largest = tl.full([QUERIES], -float("inf"), WIDE)
     total = tl.zeros([QUERIES], WIDE)
@@ -166,9 +172,9 @@ def stages_of(dtype: torch.dtype, head_dim: int) -> int:
     return 2 if head_block_of(head_dim) * dtype.itemsize <= _MAX_AHEAD_BYTES else 1
 
 
-def options_of(dtype: torch.dtype, num_queries: int, head_dim: int) -> dict[str, object]:
+def options_of(dtype: torch.dtype, num_queries: int, head_dim: int, part: int) -> dict[str, object]:
     """Return the compile-time arguments of `_attend_part` for queries of `dtype`, and how it is
-    launched.
+    launched. A program has `part` keys.
     """
     head_block, most = head_block_of(head_dim), block_of(dtype, head_dim)
     block = min(max(triton.next_power_of_2(num_queries), 16), most)
@@ -178,8 +184,8 @@ def options_of(dtype: torch.dtype, num_queries: int, head_dim: int) -> dict[str,
         "HEAD_BLOCK": head_block,
         "QUERIES": block,
         "KEYS": most,
-        "PART": PART_KEYS,
-        "SCANNED": min(_SCANNED_BIASES // block, PART_KEYS),
+        "PART": part,
+        "SCANNED": min(_SCANNED_BIASES // block, part),
         "WIDE": triton_wide(dtype),
         "num_stages": stages_of(dtype, head_dim),
         "num_warps": 4 if block == 16 else 8,  # with 4, a larger block does not fit into registers
@@ -191,24 +197,28 @@ def launch(
     key: Tensor,
     value: Tensor,
     bias: Tensor,
+    starts_B: Tensor | None,
     whole: tuple[Tensor, Tensor],
     parts: tuple[Tensor, Tensor],
+    part: int = PART_KEYS,
 ) -> None:
     """Write the result of `kernels.attend_with_lse` to `whole`: see `sums.result_buffers`.
 
-    The cut into parts does not depend on B, R or the lengths of other sequences.
+    With `starts_B`, the keys of row b begin so many places after the first of `key`. A program has
+    `part` keys.
     """
     num_rows, num_heads, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     bias = bias.expand(num_rows, -1, -1, -1)
-    num_parts = triton.cdiv(num_keys, PART_KEYS)
-    options = options_of(query.dtype, num_queries, head_dim)
+    num_parts = triton.cdiv(num_keys, part)
+    options = options_of(query.dtype, num_queries, head_dim, part)
     num_blocks = triton.cdiv(num_queries, options["QUERIES"])
     _attend_part[(num_rows * num_heads * num_blocks, num_parts)](  # pyright: ignore[reportIndexIssue]
         query,
         key,
         value,
         bias,
+        bias if starts_B is None else starts_B,  # any pointer: without starts it is not read
         *parts,
         *query.stride()[:3],
         *key.stride()[:3],
@@ -220,6 +230,7 @@ def launch(
         num_keys,
         num_queries // bias.shape[2],
         **options,
+        HAS_STARTS=starts_B is not None,
     )
     merge_parts(parts, whole, options)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_megatron.models.attention.sums import result_buffers, wide_dtype
+from tlt_megatron.models.attention.sums import part_keys, result_buffers, wide_dtype
 from tlt_megatron.runtime.device import has_triton
 
 _QUERY_CHUNK = 512  # queries whose scores are in memory at once, without a fused kernel
@@ -61,29 +61,41 @@ def bias_for_queries(bias_BRS: Tensor, repeat: int) -> Tensor:
 
 
 def attend_grouped(
-    query_BRNH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, bias: Tensor
+    query_BRNH: Tensor,
+    key_BKSH: Tensor,
+    value_BKSH: Tensor,
+    bias: Tensor,
+    starts_B: Tensor | None = None,
 ) -> Tensor:
     """Return the attention [B * R, N * H] of R queries of each row. N / K query heads share a kv
     head.
 
-    `bias` is from `bias_for_queries`.
+    `bias` is from `bias_for_queries`. With a fused kernel, the keys of row b begin `starts_B[b]`
+    places after the first of `key_BKSH`.
     """
     num_rows, num_queries, num_heads, head_dim = query_BRNH.shape
     groups = key_BKSH.shape[1], num_heads // key_BKSH.shape[1]
     query_BRKGH = query_BRNH.view(num_rows, num_queries, *groups, head_dim)
     query = query_BRKGH.transpose(1, 2).flatten(2, 3)
-    out, _ = attend_with_lse(query, key_BKSH, value_BKSH, bias)
+    if starts_B is None:
+        out, _ = attend_with_lse(query, key_BKSH, value_BKSH, bias)
+    else:
+        out, _ = attend_fused(query, key_BKSH, value_BKSH, bias, starts_B)
     out_BKRGH = out.view(num_rows, groups[0], num_queries, groups[1], head_dim)
     return out_BKRGH.transpose(1, 2).reshape(-1, num_heads * head_dim)
 
 
-def attend_fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    whole, parts = result_buffers(query, key.shape[2])
+def attend_fused(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, starts_B: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    num_keys = key.shape[2]
+    part = part_keys(query.shape[:3], num_keys)
+    whole, parts = result_buffers(query, num_keys, part)
     if not query.is_meta:
         # Imported when needed: CPU builds of torch come without triton.
         from tlt_megatron.models.attention import fused_kernel
 
-        fused_kernel.launch(query, key, value, bias, whole, parts)
+        fused_kernel.launch(query, key, value, bias, starts_B, whole, parts, part)
     return whole
 
 

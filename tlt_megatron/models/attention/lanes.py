@@ -1,4 +1,5 @@
-"""Attention over lanes: contiguous ranges of KV slots, one per sequence. One object per pass.
+"""Attention over lanes: contiguous ranges of KV slots, one per sequence. One object per pass. Lanes
+are all of one length (`LaneView`), or start anywhere (`LooseView`).
 
 New keys go to slots after the committed ones, and a bias says which of them each query sees. So a
 chain, a tree and a plain extension each need one kernel call.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_megatron.models.attention.kernels import attend_grouped, bias_for_queries
+from tlt_megatron.models.attention.kernels import attend_grouped, bias_for_queries, is_fused
 from tlt_megatron.models.kv_cache import KvCache
 
 _LANE_SLICE = 32  # positions; lanes are read up to the longest sequence, rounded up to a multiple
@@ -54,25 +55,75 @@ class LaneView:
         """Return [B, 1, S], a view: 0 where a position is committed, -inf elsewhere."""
         return self._bias_B1T[..., :length]
 
+    def attend(self, layer: int, query_BRNH: Tensor, bias: Tensor) -> Tensor:
+        """Return `kernels.attend_grouped` over the first S positions of each lane."""
+        keys, values = self.kv(layer, bias.shape[3])
+        return attend_grouped(query_BRNH, keys, values, bias)
+
+
+class LooseView(LaneView):
+    """B sequences in lanes that start at any slot, each as long as its sequence needs.
+
+    The starts and the numbers of committed positions [B] are tensors, so a captured graph reads the
+    lanes of its rows wherever they are. Positions beyond a lane are those of other lanes, and
+    hidden.
+    """
+
+    def __init__(self, cache: KvCache, starts_B: Tensor, positions_B: Tensor) -> None:
+        self.cache = cache
+        self.num_rows = starts_B.shape[0]
+        self.starts_B = starts_B
+        self._positions_B = positions_B
+        self.lane = cache.bias_T.shape[0]
+        self._slots_B: dict[int, Tensor] = {}
+
+    def part(self, start: int, end: int) -> LooseView:
+        """See `LaneView`."""
+        return LooseView(self.cache, self.starts_B[start:end], self._positions_B[start:end])
+
+    def committed_bias(self, length: int) -> Tensor:
+        """See `LaneView`. Not a view."""
+        return causal_bias(self, self._positions_B.unsqueeze(1) - 1, length)
+
+    def attend(self, layer: int, query_BRNH: Tensor, bias: Tensor) -> Tensor:
+        """See `LaneView`. Without a fused kernel, keys and values are copied."""
+        kv_KTH, length = self.cache.layers[layer], bias.shape[3]
+        if is_fused(kv_KTH):
+            kv_BKTH = kv_KTH[:, :length].expand(self.num_rows, -1, -1, -1)
+            keys, values = kv_BKTH.chunk(2, dim=1)
+            return attend_grouped(query_BRNH, keys, values, bias, self.starts_B)
+        slots_P = self._slots_B.get(length)
+        if slots_P is None:
+            columns_S = torch.arange(length, device=kv_KTH.device)
+            slots_BS = self.starts_B.unsqueeze(1) + columns_S
+            slots_P = self._slots_B[length] = slots_BS.clamp_(max=self.lane - 1).view(-1)
+        kv_BKSH = kv_KTH.index_select(1, slots_P).unflatten(1, (-1, length)).transpose(0, 1)
+        keys, values = kv_BKSH.chunk(2, dim=1)
+        return attend_grouped(query_BRNH, keys, values, bias)
+
 
 class LaneTreeAttention:
     """Attention of R queries per row, packed row by row: [B*R]."""
 
     def __init__(
-        self, view: LaneView, slots_P: Tensor, bias_BRS: Tensor, *, first_layer: int = 0
+        self,
+        view: LaneView,
+        slots_P: Tensor,
+        bias_BRS: Tensor,
+        *,
+        first_layer: int = 0,
     ) -> None:
         """`bias_BRS` is 0 where a query sees a key. `first_layer` is the cache's for layer 0."""
         self._view = view
         self._slots_P = slots_P
         self._first_layer = first_layer
-        self._length = bias_BRS.shape[2]
         self._bias = bias_for_queries(bias_BRS, view.cache.num_heads_per_kv)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         view, layer = self._view, layer + self._first_layer
         view.cache.write(layer, self._slots_P, kv_PKH)
         query_BRNH = query_PNH.view(view.num_rows, -1, *query_PNH.shape[1:])
-        return attend_grouped(query_BRNH, *view.kv(layer, self._length), self._bias)
+        return view.attend(layer, query_BRNH, self._bias)
 
 
 def causal_bias(view: LaneView, positions_BM: Tensor, length: int) -> Tensor:

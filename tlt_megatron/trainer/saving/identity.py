@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _IDENTITY, _SETTINGS, _NUM_RANKS = "identity", "settings", "num_ranks"
 _REFERENCE = "weights in model.path (the KL reference)"
+_ADAPTERS = "LoRA"
 _NOISE = "sampling noise (another one draws other tokens from the same seed)"
 # Settings whose change makes the saved drafter useless.
 _OF_DRAFTER = ("speculation.drafter", "drafter.algorithm", "spot.enabled")
@@ -86,6 +87,13 @@ def describe_run(
     }
     if config.algorithm.kl_coef > 0:
         identity[_REFERENCE] = fingerprint_weights(config.model.path)
+    if config.model.lora_rank:  # a checkpoint holds the adapters alone
+        identity[_ADAPTERS] = {
+            "rank": config.model.lora_rank,
+            "alpha": config.model.lora_alpha,
+            "targets": sorted(config.model.lora_targets),
+            "frozen weights": fingerprint_weights(config.model.path),
+        }
     about = {
         _IDENTITY: _flatten(identity),
         _SETTINGS: _flatten(dataclasses.asdict(config)) | {_NOISE: DEFINITION},

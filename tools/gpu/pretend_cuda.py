@@ -304,7 +304,7 @@ def _is_view(func: Callable) -> bool:
     return all(info is not None and not info.is_write for info in infos)
 
 
-def _inner(value: object) -> object:
+def _inner(value: Any) -> Any:
     if isinstance(value, PretendTensor):
         return value.inner
     return _CPU if isinstance(value, torch.device) else value
