@@ -34,6 +34,21 @@ TLT = (
     *("speculation.enabled=true", "speculation.strategies=['3_1_3','3_2_6','ngram_4']"),
     *("spot.enabled=true", "drafter.batch_tokens=64"),
 )
+FEATURES = {  # overrides of each; {task} is the folder of `write_environment`
+    "critic": "algorithm.advantage=gae critic.lr=1e-3",
+    "KL in the loss": "algorithm.kl_coef=0.1",
+    "KL in the reward": "algorithm.kl_coef=0.1 algorithm.kl_placement=reward",
+    "partial rollouts": "algorithm.tis_cap=2 rollout.over_sampling_prompts=4"
+    " rollout.partial_rollout_tokens=5",
+    "conversations": "rollout.environment={task}/environment.py:answer rollout.max_turns=3"
+    " rollout.max_observation_tokens=12",
+    "dynamic sampling": "algorithm.filter_groups=score",
+    "experts": "parallel.expert=2",
+    "routing replay": "rollout.routing_replay=true",
+    "context parallelism": "parallel.context=2",
+    "speculation": " ".join(TLT),
+    "batch invariance": "rollout.batch_invariant=true rollout.dtype=float32",
+}
 REWARD = '''"""Share of the digits of a response that are below five, in steps of 1/4: neither always 0 nor always 1."""
 
 

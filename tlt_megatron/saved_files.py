@@ -6,8 +6,10 @@ anything. So every reader of one begins here. ValueError names the file.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator, Sequence
@@ -79,6 +81,22 @@ def parse_object(path: object, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: must hold a JSON object, not a {type(value).__name__}")
     return value
+
+
+def parse_torch(path: object, data: bytes) -> Any:
+    """Return the tensors and plain values that `torch.save` wrote into `data`, of the file `path`.
+
+    Nothing in it is run. ValueError in one line for anything else.
+    """
+    import torch
+
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes make torch.load raise any type
+        # torch's own text advises to run what is in the file
+        found = re.search(r"(?:WeightsUnpickler error: |Trying to load )(.*)", str(error))
+        reason = found[1] if found else error
+        raise ValueError(f"{path} is not loaded: {one_line(reason)}") from error
 
 
 def parse_json(text: str | bytes) -> Any:

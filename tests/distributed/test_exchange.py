@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 from tests.policy_batches import make_rollout, score
 from tests.ranks import run_ranks
 from tests.rollout_stand_ins import make_passes
+from tlt_megatron.policy import exchange
 from tlt_megatron.policy.batching import find_owners
 from tlt_megatron.policy.exchange import (
     ResponseRow,
@@ -98,9 +99,16 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("num_groups", [7, 1])  # with one group, three ranks have no response
-def test_an_owner_gets_what_was_generated_and_others_nothing(num_groups: int) -> None:
+@pytest.mark.parametrize(
+    ("num_groups", "round_bytes"),
+    [(7, exchange.ROUND_BYTES), (1, exchange.ROUND_BYTES), (7, 1000)],
+    ids=["all at once", "three ranks have no response", "in rounds"],
+)
+def test_an_owner_gets_what_was_generated_and_others_nothing(
+    num_groups: int, round_bytes: int
+) -> None:
     def on_rank() -> list[bool]:
+        exchange.ROUND_BYTES = round_bytes
         everyone = group_of(dist.group.WORLD)
         pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # two owners, of two ranks each
         dp = group_of(pairs[everyone.rank % 2])
@@ -177,7 +185,7 @@ def test_a_rank_of_1024_receives_its_share_and_little_more() -> None:
         messages = [share | {"rows": rows[first : first + per_replica]}, *others]
         sizes.append([len(zlib.compress(json.dumps(each).encode(), 1)) for each in messages])
     received = sum(num_replicas * (8 + max(column)) for column in zip(*sizes, strict=True))
-    received += num_replicas * 8 * (2 + 1 + 6 + 2 * 5)  # indices, sizes, and numbers in tensors
+    received += num_replicas * 8 * (3 + 1 + 6 + 2 * 5)  # indices, sizes, and numbers in tensors
     received += len(rows) * 2 * 8 * (1 + 2)  # sums of a ring: rewards, and moments of advantages
     share = 0
     for rollout in rollouts:

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from tests.sealed_checkpoint import seal
@@ -233,6 +234,13 @@ def _cut(name: str) -> Callable[[Path], object]:
     return lambda run_dir: os.truncate(run_dir / NEWEST / name, 100)
 
 
+def _renamed(run_dir: Path) -> None:
+    file = run_dir / NEWEST / "drafter" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["other"] = tensors.pop(min(tensors))
+    save_file(tensors, file)
+
+
 CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {  # and what a resume says
     "index of numbers": (
         _index(lambda m: m.state_dict_metadata.update({"decoder.final_layernorm.weight": 7})),
@@ -259,6 +267,7 @@ CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {  # and what a resum
         _carried(lambda saved: saved["rollouts"][0][0].update(token_ids=[1, 2])),
         r"carried_00000\.pt: is not as a run writes it",
     ),
+    "a drafter of other tensors": (_renamed, "the drafter starts anew: .* misshapen"),
     "a cut drafter": (_cut("drafter/model.safetensors"), "the drafter starts anew: "),
     "cut data of the drafter": (
         _cut("drafter_data/rank_00000.safetensors"),

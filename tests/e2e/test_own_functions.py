@@ -27,13 +27,13 @@ import torch
 from tlt_megatron.trainer.build_embedded import build_embedded_engine
 
 
-def constant(rewards):
-    return [[torch.full(reward_T.shape, 3.0) for reward_T in group] for group in rewards]
+def constant(rewards, level=3.0):
+    return [[torch.full(reward_T.shape, level) for reward_T in group] for group in rewards]
 
 
-def plain(logprobs, old_logprobs, batch, section):
+def plain(logprobs, old_logprobs, batch, section, *, scale):
     ratio = (logprobs - old_logprobs).exp()
-    return -ratio * batch.advantages, torch.ones_like(logprobs)
+    return -scale * ratio * batch.advantages, torch.ones_like(logprobs)
 
 
 def one(data_source, solution_str, ground_truth, extra_info=None):
@@ -54,6 +54,7 @@ def test_a_users_advantage_loss_rewards_and_engine_train(config: Path, tmp_path:
     mine = tmp_path / "mine.py"
     mine.write_text(MINE)
     functions = (f"algorithm.advantage={mine}:constant", f"algorithm.loss={mine}:plain")
+    functions += ("algorithm.advantage_args.level=1.5", "algorithm.loss_args={scale: 2.0}")
     functions += (f"rollout.engine={mine}:engine",)
     functions += ("reward.function=math",)
     functions += (f"reward.function={{{mine}:one: 0.7, {mine}:two: 0.2, {mine}:three: 0.1}}",)

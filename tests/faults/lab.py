@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.processes import start
-from tests.tiny_task import TLT, make_tiny_task, write_environment
+from tests.tiny_task import FEATURES, make_tiny_task, write_environment
 from tlt_megatron.trainer.saving.manifest import POINTER
 
 NUM_STEPS = 4
@@ -16,29 +16,31 @@ _BASE = (
     f"run.num_steps={NUM_STEPS} checkpoint.interval=1 logging.trackers=[]"
     " rollout.num_samples=2 rollout.num_prompts=2 rollout.max_new_tokens=12"
 )
-_TLT = " ".join(TLT)
-_CRITIC = "algorithm.advantage=gae critic.lr=1e-3 critic.warmup_steps=1"
-_PARTIAL = "algorithm.tis_cap=2 rollout.over_sampling_prompts=4 rollout.partial_rollout_tokens=5"
-_CONVERSATION = (
-    "rollout.environment={task}/environment.py:answer rollout.max_turns=3"
-    " rollout.max_observation_tokens=12"
-)
 MIXTURE = "mixture"
+
+
+def _features(*names: str) -> str:
+    return " ".join(["data.eval=", *(FEATURES[name] for name in names)])
+
+
 VARIANTS = {
     "plain": "eval.interval=2",
     "tensor": "data.eval= parallel.tensor=2",
     # Rank 0 has twice the work of rank 1, so that rank 1 has idle time.
-    "spot": f"data.eval= {_TLT} drafter.algorithm=hass rollout.num_prompts=3"
-    " rollout.max_new_tokens=16",
-    "critic": f"data.eval= {_CRITIC}",
-    "partial": f"data.eval= {_PARTIAL}",
-    "conversation": f"data.eval= {_CONVERSATION}",
-    "dynamic": f"data.eval= {_TLT} algorithm.filter_groups=score",
+    "spot": _features("speculation")
+    + " drafter.algorithm=hass rollout.num_prompts=3 rollout.max_new_tokens=16",
+    "critic": _features("critic") + " critic.warmup_steps=1",
+    "partial": _features("partial rollouts"),
+    "conversation": _features("conversations"),
+    "dynamic": _features("dynamic sampling", "speculation"),
     # combinations
-    "conversation with critic": f"data.eval= {_CONVERSATION} {_CRITIC}",
-    "partial and dynamic": f"data.eval= {_PARTIAL} algorithm.filter_groups=score",
-    MIXTURE: f"data.eval= {_TLT} rollout.routing_replay=true parallel.expert=2"
-    " optimizer.eps=1e-5",  # so that Adam does not enlarge the rounding of another layout
+    "conversation with critic": _features("conversations", "critic", "KL in the reward"),
+    "partial and dynamic": _features("partial rollouts", "dynamic sampling"),
+    # eps, so that Adam does not enlarge the rounding of another layout
+    MIXTURE: _features(
+        *("experts", "routing replay", "partial rollouts", "KL in the loss", "speculation")
+    )
+    + " optimizer.eps=1e-5",
 }
 LAYOUTS = {  # another one than two data-parallel ranks, as overrides and number of ranks
     "one rank": (("parallel.tensor=1",), 1),
@@ -75,15 +77,20 @@ class Variant:
         return ["--config", str(self.config), f"run.dir={run_dir}", *_BASE.split(), *own]
 
     def copy_stopped(self, run_dir: Path, step: int) -> Path:
-        """Copy the straight run as it was when it had saved `step`, with the default of two
-        checkpoints; returns their folder.
-        """
-        later = [f"iter_{n:07d}" for n in range(1, NUM_STEPS + 1) if not step - 2 < n <= step]
-        later += [f"step_{n:07d}.*" for n in range(step + 1, NUM_STEPS + 1)]
-        ignored = shutil.ignore_patterns("summary.json", "trace.json", "hf", *later)
-        shutil.copytree(self.straight, run_dir, ignore=ignored)
-        (run_dir / "checkpoints" / POINTER).write_text(str(step))
-        return run_dir / "checkpoints"
+        """Copy the straight run as it was when it had saved `step`; returns its checkpoints."""
+        return copy_stopped(self.straight, run_dir, step)
+
+
+def copy_stopped(straight: Path, run_dir: Path, step: int) -> Path:
+    """Copy a run with all checkpoints as it was when it had saved `step`, with the default of two
+    checkpoints; returns their folder.
+    """
+    later = [f"iter_{n:07d}" for n in range(1, NUM_STEPS + 1) if not step - 2 < n <= step]
+    later += [f"step_{n:07d}.*" for n in range(step + 1, NUM_STEPS + 1)]
+    ignored = shutil.ignore_patterns("summary.json", "trace.json", "hf", *later)
+    shutil.copytree(straight, run_dir, ignore=ignored)
+    (run_dir / "checkpoints" / POINTER).write_text(str(step))
+    return run_dir / "checkpoints"
 
 
 class Lab:

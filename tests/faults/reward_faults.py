@@ -85,7 +85,7 @@ def reward_zero(case: Case) -> None:
     """on_error=zero: the run goes on, the one response scores 0; no token of its step changes."""
     job = _start(case, _FATAL, "reward.on_error=zero")
     case.end(job, 0, ranks=[0], is_quiet=False)  # the run logs the function's own traceback
-    if case.variant.name.startswith(("dynamic", "partial", "conversation")):
+    if case.variant.name.startswith(("dynamic", "partial", "conversation", "mixture")):
         return  # the score, or the answer, decides which responses are in the batch
     first = [a[:3] for a in answers(case.run_dir)][: len(answers(case.run_dir)) // NUM_STEPS]
     straight = [a[:3] for a in answers(case.variant.straight)][: len(first)]

@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 
 import tests.mcore_policy  # noqa: F401  # imports Megatron once, before ranks are forked
-from tests.pairs.features import EXCLUSIVE, FEATURES, all_pairs, check, make_tasks
+from tests.pairs.features import EXCLUSIVE, all_pairs, check, make_tasks
+from tests.tiny_task import FEATURES
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,30 +8,16 @@ rounding). Or the program refuses it, with one line that names a setting of ever
 from __future__ import annotations
 
 import itertools
-import shutil
+import os
+import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.case import compare
-from tests.tiny_task import TLT, make_tiny_task, run_forked, write_environment
-from tlt_megatron.trainer.saving.manifest import POINTER
+from tests.faults.lab import copy_stopped
+from tests.tiny_task import FEATURES, make_tiny_task, run_forked, write_environment
 
-FEATURES = {  # overrides of each
-    "critic": "algorithm.advantage=gae critic.lr=1e-3",
-    "KL in the loss": "algorithm.kl_coef=0.1",
-    "KL in the reward": "algorithm.kl_coef=0.1 algorithm.kl_placement=reward",
-    "partial rollouts": "algorithm.tis_cap=2 rollout.over_sampling_prompts=4"
-    " rollout.partial_rollout_tokens=5",
-    "conversations": "rollout.environment={task}/environment.py:answer rollout.max_turns=3"
-    " rollout.max_observation_tokens=12",
-    "dynamic sampling": "algorithm.filter_groups=score",
-    "experts": "parallel.expert=2",
-    "routing replay": "rollout.routing_replay=true",
-    "context parallelism": "parallel.context=2",
-    "speculation": " ".join(TLT),
-    "batch invariance": "rollout.batch_invariant=true rollout.dtype=float32",
-}
 ON_A_MIXTURE = {"experts", "routing replay"}
 ONE_RANK = ("parallel.expert=1", "parallel.context=1")
 PLAIN = ("speculation.enabled=false", "spot.enabled=false")
@@ -42,22 +28,10 @@ BASE = (
 )
 # Two values of one setting: there is no run of both.
 EXCLUSIVE = ("KL in the loss", "KL in the reward")
-
-# Combinations of which `make test` checks every pair, 29 in all.
-CHOSEN = {
-    "dense": (
-        *("critic", "KL in the reward", "dynamic sampling"),
-        *("conversations", "speculation"),
-    ),
-    "mixture": (
-        *("KL in the loss", "experts", "routing replay"),
-        *("speculation", "batch invariance"),
-    ),
-    "context": (
-        *("KL in the loss", "partial rollouts", "dynamic sampling"),
-        *("context parallelism", "batch invariance"),
-    ),
-}
+# Features that one run cannot have. The second pair is refused by name.
+APART = (EXCLUSIVE, ("partial rollouts", "conversations"))
+# `make test` checks the pairs of `draw(SEED)`. PAIRS_SEED draws others.
+SEED = int(os.environ.get("PAIRS_SEED", "0"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +56,16 @@ def all_pairs() -> list[tuple[str, str]]:
     return [pair for pair in itertools.combinations(FEATURES, 2) if pair != EXCLUSIVE]
 
 
+def draw(seed: int) -> list[list[str]]:
+    """Return two combinations that have every feature once, and so 25 of the pairs."""
+    rng = random.Random(seed)
+    while True:
+        order = rng.sample(list(FEATURES), len(FEATURES))
+        halves = [order[:6], order[6:]]
+        if not any(set(pair) <= set(half) for pair in APART for half in halves):
+            return halves
+
+
 def check(features: Sequence[str], tasks: Tasks, root: Path) -> tuple[str, list[str]]:
     """Run a combination and its references below the empty folder `root`.
 
@@ -101,7 +85,7 @@ def check(features: Sequence[str], tasks: Tasks, root: Path) -> tuple[str, list[
     code, said = start(2, "straight")
     if code:
         return _refusal(features, config, code, said)
-    _copy_after_step_1(straight, root / "resumed")
+    copy_stopped(straight, root / "resumed", 1)
     references = {"resumed": (2, ("--resume", "auto")), "one rank": (1, ONE_RANK)}
     if "speculation" in features:
         references["plain"] = 2, PLAIN
@@ -133,10 +117,3 @@ def _refusal(features: Sequence[str], config: Path, code: int, said: str) -> tup
     if code != 2 or not line or unnamed or "Traceback" in said:
         return "", [f"exit code {code}, not refused by name: {said[-3000:]}"]
     return line.replace(f"{config.parent}/", ""), []
-
-
-def _copy_after_step_1(straight: Path, run_dir: Path) -> None:
-    """Copy a run of two steps as it was when it had saved the first."""
-    later = ("summary.json", "trace.json", "hf", "iter_0000002", "step_0000002.*")
-    shutil.copytree(straight, run_dir, ignore=shutil.ignore_patterns(*later))
-    (run_dir / "checkpoints" / POINTER).write_text("1")

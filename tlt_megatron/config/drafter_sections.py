@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from tlt_megatron.config.extensions import check_extension
+from tlt_megatron.config.extensions import named
 from tlt_megatron.config.ranges import NonNegative, Positive, PositiveInt, Section, one_of
 from tlt_megatron.config.strategy import SpeculationStrategy
 
@@ -24,22 +24,17 @@ class SpeculationSection(Section):
     )
     # cost_model | beg_mab | fixed (the first strategy, always), or a class of yours:
     # path/to/file.py:Class | package.module:Class
-    selector: str = "cost_model"
+    selector: Annotated[str, named("speculation.selector")] = "cost_model"
     measure_gain: bool = False  # at the end, time the rollouts of further steps with and without
     # embedded: most frequent token ids of the rollouts, the only ones that the learned drafter
     # proposes; 0: all; None: 8192 of a vocabulary of 32768 or more
     draft_vocab_size: int | None = None
 
     def check(self) -> None:
-        size = self.draft_vocab_size
-        self.require(size is None or size == 0 or size >= 256, "draft_vocab_size", "0 or >= 256")
-        is_set = bool(self.strategies) and len(set(self.strategies)) == len(self.strategies)
-        self.require(is_set, "strategies", "not empty, with each strategy once")
         try:
             _ = self.parsed_strategies
         except ValueError as error:
             raise ValueError(f"speculation.strategies: {error}") from error
-        check_extension("speculation.selector", self.selector)
 
     @property
     def parsed_strategies(self) -> list[SpeculationStrategy]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tlt_megatron.config.ranges import require
+from tlt_megatron.config.ranges import Range, require
 from tlt_megatron.config.user_files import import_file
 
 
@@ -71,13 +72,34 @@ REGISTRY = {
 }
 
 
+def named_code(config: Any) -> Iterator[tuple[str, str]]:
+    """Yield every setting that names a function or a class, with a name that it has."""
+    for key in REGISTRY:
+        value = config.reward.weights if key == "reward.function" else attrgetter(key)(config)
+        for spec in [value] if isinstance(value, str) else value:
+            if spec or key != "rollout.environment":
+                yield key, spec
+
+
+# Their functions also get the keywords of another setting, such as algorithm.loss_args.
+WITH_ARGUMENTS = ("algorithm.advantage", "algorithm.loss")
+
+
+def named(key: str) -> Range:
+    """Return the range of a setting that names a function or a class."""
+    built_in = REGISTRY[key].built_in
+    names = f"one of {', '.join(built_in)}, " if built_in else ""
+    optional = ("",) if key == "rollout.environment" else ()
+    return Range(
+        lambda spec: spec in (*REGISTRY[key].built_in, *optional) or all(spec.rpartition(":")[::2]),
+        f"{names}path/to/file.py:name or package.module:name",
+    )
+
+
 def check_extension(key: str, spec: str) -> None:
     """Raise ValueError unless `spec` is a registered name or looks like a path. Imports nothing."""
-    built_in = REGISTRY[key].built_in
-    place, _, name = spec.rpartition(":")
-    names = f"one of {', '.join(built_in)}, " if built_in else ""
-    rule = f"{names}path/to/file.py:name or package.module:name"
-    require(spec in built_in or bool(place and name), key, spec, rule)
+    allowed = named(key)
+    require(allowed.holds(spec), key, spec, allowed.allowed)
 
 
 def check_extension_file(key: str, spec: str) -> None:
@@ -109,13 +131,29 @@ def load_extension(key: str, spec: str) -> Callable[..., Any]:
     if spec in point.built_in or not point.parameters:
         return function
     signature = inspect.signature(function)
+    bind = signature.bind_partial if key in WITH_ARGUMENTS else signature.bind
     try:
-        signature.bind(**dict.fromkeys(point.parameters))
+        bind(**dict.fromkeys(point.parameters))
     except TypeError as error:
         raise ValueError(
             f"{key}={spec!r}: has parameters {signature}, must accept ({', '.join(point.parameters)}): {error}"
         ) from error
     return function
+
+
+def load_code(config: Any, key: str, spec: str) -> None:
+    """Import what a setting names. ValueError also for arguments that it does not take."""
+    function, point = load_extension(key, spec), REGISTRY[key]
+    if key not in WITH_ARGUMENTS or spec in point.built_in:
+        return
+    arguments, signature = attrgetter(f"{key}_args")(config), inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(point.parameters), **arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{key}_args={arguments!r}: must be the parameters of {spec}{signature} behind"
+            f" {', '.join(point.parameters)}: {error}"
+        ) from error
 
 
 def call_extension(key: str, spec: str, **arguments: object) -> Any:

@@ -39,6 +39,9 @@ def check_transformer_fields(fields: Mapping[str, object]) -> None:
     """Raise ValueError for a field or a value that is not allowed, and say what to do instead."""
     allowed, values, instead = read_fields()
     for name, value in fields.items():
+        if name == "moe_aux_loss_coeff":
+            is_number = isinstance(value, float | int) and value >= 0
+            require(is_number, f"mcore.transformer.{name}", value, "a number >= 0")
         if name in values:
             is_list = name == "recompute_modules"
             given = value if is_list else [value]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from tlt_megatron.config.extensions import REGISTRY, check_extension
+from tlt_megatron.config.extensions import REGISTRY, named
 from tlt_megatron.config.mcore_fields import check_transformer_fields
 from tlt_megatron.config.ranges import (
     Fraction,
@@ -16,7 +16,6 @@ from tlt_megatron.config.ranges import (
     Section,
     Unit,
     one_of,
-    require,
 )
 
 # Log-probs of training and rollouts may differ by so much if algorithm.max_logprob_diff is null.
@@ -58,10 +57,6 @@ class ParallelSection(Section):
     # ranks that share the experts of a layer, of tensor x context x data; an expert is never cut
     expert: PositiveInt = 1
 
-    def check(self) -> None:
-        is_pipeline = self.pipeline > 1 or self.virtual_pipeline == 1
-        self.require(is_pipeline, "virtual_pipeline", "1 where parallel.pipeline=1")
-
     @property
     def virtual_size(self) -> int | None:
         """Return Megatron's virtual_pipeline_model_parallel_size; None: no interleaved passes."""
@@ -86,24 +81,25 @@ class RewardSection(Section):
     overlong_tokens: NonNegativeInt = 0
     overlong_penalty: NonNegative = 1.0  # what the longest response loses
 
-    def check(self) -> None:
-        for spec in self.weights:
-            check_extension("reward.function", spec)
-        names = [spec.rpartition(":")[2] for spec in self.weights]
-        is_unique = len(set(names)) == len(names)
-        self.require(is_unique, "function", f"functions with different names, not {names}")
-        has_weight = any(self.weights.values())
-        self.require(has_weight, "function", "functions of which one has a weight that is not 0")
-
     @property
     def weights(self) -> dict[str, float]:
         """Return the weight of every function by its setting."""
         return {self.function: 1.0} if isinstance(self.function, str) else self.function
 
     @property
+    def names(self) -> list[str]:
+        """Return the name of every function, without its place."""
+        return [spec.rpartition(":")[2] for spec in self.weights]
+
+    @property
     def is_built_in(self) -> bool:
         """Return whether no function is the user's."""
         return self.weights.keys() <= REGISTRY["reward.function"].built_in.keys()
+
+    @property
+    def numbers(self) -> list[str]:
+        """Return the numbers that filter groups, besides those of the user's functions."""
+        return ["score", "reward", *["acc"] * self.is_built_in]
 
     def may_return(self, number: str) -> bool:
         """Return whether results may have a further number of this name: the user's functions
@@ -123,10 +119,14 @@ class AlgorithmSection(Section):
     # Each is a name, path/to/file.py:function or package.module:function.
     # grpo | dr_grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | gae (with a
     # critic, section `critic`) | import path
-    advantage: str = "grpo"
+    advantage: Annotated[str, named("algorithm.advantage")] = "grpo"
+    # keywords that an advantage of yours gets besides `rewards`, such as {power: 0.5}
+    advantage_args: dict[str, Any] = field(default_factory=dict)
     gamma: Fraction = 1.0  # gae, reinforce_plus_plus: discount of a reward per token
     lam: Unit = 1.0  # gae: 0 trusts the critic, 1 the rewards
-    loss: str = "ppo"  # ppo | gspo | cispo | import path
+    loss: Annotated[str, named("algorithm.loss")] = "ppo"  # ppo | gspo | cispo | import path
+    # keywords that a loss of yours gets, such as {delta: 4.0}
+    loss_args: dict[str, Any] = field(default_factory=dict)
     # ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_low: Fraction = 0.2
     clip_high: Positive = 0.2  # 0.28 in DAPO
@@ -158,43 +158,6 @@ class AlgorithmSection(Section):
     num_epochs: PositiveInt = 1  # passes over a batch of rollouts
     # nats, training to rollout at the first step; None: max 1e-3, mean 0.1 with bfloat16
     max_logprob_diff: float | None = None
-
-    def check(self) -> None:
-        check_extension("algorithm.advantage", self.advantage)
-        check_extension("algorithm.loss", self.loss)
-        self.require(bool(self.filter_groups), "filter_groups", "a name")
-        self.require(
-            self.kl_estimator != "k1" or self.kl_placement == "reward",
-            "kl_estimator",
-            "k2 or k3 where algorithm.kl_placement='loss' (the gradient of k1 is zero on average),"
-            " or set algorithm.kl_placement=reward",
-        )
-        self.require(self.dual_clip == 0 or self.dual_clip > 1, "dual_clip", "0 (off) or > 1")
-        self.require(
-            self.dual_clip == 0 or self.loss not in ("gspo", "cispo"),
-            "dual_clip",
-            f"0 where algorithm.loss={self.loss!r}",
-        )
-        self.require(
-            self.loss != "gspo" or self.aggregation == "sequence_mean",
-            "aggregation",
-            "sequence_mean where algorithm.loss='gspo' (its ratio is that of a whole response)",
-        )
-        self.require(self.tis_cap == 0 or self.tis_cap >= 1, "tis_cap", "0 (off) or >= 1")
-        self.require(
-            self.rollout_is == "token" or self.tis_cap > 0,
-            "rollout_is",
-            "token where algorithm.tis_cap=0 (off), or set algorithm.tis_cap=2",
-        )
-        bounds = self.rollout_rs_threshold
-        is_allowed = (
-            len(bounds) == 2 and 0 < bounds[0] < 1 < bounds[1]
-            if isinstance(bounds, list)
-            else bounds > 1
-        )
-        self.require(is_allowed, "rollout_rs_threshold", "> 1, or [lower, upper] around 1")
-        limit = self.max_logprob_diff
-        self.require(limit is None or limit > 0, "max_logprob_diff", "> 0 (null: by dtype)")
 
     @property
     def has_critic(self) -> bool:
@@ -249,7 +212,7 @@ class OptimizerSection(Section):
     """Adam with decoupled weight decay, and its learning-rate schedule (in optimizer steps)."""
 
     lr: Positive = 1e-6  # after warm-up
-    min_lr: float = 0.0  # at the end of a decay
+    min_lr: NonNegative = 0.0  # at the end of a decay
     warmup_steps: NonNegativeInt = 0  # lr rises linearly from 0
     # to min_lr at the end of the run; a resume with more steps stretches it
     decay: Annotated[str, one_of("constant", "linear", "cosine")] = "constant"
@@ -257,11 +220,6 @@ class OptimizerSection(Section):
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of Adam's moments
     eps: Positive = 1e-8  # of Adam
     clip_grad: NonNegative = 1.0  # of the global gradient norm; 0: off
-
-    def check(self) -> None:
-        is_pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        self.require(is_pair, "betas", "two numbers in [0, 1)")
-        self.require(0 <= self.min_lr <= self.lr, "min_lr", f"in [0, lr={self.lr}]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,20 +249,6 @@ class McoreSection(Section):
 
     def check(self) -> None:
         check_transformer_fields(self.transformer)
-        coefficient = self.moe_aux_loss_coeff
-        require(
-            isinstance(coefficient, float | int) and coefficient >= 0,
-            "mcore.transformer.moe_aux_loss_coeff",
-            coefficient,
-            "a number >= 0",
-        )
-        for field_name, setting, has_effect in (
-            ("recompute_modules", "mcore.recompute=selective", self.recompute == "selective"),
-            ("fp8_recipe", "mcore.transformer.fp8=hybrid or e4m3", "fp8" in self.transformer),
-        ):
-            if field_name in self.transformer and not has_effect:
-                value = self.transformer[field_name]
-                raise ValueError(f"mcore.transformer.{field_name}={value!r}: needs {setting}")
 
     @property
     def moe_aux_loss_coeff(self) -> float:

@@ -5,12 +5,12 @@ The launcher calls it, so that a mistake is reported at once and in one line.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from tlt_megatron.config.draft_folder import check_drafter, default_aux_layer_ids
-from tlt_megatron.config.extensions import REGISTRY, check_extension_file
+from tlt_megatron.config.extensions import REGISTRY, check_extension_file, named_code
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.model_shape import ModelConfig
 from tlt_megatron.config.own_layer import OWN, check_own_layer
@@ -42,17 +42,6 @@ def check_code(config: RunConfig) -> None:
     for key, spec in named_code(config):
         check_extension_file(key, spec)
     _check_trackers(config.logging.trackers)
-
-
-def named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield every setting that names a function or a class, with a name that it has."""
-    for key in REGISTRY:
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if key == "reward.function":
-            value = config.reward.weights
-        for spec in filter(None, [value] if isinstance(value, str) else value):
-            yield key, spec
 
 
 def foreign_code(config: RunConfig) -> list[tuple[str, str]]:

@@ -107,6 +107,14 @@ def _go_on() -> None:
     """Never abandon a pass."""
 
 
+def check_tensors(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless names and shapes of a drafter's tensors are those of `own`."""
+    wrong = sorted(own.keys() ^ tensors.keys())
+    wrong += [n for n in own.keys() & tensors.keys() if own[n].shape != tensors[n].shape]
+    if wrong:
+        raise ValueError(f"drafter state: missing, unknown or misshapen: {', '.join(wrong[:5])}")
+
+
 class DrafterTrainer:
     """AdamW over the drafter's own parameters. All members must call `step` equally often."""
 
@@ -270,12 +278,7 @@ class DrafterTrainer:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the result of `state_dict`. ValueError names missing, unknown and misshapen keys."""
         own = self.state_dict()
-        wrong = sorted(own.keys() ^ state.keys())
-        wrong += [n for n in own.keys() & state.keys() if own[n].shape != state[n].shape]
-        if wrong:
-            raise ValueError(
-                f"drafter state: missing, unknown or misshapen: {', '.join(wrong[:5])}"
-            )
+        check_tensors(state, own)
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self.num_updates, self.num_skipped = (int(state[n]) for n in ("num_updates", "num_skipped"))

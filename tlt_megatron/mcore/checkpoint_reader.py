@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from tlt_megatron.saved_files import one_line, read_bytes
+from tlt_megatron.saved_files import one_line, parse_torch, read_bytes
 
 COMMON_FILE = "common.pt"
 # The classes that torch 2.11 to 2.14 pickle into `.metadata`. Only Python 3.13 names pathlib's
@@ -122,10 +122,9 @@ def read_common(path: Path) -> dict[str, Any]:
     """
     file = path / COMMON_FILE
     try:
-        data = io.BytesIO(read_bytes(file))
-        common = torch.load(data, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes make torch.load raise any type
-        raise ValueError(f"{file} is not loaded: {one_line(error)}") from error
+        common = parse_torch(file, read_bytes(file))
+    except OSError as error:
+        raise ValueError(f"{file} is not loaded: {error}") from error
     if not isinstance(common, dict):
         raise ValueError(f"{file} is not loaded: must hold a dict, not a {type(common).__name__}")
     return common

@@ -7,7 +7,6 @@ of layers in front, and the experts of a layer in one with an axis of experts.
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import re
@@ -44,7 +43,7 @@ from tlt_megatron.mcore.weight_map import (
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import HfReader, dtype_of
 from tlt_megatron.runtime.process_groups import SINGLE
-from tlt_megatron.saved_files import errors_named, open_regular
+from tlt_megatron.saved_files import errors_named, open_regular, parse_torch
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)local_experts\.(\d+)\.")
@@ -210,11 +209,10 @@ class _StoredTensors:
         try:
             with open_regular(file) as stream:
                 stream.seek(info.offset)
-                data = io.BytesIO(stream.read(info.length))
-            return torch.load(data, map_location="cpu", weights_only=True)
-        except Exception as error:  # damaged bytes make torch.load raise any type
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"{file}: {name} cannot be read: {reason}") from error
+                data = stream.read(info.length)
+        except (OSError, MemoryError, OverflowError) as error:  # a length may be anything
+            raise ValueError(f"{file}: {name} cannot be read: {error}") from error
+        return parse_torch(f"{file}: {name}", data)
 
 
 def _places(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -82,7 +82,7 @@ def _by_own_function(
         [_token_rewards(*pair, penalties) for pair in zip(s.rollouts, s.rewards, strict=True)]
         for s in scored
     ]
-    computed = call_extension(_KEY, section.advantage, rewards=rewards)
+    computed = call_extension(_KEY, section.advantage, rewards=rewards, **section.advantage_args)
     found = shapes_of(computed)
     if not isinstance(found, list):
         raise ValueError(

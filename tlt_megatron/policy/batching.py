@@ -260,10 +260,18 @@ def join_kept(parts: Sequence[Rollout]) -> KeptTokens | None:
 # ---- memory
 
 
+# Of a token of a response: its id, two log-probs, its loss mask, and its share of a pass's numbers.
+_TOKEN_BYTES = 32
+# A rank sends its tokens in rounds of this many bytes, or of one response: with routes, a batch of
+# long responses has gigabytes. A round takes at most 4 times as much (measured on 2 CPU ranks).
+ROUND_BYTES = 64 << 20
+
+
 def batch_claims(
     *,
     num_generated: int,
     num_own: int,
+    num_copies: int,
     longest: int,
     route_bytes: int,
     has_critic: bool,
@@ -274,16 +282,22 @@ def batch_claims(
     their prompts.
 
     `num_generated` responses of the rank's engine stay until the step ends, and `num_own` come for
-    its share. `route_bytes` are those of a token, 0 if none are recorded. Packs copy the routes.
+    its share. Each goes to `num_copies` ranks, 0 if there is one rank. `route_bytes` are those of a
+    token, 0 if none are recorded. Packs copy the routes.
     """
     # Of a token: rewards and advantages. With a critic also values, returns, and padded copies.
     numbers_bytes = 56 if has_critic else 24
+    sent = num_copies * longest * (_TOKEN_BYTES + route_bytes)  # for one response
+    update = {Phase.UPDATE}
     held = [
-        ("routes of responses", num_generated * route_bytes, STEP_PHASES),
-        ("routes of the update", 2 * num_own * route_bytes, {Phase.UPDATE}),
-        ("advantages", num_own * numbers_bytes, {Phase.UPDATE}),
+        ("tokens of responses", num_generated * longest * _TOKEN_BYTES, STEP_PHASES, False),
+        ("tokens of the update", num_own * longest * _TOKEN_BYTES, update, False),
+        ("routes of responses", num_generated * longest * route_bytes, STEP_PHASES, False),
+        ("routes of the update", 2 * num_own * longest * route_bytes, update, False),
+        ("exchange of tokens", 4 * min(num_generated * sent, max(ROUND_BYTES, sent)), update, True),
+        ("advantages", num_own * longest * numbers_bytes, update, False),
     ]
     return [
-        MemoryClaim(name, longest * each, phases, in_host=is_cuda, lower=lower)
-        for name, each, phases in held
+        MemoryClaim(name, num_bytes, phases, in_host=is_cuda, lower=lower, is_estimate=is_estimate)
+        for name, num_bytes, phases, is_estimate in held
     ]

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from tlt_megatron.policy.batching import ROUND_BYTES
 from tlt_megatron.runtime.collectives import (
     exchange_bytes,
     gather_bytes,
@@ -105,6 +106,15 @@ def _key(name: str) -> RolloutKey:
     return int(draw), int(sample)
 
 
+def _tensors_of(rollout: Rollout) -> dict[str, Tensor]:
+    found = {field: getattr(rollout, field) for field in _TENSORS}
+    found |= {name: torch.tensor(getattr(rollout, name)).int() for name in _PASSES}
+    if rollout.kept is not None:
+        found |= {"kept_ids": rollout.kept.token_ids, "kept_counts": rollout.kept.counts}
+    found["token_ids"] = rollout.token_ids.int()
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
 def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
     """Return the tokens of `rollouts` and what belongs to them, b"" for none. `from_bytes` reads
     it.
@@ -113,13 +123,8 @@ def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
     transcripts = {}
     for rollout in rollouts:
         name = _name(rollout.key)
-        found = {field: getattr(rollout, field) for field in _TENSORS}
-        found |= {name: torch.tensor(getattr(rollout, name)).int() for name in _PASSES}
-        if rollout.kept is not None:
-            found |= {"kept_ids": rollout.kept.token_ids, "kept_counts": rollout.kept.counts}
-        found["token_ids"] = rollout.token_ids.int()
         # Copies: both kinds of log-probs may be one tensor, which `save` refuses.
-        tensors |= {f"{name}.{k}": v.clone() for k, v in found.items() if v is not None}
+        tensors |= {f"{name}.{k}": v.clone() for k, v in _tensors_of(rollout).items()}
         if rollout.transcript is not None:
             transcripts[name] = dataclasses.asdict(rollout.transcript)
     return save(tensors, {"transcripts": json.dumps(transcripts)}) if tensors else b""
@@ -148,6 +153,25 @@ def from_bytes(data: bytes) -> dict[RolloutKey, _Fields]:
     return fields
 
 
+def _send(own: Sequence[tuple[Rollout, Sequence[int]]], group: Group) -> dict[RolloutKey, _Fields]:
+    """Send the tokens of each response to members of the group, in rounds of few bytes. Return
+    what came. A collective.
+    """
+    sizes = [len(to) * t.nbytes for rollout, to in own for t in _tensors_of(rollout).values()]
+    most = int(gather_tensor(torch.tensor([sum(sizes)]), group).max())
+    num_rounds = 1 + most // ROUND_BYTES
+    fields: dict[RolloutKey, _Fields] = {}
+    for start in range(num_rounds):
+        outgoing: list[list[Rollout]] = [[] for _ in range(group.size)]
+        for rollout, members in own[start::num_rounds]:
+            for member in members:
+                outgoing[member].append(rollout)
+        outgoing[group.rank] = []
+        for data in exchange_bytes([to_bytes(each) for each in outgoing], group):
+            fields |= from_bytes(data)
+    return fields
+
+
 def fetch_tokens(
     scored: Sequence[ScoredGroup], owners: Mapping[RolloutKey, int], groups: ProcessGroups
 ) -> tuple[ScoredGroup, ...]:
@@ -156,21 +180,15 @@ def fetch_tokens(
     """
     world = groups.world
     rollouts = [rollout for each in scored for rollout in each.rollouts]
-    has_all = all(rollout.is_here for rollout in rollouts)
-    ranks = gather_tensor(torch.tensor([groups.dp.rank, has_all]), world).tolist()
-    if all(has_all for _, has_all in ranks):
+    own = [rollout for rollout in rollouts if rollout.is_here]
+    about = torch.tensor([groups.dp.rank, len(own) < len(rollouts)])
+    ranks = gather_tensor(about, world).tolist()
+    if not any(lacks_some for _, lacks_some in ranks):
         return tuple(scored)
     ranks_of: dict[int, list[int]] = {}
     for rank, (index, _) in enumerate(ranks):
         ranks_of.setdefault(index, []).append(rank)
-    outgoing: list[list[Rollout]] = [[] for _ in range(world.size)]
-    for rollout in rollouts:
-        if rollout.is_here:
-            for rank in ranks_of[owners[rollout.key]]:
-                outgoing[rank].append(rollout)
-    outgoing[world.rank] = []
-    received = exchange_bytes([to_bytes(each) for each in outgoing], world)
-    fields = {key: row for data in received for key, row in from_bytes(data).items()}
+    fields = _send([(each, ranks_of[owners[each.key]]) for each in own], world)
     return tuple(
         dataclasses.replace(each, rollouts=tuple(_fill(r, fields) for r in each.rollouts))
         for each in scored
@@ -224,15 +242,14 @@ def move_tokens(
     targets = spread_requests(holders, places)
     if holders == targets:
         return list(rollouts), targets
-    outgoing: list[list[Rollout]] = [[] for _ in range(group.size)]
+    leaving: list[tuple[Rollout, list[int]]] = []
     moved = []
     for rollout, holder, target in zip(rollouts, holders, targets, strict=True):
         if holder == group.rank != target:
-            outgoing[target].append(rollout)
+            leaving.append((rollout, [target]))
             rollout = _without_tokens(rollout)
         moved.append(rollout)
-    received = exchange_bytes([to_bytes(each) for each in outgoing], group)
-    fields = {key: row for data in received for key, row in from_bytes(data).items()}
+    fields = _send(leaving, group)
     return [_fill(rollout, fields) for rollout in moved], targets
 
 

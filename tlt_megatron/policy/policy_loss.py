@@ -46,6 +46,7 @@ def policy_loss(
         old_logprobs=old_P,
         batch=batch,
         section=section,
+        **section.loss_args,
     )
     if shapes_of(terms) != [list(mask_P.shape)] * 2:
         raise ValueError(

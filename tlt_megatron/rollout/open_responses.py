@@ -10,7 +10,6 @@ the same. The rollout worker uses this file in all runs; without a limit nothing
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -22,7 +21,13 @@ from tlt_megatron.policy.batching import join_kept
 from tlt_megatron.policy.exchange import gather_rows
 from tlt_megatron.runtime.collectives import call_on_each
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.saved_files import amount, errors_named, is_number, read_bytes
+from tlt_megatron.saved_files import (
+    amount,
+    errors_named,
+    is_number,
+    parse_torch,
+    read_bytes,
+)
 from tlt_megatron.types import (
     FinishReason,
     KeptTokens,
@@ -238,7 +243,7 @@ def load_carried(
 def _read_carried(path: Path) -> list[ScoredResponse]:
     found: list[ScoredResponse] = []
     with errors_named(path):
-        saved = torch.load(io.BytesIO(read_bytes(path, _MAX_BYTES)), weights_only=True)
+        saved = parse_torch(path, read_bytes(path, _MAX_BYTES))
         for rows, (rewards, details) in zip(saved["rollouts"], saved["scores"], strict=True):
             for row, reward, more in zip(rows, rewards, details, strict=True):
                 found.append(ScoredResponse(_from_row(row), reward, more))

@@ -158,7 +158,7 @@ def exchange_bytes(outgoing: Sequence[bytes], group: Group) -> list[bytes]:
     incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     dist.all_to_all_single(
         incoming,
-        _as_tensor(b"".join(outgoing)).to(device),
+        _as_tensor(bytearray().join(outgoing)).to(device),
         output_split_sizes=sizes,
         input_split_sizes=sent.tolist(),
         group=group.of_torch,
@@ -166,8 +166,11 @@ def exchange_bytes(outgoing: Sequence[bytes], group: Group) -> list[bytes]:
     return [each.numpy().tobytes() for each in incoming.cpu().split(sizes)]
 
 
-def _as_tensor(value: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0).byte()
+def _as_tensor(value: bytes | bytearray) -> torch.Tensor:
+    if not value:
+        return torch.empty(0).byte()
+    writable = value if isinstance(value, bytearray) else bytearray(value)
+    return torch.frombuffer(writable, dtype=torch.uint8)
 
 
 def _device_of(group: Group) -> torch.device:

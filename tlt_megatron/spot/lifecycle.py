@@ -27,7 +27,12 @@ from torch import Tensor
 
 from tlt_megatron.config.load import check_record
 from tlt_megatron.drafter.data_buffer import DataBuffer
-from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, PassAbandoned, interruptible
+from tlt_megatron.drafter.drafter_trainer import (
+    DrafterTrainer,
+    PassAbandoned,
+    check_tensors,
+    interruptible,
+)
 from tlt_megatron.drafter.eagle_folder import config_of, write_drafter
 from tlt_megatron.drafter.packing import draft_sequence
 from tlt_megatron.engines.base import PassRecord, RolloutEngine
@@ -252,6 +257,7 @@ class DrafterLifecycle:
             with errors_named(folder / _FOLDER):
                 saved = DrafterCheckpoint.load(folder / _FOLDER, self.trainer.model.config)
                 record = check_record(RecordSection, saved.record, folder / _FOLDER)
+                check_tensors(saved.weights, self.publisher.published.weights)
                 self.trainer.load_state_dict(saved.state)
         except ValueError as error:
             if self.world.is_first:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from tlt_megatron.config.extensions import load_extension
+from tlt_megatron.config.extensions import load_code, load_extension, named_code
 from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.own_layer import OWN, note_own_layer
-from tlt_megatron.config.preflight import named_code
-from tlt_megatron.config.risky_settings import risky_settings
+from tlt_megatron.config.rules import warnings_of
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_held_out, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
@@ -81,7 +80,7 @@ def build_run(site: Site) -> Run:
     _check_extensions(config)
     fp8_fields(config.mcore, getattr(torch, config.model.dtype))
     if world.is_first:
-        for line in risky_settings(config):
+        for line in warnings_of(config):
             log.warning("%s", line)
         note = note_own_layer(config.model.path, load_model_config(config.model.path))
         if note and config.speculation.drafter != OWN:
@@ -202,7 +201,7 @@ def _check_extensions(config: RunConfig) -> None:
     """Refuse a user's function or class that cannot be used, before models are built."""
     for key, spec in named_code(config):
         if key not in ("reward.function", "rollout.environment"):  # workers load these
-            load_extension(key, spec)
+            load_code(config, key, spec)
 
 
 def _build_worker(

@@ -27,7 +27,7 @@ from tlt_megatron.config.ranges import Range
 from tlt_megatron.config.schema import RunConfig
 
 _CODE = r"^.+:[A-Za-z_]\w*$"  # path/to/file.py:name or package.module:name
-_INTERVAL = re.compile(r"(?:in )?([\[(])([\d.]+), (2\*\*32|[\d.]+)([\])])")
+_INTERVAL = re.compile(r"in ([\[(])([\d.]+), (2\*\*32|[\d.]+)([\])])")
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
@@ -77,6 +77,7 @@ def _section(name: str, kind: type) -> dict[str, Any]:
         setting = _setting(hints[key], comment)
         if names := getattr(REGISTRY.get(f"{name}.{key}"), "built_in", None):
             setting = _named(setting, [*names], may_be_empty=getattr(default, key) == "")
+            setting["description"] = comment
         settings[key] = setting | {"default": getattr(default, key)}
     about = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
     return {"description": about, **_object(settings), "type": ["object", "null"]}
@@ -88,7 +89,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 def _setting(hint: Any, comment: str) -> dict[str, Any]:
     """Return the schema of an annotated type: its type, its comment, and the values that
-    `ranges.Range` or the comment allow.
+    `ranges.Range` allows.
     """
     ranges = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, Range)]
     found = _type(hint.__origin__ if ranges else hint)
@@ -97,14 +98,12 @@ def _setting(hint: Any, comment: str) -> dict[str, Any]:
         comment += f" ({allowed})" if allowed not in comment else ""
         if allowed.startswith("one of "):
             found["enum"] = allowed.removeprefix("one of ").split(", ")
-    if found.get("type") in ("number", "integer"):
-        found |= _bounds(comment)
     return found | {"description": comment.strip()}
 
 
 def _bounds(allowed: str) -> dict[str, float]:
     """Return the limits that a text begins with: ">= 1", "in (0, 1]"."""
-    if limit := re.match(r"(?:.*; )?(>=?) ([\d.]+)", allowed):
+    if limit := re.match(r"(>=?) ([\d.]+)", allowed):
         return {"minimum" if limit[1] == ">=" else "exclusiveMinimum": _number(limit[2])}
     if interval := _INTERVAL.match(allowed):
         first, low, high, last = interval.groups()

@@ -86,9 +86,14 @@ class ComputedMachine:
         self.slowness = dict(sorted(slowness.items())) or {1: 1.0}
         scaled = ", scaled to measured passes of a 7B" if slowness else ", not measured"
         known, assumed = prompt_tokens or mean_prompt_tokens(config), ""
-        self.prompt_tokens = known or float(config.data.max_prompt_tokens)
+        most = config.data.max_prompt_tokens
+        self.prompt_tokens = known or float(most)
+        if self.prompt_tokens > most:
+            raise ValueError(
+                f"--prompt-tokens {self.prompt_tokens:g}: must be <= data.max_prompt_tokens={most}"
+            )
         if known is None:
-            assumed = f", all prompts of {config.data.max_prompt_tokens} tokens"
+            assumed = f", all prompts of {most} tokens"
         self.source = f"computed{scaled}{assumed}"
         self.model = load_model_config(config.model.path)
         if self.model.experts is not None or config.has_critic:

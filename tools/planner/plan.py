@@ -23,6 +23,7 @@ from tools.print_tables import print_table
 from tools.run_report.files import read_text
 
 _OFTEN = 0.05  # share of passes that brings a strategy into the advice
+_MOST_RESPONSES = 1 << 20  # of a simulated step, which takes memory and time for each
 _ERROR = 0.1  # relative error of a prediction; see docs/planner.md
 _PLAIN = Variant(name="plain")
 _CONFIG = "config.json"
@@ -113,6 +114,11 @@ def print_plan(
     plans = []
     for each, machine in zip(candidates, machines, strict=True):
         rollout = each.config.rollout
+        rollout.require(
+            rollout.num_prompts * rollout.num_samples <= _MOST_RESPONSES,
+            "num_prompts",
+            f"such that a simulated step has at most {_MOST_RESPONSES} responses",
+        )
         if lengths:
             batches = lognormal(rollout, lengths, machine.prompt_tokens)
         else:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from tlt_megatron.config.extensions import REGISTRY, load_extension
+from tlt_megatron.config.extensions import REGISTRY, load_code, load_extension
 from tlt_megatron.config.load import load_config
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.trainer.build_embedded import make_speculation
@@ -66,6 +67,42 @@ def test_a_reward_of_a_module_is_found_by_its_worker_process(
     with RewardPool(function, num_workers=1, timeout_s=120.0, on_error="raise") as pool:
         pool.submit(0, Prompt(prompt_id="a", draw_index=0, token_ids=(1,)), "four")
         assert pool.collect()[0].score == 4.0
+
+
+FUNCTIONS = """
+def loss(logprobs, old_logprobs, batch, section, delta, *, power=1): ...
+def plain(logprobs, old_logprobs, batch, section): ...
+def any_loss(logprobs, old_logprobs, batch, section, **others): ...
+def narrow(logprobs, delta): ...
+def advantage(rewards, power=1.0): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "function", "arguments", "message"),
+    [
+        ("loss", "loss", "{delta: 4.0}", ""),
+        ("loss", "loss", "{delta: 4.0, power: 2}", ""),
+        ("loss", "any_loss", "{delta: [1, 2]}", ""),
+        ("advantage", "advantage", "{power: 0.5}", ""),
+        ("advantage", "advantage", "{}", ""),
+        ("loss", "loss", "{delta: 4.0, powr: 2}", r"^algorithm\.loss_args=\{'delta': 4\.0, 'powr': 2\}: must be the parameters of .*:loss\(logprobs, .*, delta, \*, power=1\) behind .*, section: got an unexpected .*'powr'$"),
+        ("loss", "loss", "{power: 2}", r"^algorithm\.loss_args=\{'power': 2\}: must be .*: missing a required argument: 'delta'$"),
+        ("loss", "loss", "{}", r"^algorithm\.loss_args=\{\}: must be .*: missing a required argument: 'delta'$"),
+        ("loss", "plain", "{power: 2}", r"^algorithm\.loss_args=\{'power': 2\}: must be .*: got an unexpected keyword argument 'power'$"),
+        ("loss", "any_loss", "{batch: 2}", r"^algorithm\.loss_args=\{'batch': 2\}: must be .* multiple values for keyword argument 'batch'$"),
+        ("loss", "narrow", "{delta: 2}", r"^algorithm\.loss='.*:narrow': has parameters \(logprobs, delta\), must accept \(logprobs, "),
+        ("advantage", "advantage", "{rewards: 2}", r"^algorithm\.advantage_args=\{'rewards': 2\}: must be .* multiple values"),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_users_function_are_those_of_its_signature(
+    key: str, function: str, arguments: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    name, spec = f"algorithm.{key}", f"{tmp_path}/mine.py:{function}"
+    config = load_config(None, [f"{name}={spec}", f"{name}_args={arguments}"])
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        load_code(config, name, spec)
 
 
 def test_a_selector_without_its_methods_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ JUST_OUTSIDE = {
     "> 0": [0],
     "in (0, 1]": [0, 1.1],
     "in [0, 1]": [-0.1, 1.1],
-    "in [0, 1)": [-0.1, 1.0],
+    "in (0, 10]": [0, 10.1],
+    "in [0, 10]": [-0.1, 10.5],
+    ">= 1 and finite": [0.5],
     "in [0, 2**32)": [-1, 2**32],
 }
 OUTSIDE = [
@@ -49,6 +51,8 @@ def test_a_value_outside_its_range_is_refused_with_key_value_and_what_is_allowed
         ("algorithm.loss=cispo algorithm.dual_clip=3", r"algorithm\.dual_clip=3\.0: must be 0"),
         ("algorithm.rollout_rs_threshold=1", r"rollout_rs_threshold=1\.0: must be > 1"),
         ("algorithm.rollout_rs_threshold=[1,2]", r"rollout_rs_threshold=\[1\.0, 2\.0\]: must be > 1, or \[lower, upper\] around 1"),
+        ("algorithm.loss_args.delta=4", r"algorithm\.loss_args=\{'delta': 4\}: must be \{\} where algorithm\.loss='ppo'"),
+        ("algorithm.advantage_args.power=4", r"advantage_args=\{'power': 4\}: must be \{\} where algorithm\.advantage='grpo'"),
         ("algorithm.tis_cap=0.5", r"algorithm\.tis_cap=0\.5: must be 0 \(off\) or >= 1"),
         ("algorithm.rollout_is=sequence", r"algorithm\.rollout_is='sequence': must be token where"),
         ("rollout.partial_rollout_tokens=64", r"rollout\.partial_rollout_tokens=64: must be 0 without a correction .* algorithm\.tis_cap=2"),

@@ -266,6 +266,7 @@ def test_longer_responses_take_longer(plan, tmp_path: Path) -> None:
         (["run.device=cuda"], "ran on cpu, the plan is for run.device=cuda, unlike as given"),
         (["rollout.dtype=bfloat16"], "has rollout.dtype=float32, unlike as given"),
         (["speculation.strategies=[4_1_4]"], "4_1_4 did not run in the recorded runs"),
+        (["--compare", "rollout.num_prompts=1000000000"], "step has at most 1048576 responses"),
         (["--compare", "ranks=none"], "--compare ranks=none: must be >= 1"),
         (["parallel.context=2"], "unlike as given; record a run of each"),
         (["--machine", "h100"], "--machine needs --lengths and --accept-rate, and no --simulate"),
@@ -384,6 +385,8 @@ def test_prompts_are_as_long_as_they_are(plan, tmp_path: Path) -> None:
     _, text, short = plan(*example, "--prompt-tokens", "200")
     assert "all prompts" not in " ".join(text.split())
     assert short["update_actor"][0] < 0.7 * longest["update_actor"][0]
+    code, text, _ = plan(*example, "--prompt-tokens", "1e18")
+    assert (code, "1e+18: must be <= data.max_prompt_tokens=2048" in text) == (2, True)
     (tmp_path / "task").mkdir()
     task = make_tiny_task(tmp_path / "task")  # its prompts and tokenizer are on this machine
     code, text, _ = plan(str(task), "rollout.dtype=float32", *words)

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from tests.tiny_task import REPO, python
+from tlt_megatron.config.load import dump_config
+from tlt_megatron.config.schema import RunConfig
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +29,10 @@ def test_examples_are_valid(schema: dict, path: Path) -> None:
     assert problems(schema, path.read_text()) == []
 
 
+def test_defaults_are_valid(schema: dict) -> None:
+    assert problems(schema, dump_config(RunConfig())) == []
+
+
 @pytest.mark.parametrize(
     "text, said",
     [
@@ -38,6 +44,8 @@ def test_examples_are_valid(schema: dict, path: Path) -> None:
         ("rollout: {num_prompts: -5}", "-5 is less than the minimum of 1"),
         ("rollout: {engine: vllm}", "'vllm' is not valid under any"),
         ("rollout: {temperature: 11}", "11 is greater than the maximum of 10"),
+        ("run: {heartbeat_timeout_s: 0.5}", "0.5 is less than the minimum of 1"),
+        ("eval: {temperature: -1}", "-1 is less than the minimum of 0"),
         ("algorithm: {advantage: grpoo}", "'grpoo' is not valid under any"),
         ("logging: {trackers: [mlflow]}", "'mlflow' is not valid under any"),
         ("reward: {function: {maths: 1.0}}", "is not valid under any"),

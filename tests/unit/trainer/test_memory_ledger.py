@@ -251,6 +251,8 @@ def test_routes_and_advantages_of_a_batch_are_in_host_memory(tmp_path: Path) -> 
     assert claim(ledger, "routes of responses") == 1024 // 4 * longest * 48 * 8 * 2  # four engines
     assert claim(ledger, "routes of the update") == 2 * 1024 // 4 * longest * 48 * 8 * 2  # packed
     assert claim(ledger, "advantages") == 1024 // 4 * longest * 24
+    assert claim(ledger, "tokens of responses") == 1024 // 4 * longest * 32
+    assert claim(ledger, "exchange of tokens") == 4 * (4 * longest * (32 + 768))  # one response
     words += (
         " rollout.partial_rollout_tokens=512 rollout.over_sampling_prompts=256 algorithm.tis_cap=2"
     )
@@ -259,6 +261,8 @@ def test_routes_and_advantages_of_a_batch_are_in_host_memory(tmp_path: Path) -> 
     plain = ledger_of(tmp_path, "algorithm.advantage=gae", 4)
     assert claim(plain.of_host(), "advantages") == 32 * (1024 + 512) * 56
     assert "routes of responses" not in [each.name for each in plain.claims]
+    assert claim(plain, "exchange of tokens") == 4 * min(32 * 1536 * 32, 64 << 20)
+    assert "exchange of tokens" not in [each.name for each in ledger_of(tmp_path).claims]
 
 
 def test_an_idle_rank_trains_the_drafter_without_its_kv(tmp_path: Path) -> None:

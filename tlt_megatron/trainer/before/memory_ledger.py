@@ -67,6 +67,7 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
         *batch_claims(
             num_generated=-(-generated // (world_size // config.ranks_per_engine)),
             num_own=-(-sequences // sharding.num_data_parallel),
+            num_copies=world_size // sharding.num_data_parallel if world_size > 1 else 0,
             longest=longest,
             route_bytes=num_routes(model, config.rollout) * torch.int16.itemsize,
             has_critic=config.has_critic,

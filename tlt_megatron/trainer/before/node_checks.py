@@ -14,11 +14,10 @@ from pathlib import Path
 
 import torch
 
-from tlt_megatron.config.extensions import REGISTRY, load_extension
+from tlt_megatron.config.extensions import REGISTRY, load_code, named_code
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.own_layer import OWN
-from tlt_megatron.config.preflight import named_code
 from tlt_megatron.config.ranges import Section
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.doctor import examine
@@ -114,7 +113,7 @@ def _examine_inputs(config: RunConfig) -> Iterator[Check]:
         specs = [spec for name, spec in named_code(config) if name == key]
         own = [spec for spec in specs if spec not in point.built_in]
         if own:
-            yield _look(key, _load, key, own)
+            yield _look(key, _load, config, key, own)
 
 
 def _look(name: str, look: Callable[..., Found], *arguments: object) -> Check:
@@ -129,10 +128,10 @@ def _digest(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:8]
 
 
-def _load(key: str, specs: list[str]) -> Found:
+def _load(config: RunConfig, key: str, specs: list[str]) -> Found:
     """Load a user's code, which may need a package that this node lacks."""
     for spec in specs:
-        load_extension(key, spec)
+        load_code(config, key, spec)
     files = [Path(spec.rpartition(":")[0]) for spec in specs]
     found, _ = _describe([file for file in files if file.is_file()])
     return f"{', '.join(specs)}, {found}", {}

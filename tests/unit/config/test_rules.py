@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tlt_megatron.config.load import load_config
-from tlt_megatron.config.risky_settings import risky_settings
+from tlt_megatron.config.rules import warnings_of
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 KL_REWARD = "algorithm.kl_placement=reward algorithm.kl_coef=0.1"
@@ -29,7 +29,7 @@ KL_REWARD = "algorithm.kl_placement=reward algorithm.kl_coef=0.1"
     ],
 )  # fmt: skip
 def test_what_harms_learning_or_means_nothing_is_named(overrides: str, line: str | None) -> None:
-    found = risky_settings(load_config(None, overrides.split()))
+    found = warnings_of(load_config(None, overrides.split()))
     assert len(found) == (line is not None)
     assert line is None or found[0].startswith(line)
 
@@ -46,7 +46,7 @@ def test_settings_without_effect_are_listed_once_with_what_they_need() -> None:
         "sglang.request_timeout_s=5": "rollout.engine!=embedded",
     }
     defaults = ["algorithm.gamma=1.0", "spot.keep_steps=1"]
-    (line,) = risky_settings(load_config(None, [*ignored, *defaults]))
+    (line,) = warnings_of(load_config(None, [*ignored, *defaults]))
     assert line.startswith("settings without effect: ")
     for setting, need in ignored.items():
         assert setting.partition("=")[0] in line
@@ -54,15 +54,15 @@ def test_settings_without_effect_are_listed_once_with_what_they_need() -> None:
     assert line.count("need algorithm.advantage=gae") == 1
     assert not any(setting.partition("=")[0] in line for setting in defaults)
     drafts = ["speculation.enabled=true", "speculation.strategies=[ngram_4]"]
-    (line,) = risky_settings(load_config(None, [*drafts, "speculation.draft_vocab_size=512"]))
+    (line,) = warnings_of(load_config(None, [*drafts, "speculation.draft_vocab_size=512"]))
     assert line.endswith("speculation.draft_vocab_size (need a strategy with a learned drafter)")
     used = ["algorithm.advantage=gae", "algorithm.lam=0.9", "critic.path=rm", "critic.lr=1e-4"]
-    assert not risky_settings(load_config(None, used))
-    assert not risky_settings(load_config(None, [*ignored, "run.num_steps=0"]))  # an evaluation
+    assert not warnings_of(load_config(None, used))
+    assert not warnings_of(load_config(None, [*ignored, "run.num_steps=0"]))  # an evaluation
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_setting_of_an_example_has_an_effect(path: Path) -> None:
     is_of_a_run = path.stem not in ("bench_step", "tiny_drafter")
     switches = [] if is_of_a_run else ["speculation.enabled=true", "spot.enabled=true"]
-    assert "without effect" not in str(risky_settings(load_config(path, switches)))
+    assert "without effect" not in str(warnings_of(load_config(path, switches)))
