@@ -118,7 +118,7 @@ def slow_outputs(
             if c.norm_before_residual:
                 residual = right
         elif c.is_mtp:
-            if c.has_zero_first and position == 0:
+            if c.form.has_zero_first and position == 0:
                 embedded = torch.zeros_like(embedded)
             left = slow_norm(embedded, w["enorm.weight"], eps)
             right = slow_norm(feature, w["hnorm.weight"], eps)
@@ -127,7 +127,7 @@ def slow_outputs(
         else:
             residual = x = w["fc.weight"] @ torch.cat((embedded, feature)) + w["fc.bias"]
         parts = [w[f"{prefix}self_attn.{name}_proj.weight"] @ x for name in "qkv"]
-        if c.has_qkv_bias:
+        if c.form.has_qkv_bias:
             names = [f"{prefix}self_attn.{name}_proj.bias" for name in "qkv"]
             parts = [part + w[name] for part, name in zip(parts, names, strict=True)]
         q, k, v = (part.view(-1, c.head_dim) for part in parts)

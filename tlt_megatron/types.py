@@ -156,10 +156,9 @@ class Rollout:
     # (policy version, tokens that it drew), oldest first; an observation counts for the turn after
     # it
     versions: tuple[tuple[int, int], ...]
-    # tokens out per verify pass, bonus token included; () for plain decoding
-    accept_lengths: tuple[int, ...] = ()
-    # for each of these passes, the tokens before it, prompt included
-    pass_positions: tuple[int, ...] = ()
+    # for each verify pass: the tokens before it, prompt included, and the tokens out of it, bonus
+    # token included; () for plain decoding
+    passes: tuple[tuple[int, int], ...] = ()
     kept: KeptTokens | None = None  # None: top-p and top-k are off
     # [T] bool, False on observation tokens, whose logprobs are 0; None: the policy drew all tokens
     loss_mask: Tensor | None = None
@@ -172,6 +171,11 @@ class Rollout:
     @property
     def key(self) -> RolloutKey:
         return self.draw_index, self.sample_index
+
+    @property
+    def accept_lengths(self) -> tuple[int, ...]:
+        """Return the tokens out of each verify pass."""
+        return tuple(count for _, count in self.passes)
 
     @property
     def is_here(self) -> bool:

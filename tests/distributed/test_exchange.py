@@ -61,8 +61,7 @@ def full_response(group: int, sample: int) -> Rollout:
             logprobs=logprobs[0],
             policy_logprobs=logprobs[min(sample, 1)],  # the same tensor for the first sample
         ),
-        accept_lengths=(1, 2),
-        pass_positions=(3, 4),
+        passes=((3, 1), (4, 2)),
         loss_mask=torch.arange(length) != 1 if sample else None,
         kept=KeptTokens(token_ids=torch.arange(length).int(), counts=torch.ones(length).int()),
         transcript=Transcript(messages=talk, num_turns=1, has_failed=False),

@@ -38,6 +38,15 @@ class _Matrices(NamedTuple):
     head: Matrix | None  # None: the target's head is read in place
 
 
+class _Norms(NamedTuple):
+    """Norm weights that no matrix holds, in the engine's dtype."""
+
+    final: Tensor
+    hidden: Tensor  # hidden_norm of EAGLE-3
+    qk: Tensor | None  # [N+K, H], as in `LayerWeights`
+    post: Tensor | None  # post_attention_layernorm of a mixture
+
+
 class DraftInference:
     """Fused copies of a drafter's weights in the engine's dtype, that of the target's head.
 
@@ -67,15 +76,17 @@ class DraftInference:
         self._head_start = 0 if c.is_eagle3 else c.hidden_size  # EAGLE: a fused row begins with fc
         self._arithmetic = arithmetic or fastest_arithmetic(device)
         self._rms = self._arithmetic.norm(c.rms_norm_eps, dtype, device)
-        self._norm = torch.empty(c.hidden_size, dtype=dtype, device=device)
-        self._hidden_norm = torch.empty_like(self._norm)
-
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        is_mixture = isinstance(model.layer.mlp, DraftMixture)
+        self._norms = _Norms(
+            final=empty(c.hidden_size),
+            hidden=empty(c.hidden_size),
+            qk=empty(self._num_rotated, c.head_dim) if c.form.has_qk_norm else None,
+            post=empty(c.hidden_size) if is_mixture else None,
+        )
         matrix, d = partial(Matrix.empty, dtype=dtype, device=device), c.hidden_size
         num_heads = self._num_fused * c.head_dim
         width = d if c.is_mtp else self._head_start + num_heads
-        self._qk_norm = None  # [N+K, H], as in `LayerWeights`
-        if c.has_qk_norm:
-            self._qk_norm = torch.empty(self._num_rotated, c.head_dim, dtype=dtype, device=device)
         # Token ids of the columns of `logits`, ascending; None: all V.
         self.ids_C: Tensor | None = None
         head = None
@@ -91,12 +102,11 @@ class DraftInference:
             gate_up=matrix(2 * c.ffn_size, d),
             down=matrix(d, c.ffn_size),
             fuse=matrix(d, model.fc.in_features) if c.is_eagle3 else None,
-            qkv=matrix(num_heads, d, has_bias=c.has_qkv_bias) if c.is_mtp else None,
+            qkv=matrix(num_heads, d, has_bias=c.form.has_qkv_bias) if c.is_mtp else None,
             head=head,
         )
-        self._post_norm, self._mixture = None, None  # a mixture alone has them
+        self._mixture = None
         if isinstance(model.layer.mlp, DraftMixture):
-            self._post_norm = torch.empty_like(self._norm)
             self._mixture = self._make_mixture(model.layer.mlp.frozen)
         self.refresh()
 
@@ -158,18 +168,18 @@ class DraftInference:
             matrices.inputs.set(qkv * torch.cat(norms))
             assert matrices.fuse is not None
             matrices.fuse.set(model.fc.weight)
-            self._norm.copy_(model.norm.weight)
-            self._hidden_norm.copy_(layer.hidden_norm.weight)
+            self._norms.final.copy_(model.norm.weight)
+            self._norms.hidden.copy_(layer.hidden_norm.weight)
         elif matrices.qkv is not None:
             norms = (model.enorm.weight, model.hnorm.weight)
             matrices.inputs.set(model.fc.weight * torch.cat(norms))
             bias = None
-            if self.config.has_qkv_bias:
+            if self.config.form.has_qkv_bias:
                 bias = torch.cat([projection.bias for projection in projections])
             matrices.qkv.set(qkv * layer.input_layernorm.weight, bias)
-            self._norm.copy_(model.norm.weight)
-            if self._qk_norm is not None:
-                parts = self._qk_norm.split((self.config.num_heads, self.config.num_kv_heads))
+            self._norms.final.copy_(model.norm.weight)
+            if self._norms.qk is not None:
+                parts = self._norms.qk.split((self.config.num_heads, self.config.num_kv_heads))
                 parts[0].copy_(attention.q_norm.weight)
                 parts[1].copy_(attention.k_norm.weight)
         else:
@@ -178,8 +188,8 @@ class DraftInference:
             matrices.inputs.set(torch.cat((fc.weight, qkv @ fc.weight)), bias)
         matrices.output.set(attention.o_proj.weight)
         if isinstance(mlp, DraftMixture):  # the frozen experts read the same normalized rows
-            assert self._post_norm is not None
-            self._post_norm.copy_(post_norm)
+            assert self._norms.post is not None
+            self._norms.post.copy_(post_norm)
             mlp, post_norm = mlp.shared_experts, torch.ones_like(post_norm)
         gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
         matrices.gate_up.set(gate_up * post_norm)
@@ -192,13 +202,11 @@ class DraftInference:
     def tensors_read(self) -> list[Tensor]:
         """Return what `forward` reads besides inputs and KV; graphs need fixed addresses."""
         own = [t for matrix in self._matrices if matrix for t in matrix.tensors()]
-        norms = [norm for norm in (self._qk_norm, self._post_norm) if norm is not None]
+        norms = [norm for norm in self._norms if norm is not None]
         return [
             *own,
             *norms,
             self._model.embedding_VD,
-            self._norm,
-            self._hidden_norm,
             self._rms.eps,
             self.rotary.table_SH2,
         ]
@@ -215,7 +223,7 @@ class DraftInference:
         """See `DraftModel.forward`."""
         c, norm, start, m = self.config, self._rms, self._head_start, self._matrices
         embedded_PD = self._model.embedding_VD.index_select(0, token_ids_P).to(self.dtype)
-        if c.has_zero_first:
+        if c.form.has_zero_first:
             embedded_PD = embedded_PD.masked_fill((position_ids_P == 0).unsqueeze(1), 0)
         inputs_P2D = torch.stack((embedded_PD, hidden_PD), dim=1)
         if c.architecture != "eagle":
@@ -223,7 +231,7 @@ class DraftInference:
         fused = m.inputs(inputs_P2D.flatten(1))
         residual_PD = fused[:, :start] if start else hidden_PD
         if c.norm_before_residual:
-            residual_PD = inputs_P2D[:, 1] * self._hidden_norm
+            residual_PD = inputs_P2D[:, 1] * self._norms.hidden
         heads = fused[:, start:] if start else fused
         if m.qkv is not None:
             heads = m.qkv(norm(residual_PD))
@@ -232,18 +240,18 @@ class DraftInference:
             self._num_rotated,
             self.rotary.lookup(position_ids_P),
             norm,
-            self._qk_norm,
+            self._norms.qk,
         )
         context = attention.attend(0, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :])
-        residual_PD, normed_PD = norm.after(m.output, context, residual_PD, self._post_norm)
+        residual_PD, normed_PD = norm.after(m.output, context, residual_PD, self._norms.post)
         if self._mixture is not None:
-            output_PD = norm.after(self._mixture, normed_PD, residual_PD, self._norm)[1]
+            output_PD = norm.after(self._mixture, normed_PD, residual_PD, self._norms.final)[1]
             return output_PD, output_PD
         gated_PF = self._arithmetic.gate(*m.gate_up(normed_PD).chunk(2, dim=-1))
         if c.is_eagle3:
-            return norm.after(m.down, gated_PF, residual_PD, self._norm)
+            return norm.after(m.down, gated_PF, residual_PD, self._norms.final)
         if c.is_mtp:
-            output_PD = norm.after(m.down, gated_PF, residual_PD, self._norm)[1]
+            output_PD = norm.after(m.down, gated_PF, residual_PD, self._norms.final)[1]
             return output_PD, output_PD
         output_PD = m.down(gated_PF, residual_PD)
         return output_PD, output_PD

@@ -11,6 +11,7 @@ EAGLE-3 (Li et al. 2025, arXiv 2503.01840), MTP (DeepSeek-V3, arXiv 2412.19437, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,6 @@ from tlt_megatron.config.draft_folder import (
     SIZES,
     default_aux_layer_ids,
 )
-from tlt_megatron.config.model_shape import FAMILIES
 from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.config import ExpertsConfig, ModelConfig, RopeConfig
 from tlt_megatron.models.layers import RotaryTable
@@ -34,6 +34,18 @@ from tlt_megatron.models.mlp import route
 _MAX_DIFFERING_BITS = 64
 _HASH_SIDE = 16
 _HASH_ROWS = 256
+
+
+class LayerForm(NamedTuple):
+    """What the checkpoint's own layer has. Fields are named as in ModelConfig."""
+
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    experts: ExpertsConfig | None = None  # `DraftConfig.ffn_size` is then that of shared experts
+    has_zero_first: bool = False  # the embedding at position 0 counts as 0
+
+
+PLAIN = LayerForm()  # a drafter of EAGLE's kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +66,7 @@ class DraftConfig:
     aux_layer_ids: tuple[int, ...] = ()  # eagle3: features are the residual stream after these
     norm_before_residual: bool = False  # eagle3: the residual stream begins after hidden_norm
     target: str | None = None  # `fingerprint_target`; None: a foreign checkpoint without it
-    # mtp: of the layer. `ffn_size` of a mixture is that of its shared experts.
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
-    experts: ExpertsConfig | None = None
-    has_zero_first: bool = False  # the embedding at position 0 counts as 0
+    form: LayerForm = PLAIN
 
     def __post_init__(self) -> None:
         known = (*ARCHITECTURES, MTP)
@@ -115,23 +123,6 @@ def make_draft_config(
         aux_layer_ids=aux_layer_ids,
         target=fingerprint_target(embedding_VD),
         **{name: getattr(target, name) for name in SIZES},
-    )
-
-
-def own_draft_config(policy: ModelConfig) -> DraftConfig:
-    """Return the config of the policy's own layer, which has the form of its last layer."""
-    sizes, names = {name: getattr(policy, name) for name in SIZES}, FAMILIES[policy.model_type].mtp
-    assert names is not None
-    if policy.experts is not None:
-        sizes["ffn_size"] = policy.experts.shared_ffn_size
-    return DraftConfig(
-        architecture=MTP,
-        rope=policy.rope,
-        has_qkv_bias=policy.has_qkv_bias,
-        has_qk_norm=policy.has_qk_norm,
-        experts=policy.experts,
-        has_zero_first=names.has_zero_first,
-        **sizes,
     )
 
 
@@ -195,14 +186,14 @@ class DraftAttention(nn.Module):
         super().__init__()
         c = config
         self._head_dim = c.head_dim
-        input_size, bias = c.hidden_size * (2 if c.is_eagle3 else 1), c.has_qkv_bias
+        input_size, bias = c.hidden_size * (2 if c.is_eagle3 else 1), c.form.has_qkv_bias
         self.q_proj = nn.Linear(input_size, c.num_heads * c.head_dim, bias=bias)
         self.k_proj = nn.Linear(input_size, c.num_kv_heads * c.head_dim, bias=bias)
         self.v_proj = nn.Linear(input_size, c.num_kv_heads * c.head_dim, bias=bias)
-        if c.has_qk_norm:
+        if c.form.has_qk_norm:
             self.q_norm = DraftNorm(c.head_dim, c.rms_norm_eps)
             self.k_norm = DraftNorm(c.head_dim, c.rms_norm_eps)
-        self._has_qk_norm = c.has_qk_norm
+        self._has_qk_norm = c.form.has_qk_norm
         self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
 
     def forward(
@@ -301,7 +292,7 @@ class DraftModel(nn.Module):
         experts: FrozenExperts | None = None,
     ) -> None:
         super().__init__()
-        assert (experts is None) == (config.experts is None)
+        assert (experts is None) == (config.form.experts is None)
         check_target(config, embedding_VD)
         if lm_head_VD.shape != embedding_VD.shape:
             raise ValueError(
@@ -372,7 +363,7 @@ class DraftModel(nn.Module):
             residual_PD = normed[1] if self.config.norm_before_residual else hidden_PD
             input_PI = torch.cat(normed, dim=-1)
         elif self.config.is_mtp:
-            if self.config.has_zero_first:
+            if self.config.form.has_zero_first:
                 embedded_PD = embedded_PD.masked_fill((position_ids_P == 0).unsqueeze(1), 0)
             normed = (self.enorm(embedded_PD), self.hnorm(hidden_PD))
             residual_PD = self.fc(torch.cat(normed, dim=-1))

@@ -11,12 +11,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tlt_megatron.config.draft_folder import MTP
+from tlt_megatron.config.draft_folder import MTP, SIZES
 from tlt_megatron.config.model_shape import FAMILIES, ROUTER_BIAS, ModelConfig, load_model_config
 from tlt_megatron.config.own_layer import copied_parts, is_frozen, own_names, stored_layers
 from tlt_megatron.config.weight_files import SINGLE_NAME
 from tlt_megatron.models.attention.sums import wide_dtype
-from tlt_megatron.models.draft_model import DraftModel, FrozenExperts, own_draft_config
+from tlt_megatron.models.draft_model import DraftConfig, DraftModel, FrozenExperts, LayerForm
 from tlt_megatron.models.hf_io import HfReader, dtype_of, read_tensors
 from tlt_megatron.runtime.durable import save_tensors
 from tlt_megatron.saved_files import read_json
@@ -38,7 +38,7 @@ def load_own_drafter(
     if policy.experts is not None:
         experts = _read_experts(reader, policy, names, lm_head_VD)
     model = DraftModel(
-        own_draft_config(policy),
+        _draft_config(policy),
         embedding_VD=embedding_VD,
         lm_head_VD=lm_head_VD,
         dtype=dtype,
@@ -48,6 +48,25 @@ def load_own_drafter(
     trained["fc.weight"] = _ordered(trained["fc.weight"], policy)
     model.load_state_dict(trained)
     return model
+
+
+def _draft_config(policy: ModelConfig) -> DraftConfig:
+    """Return the config of the policy's own layer, which has the form of its last layer."""
+    sizes, names = {name: getattr(policy, name) for name in SIZES}, FAMILIES[policy.model_type].mtp
+    assert names is not None
+    if policy.experts is not None:
+        sizes["ffn_size"] = policy.experts.shared_ffn_size
+    return DraftConfig(
+        architecture=MTP,
+        rope=policy.rope,
+        form=LayerForm(
+            has_qkv_bias=policy.has_qkv_bias,
+            has_qk_norm=policy.has_qk_norm,
+            experts=policy.experts,
+            has_zero_first=names.has_zero_first,
+        ),
+        **sizes,
+    )
 
 
 def _read_experts(

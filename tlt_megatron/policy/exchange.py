@@ -36,7 +36,6 @@ from tlt_megatron.types import (
 )
 
 _Fields = dict[str, Any]  # fields of `Rollout` by name
-_PASSES = ("accept_lengths", "pass_positions")
 _TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask", "routes")
 
 # ---- rows
@@ -108,7 +107,7 @@ def _key(name: str) -> RolloutKey:
 
 def _tensors_of(rollout: Rollout) -> dict[str, Tensor]:
     found = {field: getattr(rollout, field) for field in _TENSORS}
-    found |= {name: torch.tensor(getattr(rollout, name)).int() for name in _PASSES}
+    found["passes"] = torch.tensor(rollout.passes).int()
     if rollout.kept is not None:
         found |= {"kept_ids": rollout.kept.token_ids, "kept_counts": rollout.kept.counts}
     found["token_ids"] = rollout.token_ids.int()
@@ -145,7 +144,7 @@ def from_bytes(data: bytes) -> dict[RolloutKey, _Fields]:
         fields[_key(name)]["transcript"] = Transcript(**transcript)
     for each in fields.values():
         each["token_ids"] = each["token_ids"].long()
-        each |= {name: tuple(each[name].tolist()) for name in _PASSES}
+        each["passes"] = tuple(map(tuple, each["passes"].tolist()))
         if "kept_ids" in each:
             ids, counts = each.pop("kept_ids"), each.pop("kept_counts")
             each["kept"] = KeptTokens(token_ids=ids, counts=counts)

@@ -86,8 +86,7 @@ def _observed(token_ids: tuple[int, ...], turn: Rollout) -> Rollout:
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         logprobs=nothing,
         policy_logprobs=nothing,
-        accept_lengths=(),
-        pass_positions=(),
+        passes=(),
         kept=None,
         versions=((turn.policy_version, len(token_ids)),),
     )

@@ -165,8 +165,7 @@ def join_parts(before: Rollout, part: Rollout) -> Rollout:
         token_ids=torch.cat((before.token_ids, part.token_ids)),
         logprobs=torch.cat((before.logprobs, part.logprobs)),
         policy_logprobs=torch.cat((before.policy_logprobs, part.policy_logprobs)),
-        accept_lengths=before.accept_lengths + part.accept_lengths,
-        pass_positions=before.pass_positions + part.pass_positions,
+        passes=before.passes + part.passes,
         versions=_merge(before.versions + part.versions),
         kept=join_kept((before, part)),
     )

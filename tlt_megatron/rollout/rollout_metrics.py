@@ -43,7 +43,7 @@ def _by_position(rollouts: Iterable[Rollout]) -> Counter[str]:
     """Return passes and tokens out of them, by the octave of the pass's position."""
     sums: Counter[str] = Counter()
     for rollout in rollouts:
-        for position, count in zip(rollout.pass_positions, rollout.accept_lengths, strict=True):
+        for position, count in rollout.passes:
             octave = 1 << max(position, 1).bit_length() - 1
             sums[f"passes from {octave}"] += 1
             sums[f"accepted from {octave}"] += count

@@ -104,7 +104,7 @@ def test_rows_speculate_while_others_wait_and_newcomers_join_them(make_engine, t
     assert engine.take_passes() == []
 
 
-@pytest.mark.parametrize("kv_cache_tokens", [256, 384])
+@pytest.mark.parametrize("kv_cache_tokens", [256, 288])
 def test_without_room_for_lanes_rows_decode_plainly_and_it_is_counted(
     make_engine, tiny_path, kv_cache_tokens: int
 ) -> None:

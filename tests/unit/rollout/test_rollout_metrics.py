@@ -104,8 +104,8 @@ def test_metrics_of_kept_sets_by_hand() -> None:
 def test_accept_lengths_by_position_by_hand() -> None:
     """Two passes from 8 to 15, one from 16 on, on one of two ranks."""
     group = scored((12,), (1.0,), 8)
-    passes = {"accept_lengths": (4, 1, 6), "pass_positions": (9, 13, 16)}
-    group = replace(group, rollouts=(replace(group.rollouts[0], **passes),))
+    passes = ((9, 4), (13, 1), (16, 6))
+    group = replace(group, rollouts=(replace(group.rollouts[0], passes=passes),))
     metrics = rollout_metrics([group], sums_of(group), 8)
     by_position = {
         name.removeprefix("spec/accept_length_by_position/"): value

@@ -35,8 +35,7 @@ def make_rollout(end: Ended, models: Models, policy_version: int) -> Rollout:
         policy_logprobs=policy_logprobs_T,
         finish_reason=finish_reason_of(end, models.params),
         versions=((policy_version, token_ids_T.numel()),),
-        accept_lengths=tuple(count for _, count in end.request.passes),
-        pass_positions=tuple(position for position, _ in end.request.passes),
+        passes=tuple(end.request.passes),
         kept=_join_kept(end.request.kept),
         routes=routes,
     )

@@ -145,8 +145,10 @@ def make_rollout(
         policy_logprobs=policy_logprobs,
         finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
         versions=((policy_version, len(token_ids)),),
-        accept_lengths=tuple(min(count, len(token_ids) - start) for start, count in passes),
-        pass_positions=tuple(len(prompt.token_ids) + start for start, _ in passes),
+        passes=tuple(
+            (len(prompt.token_ids) + start, min(count, len(token_ids) - start))
+            for start, count in passes
+        ),
         kept=kept,
         routes=None if routed is None else _routes(meta["routed_experts"], routed),
     )
