@@ -18,7 +18,7 @@ from tlt_megatron.config.schema import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 # Lines with a token that is neither a comment nor part of a docstring.
 CODE_LINES = {
-    "tlt_megatron": 24_909,
+    "tlt_megatron": 24_910,
     "tlt_megatron/api": 664,
     "tlt_megatron/config": 2_461,
     "tlt_megatron/data": 812,
@@ -32,9 +32,9 @@ CODE_LINES = {
     "tlt_megatron/runtime": 1_773,
     "tlt_megatron/speculation": 1_185,
     "tlt_megatron/spot": 1_015,
-    "tlt_megatron/trainer": 2_601,
+    "tlt_megatron/trainer": 2_602,
     "tools": 7_554,
-    "tests": 30_691,
+    "tests": 30_692,
 }
 NUM_SETTINGS = 119
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things

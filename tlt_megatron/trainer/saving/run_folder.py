@@ -146,10 +146,13 @@ def _check_resume(resume: str) -> None:
 
 
 def _check_kinds(path: Path) -> None:
-    """Refuse a pipe or a device in place of a file of the run: it would block, or never end."""
+    """Refuse a pipe or a device in place of a file of the run: it would block, or never end. A log
+    is never read, so it may be a device, as /dev/null is.
+    """
     for pattern in ("*", "*/*", f"{LOGS}/*/*"):
         for each in path.glob(pattern):
-            if each.is_fifo() or each.is_char_device() or each.is_block_device():
+            is_device = each.is_char_device() or each.is_block_device()
+            if each.is_fifo() or (is_device and each.parent.parent != path / LOGS):
                 raise ValueError(f"run.dir={str(path)!r}: {each} is not a regular file")
 
 
