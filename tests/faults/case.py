@@ -23,7 +23,8 @@ from typing import NoReturn
 from tests.faults.lab import LAYOUTS, NUM_STEPS, RUN_LIMIT_S, Lab
 from tests.faults.probe import Moment
 from tests.faults.processes import Job, adopt_orphans, descendants, kill_all, start
-from tests.tiny_task import answers, weights
+from tests.tiny_task import answers
+from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.trainer.saving.manifest import read_pointer
 
 SLACK_S = 30.0  # on top of what is promised, for a loaded machine
@@ -311,7 +312,7 @@ def compare(
         return found
     if not (run_dir / "hf" / "config.json").is_file():
         return [*found, "no hf/ was exported"]
-    mine, straight_ones = weights(run_dir), weights(straight)
+    mine, straight_ones = (dict(HfReader(each / "hf").items()) for each in (run_dir, straight))
     if mine.keys() != straight_ones.keys():
         return [*found, "other weights"]
     rtol, atol = (1e-3, 1e-4) if is_rounded else (0.0, 0.0)
