@@ -58,7 +58,7 @@ def test_value_loss_takes_the_larger_error_and_no_prompt(
     assert float(result.metrics["vpred"]) == pytest.approx(2.0)
     assert float(result.metrics["num_tokens"]) == 3
     (gradient,) = torch.autograd.grad(result.loss_sum, values)
-    # a clipped token has none
+    # a clipped token has no gradient
     weight = 1.0 if count == 3 else 0.5
     assert gradient.tolist() == pytest.approx([0.0, 0.0, -0.1 * weight, 0.0, 0.6, 0.0])
 
