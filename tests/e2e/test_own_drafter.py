@@ -11,26 +11,30 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.e2e.test_evaluation import evaluate
+from tests.e2e.test_serve import stand_in
+from tests.e2e.test_spot_run import UNEVEN, check_second_half
 from tests.tiny_task import (
     TLT,
-    answers,
     check_same_run,
-    check_same_weights,
     make_tiny_task,
     metric_rows,
     patient_engine,
+    python,
     run,
+    run_ending,
 )
 from tlt_megatron.api.text_engine import Engine
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.models.own_drafter import load_own_drafter
+from tools.commands import init_run
+from tools.commands.export_drafter import export_drafter, find_drafter
 from tools.commands.saved_run import model_and_drafter
 
 pytestmark = pytest.mark.e2e
 
-UNEVEN = ("rollout.num_prompts=3", "rollout.max_batch_size=4", "rollout.max_new_tokens=40")
 PLAIN = (*UNEVEN, "run.num_steps=4", "data.eval=", "logging.trackers=[]")
 OWN = (*PLAIN, *TLT, "drafter.algorithm=hass", "drafter.lr=0.005", "speculation.drafter=own")
 FEATURES = {
@@ -60,7 +64,8 @@ def straight(task: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_no_token_and_no_weight_changes(task: Path, kind: str, straight: Path, tmp_path) -> None:
-    run(2, task, tmp_path / "off", *PLAIN, *FEATURES[kind])
+    said = run_ending(0, 2, task, tmp_path / "off", *PLAIN, *FEATURES[kind])
+    assert "the checkpoint has an MTP layer, a trained drafter: speculation.drafter=own" in said
     check_same_run(straight, tmp_path / "off")
     assert metric_rows(straight)[0]["rollout/spec_accept_length"] > 1
 
@@ -70,12 +75,7 @@ def test_a_resumed_run_goes_on_with_the_trained_layer(
 ) -> None:
     first = straight / "checkpoints" / "iter_0000002"
     run(2, task, tmp_path, *OWN, *FEATURES[kind], f"checkpoint.resume={first}")
-    assert answers(tmp_path) == answers(straight)[len(answers(straight)) // 2 :]
-    check_same_weights(tmp_path, straight)
-    saved = load_file(first / "drafter" / "training" / "state.safetensors")
-    rows = metric_rows(tmp_path)
-    made = sum(row["spot/updates"] for row in rows)
-    assert rows[-1]["drafter/num_updates"] == int(saved["num_updates"]) + made > 0
+    check_second_half(tmp_path, straight, first)
 
 
 def test_the_export_holds_the_trained_layer(task: Path, straight: Path, kind: str) -> None:
@@ -126,3 +126,45 @@ def test_the_commands_and_the_api_draft_with_the_exported_layer(straight: Path) 
     assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
     lengths = [length for each in drafted for length in each.accept_lengths]
     assert sum(lengths) / len(lengths) > 1
+
+
+def test_an_evaluation_drafts_with_it_and_draws_the_same(straight: Path, tmp_path: Path) -> None:
+    data = straight.parent / "rows.jsonl"
+    data.write_text('{"prompt": "e1=", "label": "5"}\n')
+    given = [
+        str(straight),
+        "--data",
+        str(data),
+        "--samples=4",
+        "--trust-run",
+        "rollout.dtype=float64",
+    ]
+    plain = evaluate(given, tmp_path / "plain")
+    drafted = evaluate([*given, "--drafter", "own"], tmp_path / "drafted")
+    assert drafted["metrics"]["avg@4"] == plain["metrics"]["avg@4"]
+    lengths = [metric_rows(tmp_path / name)[0] for name in ("plain", "drafted")]
+    assert ["rollout/spec_accept_length" in row for row in lengths] == [False, True]
+
+
+@pytest.mark.parametrize("engine, program", [("sglang", "python"), ("vllm", "vllm")])
+def test_other_engines_serve_it(straight: Path, tmp_path: Path, engine: str, program: str) -> None:
+    """The export itself holds the drafter: a model card says how, and nothing else is exported."""
+    words = ("-m", "tlt_megatron.cli", "serve", straight, "--engine", engine)
+    done = python(*words, PATH=stand_in(program, tmp_path))
+    assert done.returncode == 0, done.stderr
+    hf = straight / "hf"
+    drafts = f"--speculative-algorithm NEXTN --speculative-draft-model-path {hf}"
+    assert (drafts if engine == "sglang" else '"method": "mtp"') in done.stdout
+    card = (hf / "README.md").read_text()
+    assert "--speculative-algorithm NEXTN --speculative-draft-model-path HF" in card
+    assert "hf_drafter" not in card
+    with pytest.raises(ValueError, match=r"is the MTP layer of a policy: hf/ of its run holds it"):
+        export_drafter(find_drafter(straight), tmp_path / "out", engine)
+
+
+def test_init_says_that_there_is_one(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--model", task.parent / "model", "--data", task.parent / "train.jsonl")
+    init_run.main([*map(str, given), "--gpus", "0", "--out", str(tmp_path / "new")])
+    assert "MTP layer, a trained drafter: speculation.drafter=own" in capsys.readouterr().out

@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from tests.faults.case import compare
@@ -27,52 +26,50 @@ BASE = (
     " optimizer.eps=1e-5"  # so that Adam does not enlarge the rounding of another layout
 )
 # Two values of one setting: there is no run of both.
-EXCLUSIVE = ("KL in the loss", "KL in the reward")
-# Features that one run cannot have. The second pair is refused by name.
-APART = (EXCLUSIVE, ("partial rollouts", "conversations"))
+EXCLUSIVE = (("KL in the loss", "KL in the reward"), ("speculation", "own layer"))
+# Features that one run cannot have. The last pair is refused by name.
+APART = (*EXCLUSIVE, ("partial rollouts", "conversations"))
+# The policies of a dense task and of a mixture's, by whether they have a layer for MTP.
+KINDS = {False: ("qwen2", "qwen3_moe"), True: ("mimo", "glm4_moe")}
 # `make test` checks the pairs of `draw(SEED)`. PAIRS_SEED draws others.
 SEED = int(os.environ.get("PAIRS_SEED", "0"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tasks:
-    """The configs of a dense policy's task and of a mixture's."""
-
-    dense: Path
-    mixture: Path
-
-
-def make_tasks(root: Path) -> Tasks:
-    """Write both below `root`. Their policies end turns early."""
-    configs = []
-    for kind in ("qwen2", "qwen3_moe"):
-        configs.append(make_tiny_task(root / kind, kind=kind))
-        write_environment(root / kind)
-    return Tasks(dense=configs[0], mixture=configs[1])
+def make_tasks(root: Path) -> dict[str, Path]:
+    """Write the tasks of KINDS below `root`, and return their configs. Their policies end turns
+    early.
+    """
+    configs = {}
+    for has_mtp, kinds in KINDS.items():
+        for kind in kinds:
+            configs[kind] = make_tiny_task(root / kind, kind=kind, has_mtp=has_mtp)
+            write_environment(root / kind)
+    return configs
 
 
 def all_pairs() -> list[tuple[str, str]]:
     """Return every two features that one run can have."""
-    return [pair for pair in itertools.combinations(FEATURES, 2) if pair != EXCLUSIVE]
+    return [pair for pair in itertools.combinations(FEATURES, 2) if pair not in EXCLUSIVE]
 
 
 def draw(seed: int) -> list[list[str]]:
-    """Return two combinations that have every feature once, and so 25 of the pairs."""
+    """Return two combinations that have every feature once, and so 36 of the pairs."""
     rng = random.Random(seed)
     while True:
         order = rng.sample(list(FEATURES), len(FEATURES))
-        halves = [order[:6], order[6:]]
+        halves = [order[:7], order[7:]]
         if not any(set(pair) <= set(half) for pair in APART for half in halves):
             return halves
 
 
-def check(features: Sequence[str], tasks: Tasks, root: Path) -> tuple[str, list[str]]:
+def check(features: Sequence[str], tasks: Mapping[str, Path], root: Path) -> tuple[str, list[str]]:
     """Run a combination and its references below the empty folder `root`.
 
     Returns the line with which it is refused, or "" if it runs, and in words what differs from the
     references.
     """
-    config = tasks.mixture if ON_A_MIXTURE.intersection(features) else tasks.dense
+    has_own = "own layer" in features
+    config = tasks[KINDS[has_own][bool(ON_A_MIXTURE.intersection(features))]]
     own = [*BASE.split(), *_settings(features, config)]
     straight = root / "straight"
 
@@ -87,7 +84,7 @@ def check(features: Sequence[str], tasks: Tasks, root: Path) -> tuple[str, list[
         return _refusal(features, config, code, said)
     copy_stopped(straight, root / "resumed", 1)
     references = {"resumed": (2, ("--resume", "auto")), "one rank": (1, ONE_RANK)}
-    if "speculation" in features:
+    if has_own or "speculation" in features:
         references["plain"] = 2, PLAIN
     found = []
     for name, (num_ranks, further) in references.items():
@@ -95,7 +92,10 @@ def check(features: Sequence[str], tasks: Tasks, root: Path) -> tuple[str, list[
         if code:
             found.append(f"{name}: exit code {code}: {said[-3000:]}")
         else:
-            differing = compare(root / name, straight, is_rounded=name == "one rank")
+            is_rounded = name == "one rank"
+            differing = compare(
+                root / name, straight, is_rounded=is_rounded, trains_own_layer=has_own
+            )
             found += [f"{name}: {each}" for each in differing]
     return "", found
 
