@@ -131,14 +131,8 @@ def test_the_commands_and_the_api_draft_with_the_exported_layer(straight: Path) 
 def test_an_evaluation_drafts_with_it_and_draws_the_same(straight: Path, tmp_path: Path) -> None:
     data = straight.parent / "rows.jsonl"
     data.write_text('{"prompt": "e1=", "label": "5"}\n')
-    given = [
-        str(straight),
-        "--data",
-        str(data),
-        "--samples=4",
-        "--trust-run",
-        "rollout.dtype=float64",
-    ]
+    words = f"{straight} --data {data} --samples 4 --trust-run rollout.dtype=float64"
+    given = [*words.split(), "parallel.tensor=1", "parallel.pipeline=1"]
     plain = evaluate(given, tmp_path / "plain")
     drafted = evaluate([*given, "--drafter", "own"], tmp_path / "drafted")
     assert drafted["metrics"]["avg@4"] == plain["metrics"]["avg@4"]
