@@ -21,7 +21,7 @@ class TokenBytes:
     def __init__(
         self,
         decode: Callable[[Sequence[int]], str],
-        name_of: Callable[[int], str | None],
+        name_of: Callable[[int], object],
         anchor: Sequence[int],
     ) -> None:
         """`decode` keeps special tokens. `anchor` are the tokens of a text that stands before:
@@ -44,10 +44,10 @@ class TokenBytes:
         text = self._decode([*self._anchor, token_id]).removeprefix(self._before)
         if _INCOMPLETE not in text:
             return text.encode()
-        name = self._name_of(token_id) or ""
+        name = str(self._name_of(token_id))
         if match := _FALLBACK.fullmatch(name):
             return bytes([int(match[1], 16)])
-        if name and all(letter in self._letters for letter in name):
+        if all(letter in self._letters for letter in name):
             return bytes(self._letters[letter] for letter in name)
         return text.encode()
 
