@@ -103,7 +103,7 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
 
 def _print_next(config: RunConfig, run_dir: Path, progress: Progress, *, has_drafter: bool) -> None:
     """Print commands that go on from the run. They run as they are printed."""
-    commands = [("report", run_dir), ("watch", run_dir)]
+    commands: list[tuple[object, ...]] = [("report", run_dir), ("watch", run_dir)]
     if config.checkpoint.export_hf:
         trust = ["--trust-run"] if foreign_code(config) else []
         data = (config.data.eval_files or {"": config.data.train}).popitem()[1]
