@@ -17,9 +17,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tlt_megatron.runtime.typed_command import pip_command, tlt_command
-
 from tlt_megatron.rewards.sandbox import find_level
+from tlt_megatron.runtime.typed_command import pip_command, tlt_command
 
 PINS = {"megatron-core": ("0.16.1", "0.19.2"), "sglang": ("0.5.23",)}
 
