@@ -48,7 +48,6 @@ FEATURES = {  # overrides of each; {task} is the folder of `write_environment`
     "context parallelism": "parallel.context=2",
     "speculation": " ".join(TLT),
     "own layer": " ".join((*TLT, "speculation.drafter=own", "drafter.algorithm=hass")),
-    "LoRA": "model.lora_rank=4",
     "batch invariance": "rollout.batch_invariant=true rollout.dtype=float32",
 }
 REWARD = '''"""Share of the digits of a response that are below five, in steps of 1/4: neither always 0 nor always 1."""

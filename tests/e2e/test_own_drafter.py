@@ -38,7 +38,7 @@ pytestmark = pytest.mark.e2e
 PLAIN = (*UNEVEN, "run.num_steps=4", "data.eval=", "logging.trackers=[]")
 OWN = (*PLAIN, *TLT, "drafter.algorithm=hass", "drafter.lr=0.005", "speculation.drafter=own")
 FEATURES = {
-    "mimo": ("parallel.tensor=2",),
+    "mimo": ("parallel.tensor=2", "model.lora_rank=4"),
     "glm4_moe": ("parallel.pipeline=2", "rollout.routing_replay=true"),
 }
 
