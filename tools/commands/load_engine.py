@@ -118,14 +118,14 @@ class LoadedPolicy:
         `dtype` is that of the borrowed tensors, by default the engine's; training needs float32.
         """
         embedding_VD, lm_head_VD = self.engine.target_tensors()
-        tables = {
-            "embedding_VD": embedding_VD.to(dtype or embedding_VD.dtype),
-            "lm_head_VD": lm_head_VD.to(dtype or lm_head_VD.dtype),
-        }
+        embedding = embedding_VD.to(dtype or embedding_VD.dtype)
+        head = lm_head_VD.to(dtype or lm_head_VD.dtype)
         if architecture == MTP:
-            return load_own_drafter(self._folder, self._config, **tables)
+            return load_own_drafter(
+                self._folder, self._config, embedding_VD=embedding, lm_head_VD=head
+            )
         config = make_draft_config(self._config, architecture, embedding_VD, aux_layer_ids)
-        return DraftModel(config, **tables, seed=seed)
+        return DraftModel(config, embedding_VD=embedding, lm_head_VD=head, seed=seed)
 
     def draft_sequences(
         self, prompts: Sequence[Prompt], params: SamplingParams
