@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
     stop = StopRequest(rank, is_first_of_node=is_first_of_node)
     stop.listen()
     with closing(folder) if folder else nullcontext():  # this run's until the process ends
-        code = _Launch(config, stop, rank).run(folder)
+        given = [word.partition("=")[0] for word in options.overrides]
+        code = _Launch(config, stop, rank, given).run(folder)
         if folder is not None and code == 2:
             folder.withdraw()
         return code
@@ -80,8 +82,11 @@ def _claim_run_folder(config: RunConfig, name: str) -> RunFolder | None:
 class _Launch:
     """One rank of one run, including its error report."""
 
-    def __init__(self, config: RunConfig, stop: StopRequest, rank: int) -> None:
+    def __init__(
+        self, config: RunConfig, stop: StopRequest, rank: int, given: Sequence[str]
+    ) -> None:
         self._config = config
+        self._given = given
         self._stop = stop
         self._rank = rank
         self._run_dir: Path | None = None
@@ -133,7 +138,7 @@ class _Launch:
             log.info("%s", "\n".join(lines), extra=FILE_ONLY)
             print(ledger.headline(free_bytes), flush=True)
         check_memory(ledger, free_bytes, device.host_free_bytes(), world)
-        site = Site(config, self._run_dir, world, device, stack, self._stop, ledger)
+        site = Site(config, self._run_dir, world, device, stack, self._stop, ledger, self._given)
         with site.heartbeat.explaining(config.run.group_timeout_s):
             self._run = build_run(site)
             self._run.train()
