@@ -6,6 +6,7 @@ for ranks and models.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from datetime import date
@@ -55,6 +56,7 @@ RULES = (
     Rule("algorithm.advantage", lambda c: not c.model.lora_rank or not c.algorithm.has_critic, "one without critic where model.lora_rank={c.model.lora_rank}"),
     Rule("mcore.transformer", lambda c: not c.model.lora_rank or "fp8" not in c.mcore.transformer, "without fp8 where model.lora_rank={c.model.lora_rank}"),
     Rule("data.template_date", lambda c: not c.data.template_date or _is_date(c.data.template_date), "YYYY-MM-DD"),
+    Rule("run.dir", lambda c: not re.match(r"~|.*(\$\{?[A-Za-z_]|[\0-\x1f])", c.run.dir, re.S), "a path as it is on disk: of a shell's words only ~/ is replaced in it"),
     Rule("data.eval", lambda c: all(c.data.eval), "a file or a list of files"),
     Rule("data.eval", lambda c: isinstance(c.data.eval, str) or len(c.data.eval_files) == len(c.data.eval), "files with different names, or in folders with different names"),
     Rule("reward.function", lambda c: _has_each_once(c.reward.names), "functions with different names, not {c.reward.names}"),
