@@ -13,10 +13,13 @@ import os
 import shutil
 import socket
 import struct
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from tlt_megatron.runtime.environment_variables import program_name
+from tlt_megatron.runtime.typed_command import resume_command
 from tlt_megatron.trainer.saving.manifest import is_checkpoint_root
 
 log = logging.getLogger(__name__)
@@ -170,6 +173,17 @@ def resume_path(run_dir: Path, resume: str) -> Path | None:
     if resume == "never":
         return None
     return run_dir / CHECKPOINTS if resume == "auto" else Path(resume)
+
+
+def say_how_to_go_on(run_dir: Path, resume: str) -> None:
+    """Print the command that goes on with a run that has failed. Nothing where it has not saved yet
+    and began from another run's checkpoint: its folder can then not be used again.
+    """
+    is_saved = is_checkpoint_root(run_dir / CHECKPOINTS)
+    if is_saved or resume in ("auto", "never"):
+        way = "resume with" if is_saved else "nothing is saved yet; start again with"
+        text = f"{program_name()}: {way}:\n{resume_command(run_dir)}"
+        print(text, file=sys.stderr, flush=True)
 
 
 def _is_within(path: Path | None, folder: Path) -> bool:
