@@ -77,7 +77,8 @@ def main(arguments: list[str]) -> int:
                 f"torchrun.py: rank {rank} on {socket.gethostname()} (pid {failure.pid}) was ended by {name}",
                 file=sys.stderr,
             )
-            is_alone = (options.nproc_per_node, options.nnodes) == ("1", "1")  # else others tell
+            # With other ranks, one of them tells it.
+            is_alone = options.nproc_per_node == "1" and options.nnodes in ("1", "1:1")
             if is_alone and config is not None and config.run.dir:
                 say_how_to_go_on(Path(config.run.dir), config.checkpoint.resume)
         return 128 - failure.exitcode
