@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from tests.unit.data.conftest import write_rows
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.prompts import load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from tlt_megatron.models.hf_io import save_hf_model
 
 
 @pytest.fixture
@@ -269,6 +271,35 @@ def test_pinned_arguments_are_defaults_of_each_template(folder: Path) -> None:
     assert pinned.render(MESSAGES, {"tools": [{"n": 1}], "a": 3}) == "1None3"
 
 
+@pytest.mark.parametrize("form", ["files", "a list", "no default", "of a processor"])
+def test_each_form_of_a_chat_template_is_read_and_kept_or_refused(
+    form: str, folder: Path, tmp_path: Path
+) -> None:
+    names = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools[0].n }}"}
+    (folder / "chat_template.jinja").unlink()
+    if form == "files":
+        (folder / "chat_template.jinja").write_text(names["default"])
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(names["tool_use"])
+    elif form == "of a processor":
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": names["default"]}))
+    else:
+        file, first = folder / "tokenizer_config.json", form == "no default"
+        listed = [{"name": n, "template": t} for n, t in names.items()][first:]
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": listed}))
+    exported = tmp_path / "exported"
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    save_hf_model(exported, [("a", torch.zeros(1))], folder, dtype=torch.float32)
+    for loaded in (load_tokenizer(folder), load_tokenizer(exported, "2024-07-26")):
+        if form in ("files", "a list"):
+            assert loaded.render(MESSAGES) == "be brief"
+        else:
+            with pytest.raises(ValueError, match=r"default|, not chat_template\.json"):
+                loaded.render(MESSAGES)
+        if form != "of a processor":
+            assert loaded.render(MESSAGES, {"tools": [{"n": 1}]}) == "1"
+
+
 def write_own(folder: Path, kind: str, tokenizer_class: str, **config: object) -> None:
     """Write a BPE tokenizer of bytes, or one as SentencePiece's, under the name of a class."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
@@ -324,6 +355,25 @@ def test_texts_are_split_as_tokenizer_json_says_whatever_class_is_named(
         assert loaded.decode(ids) == truth.decode(ids)
         assert loaded.decode(ids).lstrip() == text.lstrip()
     assert loaded.stop_token_ids == (2,)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["[]", "{", ""])
+def test_a_file_that_is_no_object_is_named(name: str, text: str, folder: Path) -> None:
+    (folder / name).write_text(text)
+    with pytest.raises(
+        ValueError, match=rf"/{name}: (cannot be read as JSON|must hold a JSON obj)"
+    ):
+        load_tokenizer(folder)
+
+
+def test_an_eos_token_that_no_file_holds_is_named(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|nothing|>"}))
+    load_tokenizer(folder)
+    assert "tokenizer.json does not hold the eos token <|nothing|>" in caplog.text
 
 
 def test_a_null_in_config_json_is_not_the_tokenizers_fault(folder: Path) -> None:
