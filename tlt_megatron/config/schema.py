@@ -33,6 +33,7 @@ from tlt_megatron.config.ranges import (
     one_of,
 )
 from tlt_megatron.config.rules import check_rules
+from tlt_megatron.stop_strings import check_stop_strings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,8 @@ class RolloutSection(Section):
     temperature: Annotated[float, Range(lambda value: 0 < value <= 10, "in (0, 10]")] = 1.0
     top_p: Fraction = 1.0  # 1 keeps all
     top_k: NonNegativeInt = 0  # 0 keeps all
+    # strings that end a response or a turn, also within a token, whose text stays whole
+    stop: list[str] = field(default_factory=list)
     # partial rollouts, not lossless: most tokens of a response in a generation round; 0: off
     partial_rollout_tokens: NonNegativeInt = 0
     over_sampling_prompts: NonNegativeInt = 0  # drawn per step of partial rollouts; 0: num_prompts
@@ -105,6 +108,9 @@ class RolloutSection(Section):
     max_turns: PositiveInt = 4  # of the policy, at most
     # of all observations of a conversation; one that does not fit ends it
     max_observation_tokens: PositiveInt = 1024
+
+    def check(self) -> None:
+        check_stop_strings(self.stop, "rollout.stop")
 
     @property
     def observation_tokens(self) -> int:
@@ -143,6 +149,11 @@ class EvalSection(Section):
     temperature: Annotated[float, Range(lambda value: 0 <= value <= 10, "in [0, 10]")] = 1.0
     top_p: float | None = None  # (0, 1]; null: rollout.top_p
     top_k: int | None = None  # 0 keeps all, 1 is greedy; null: rollout.top_k
+    stop: list[str] | None = None  # []: no stop strings; null: rollout.stop
+
+    def check(self) -> None:
+        if self.stop is not None:
+            check_stop_strings(self.stop, "eval.stop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -320,11 +320,13 @@ def _sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         stop_token_ids=tokenizer.stop_token_ids,
+        stop=tokenizer.stop_strings(rollout.stop),
         seed=config.run.seed,
     )
 
 
 def _eval_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
+    stop = config.rollout.stop if config.eval.stop is None else config.eval.stop
     return SamplingParams(
         num_samples=config.eval.num_samples,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -332,6 +334,7 @@ def _eval_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
         top_p=config.rollout.top_p if config.eval.top_p is None else config.eval.top_p,
         top_k=config.rollout.top_k if config.eval.top_k is None else config.eval.top_k,
         stop_token_ids=tokenizer.stop_token_ids,
+        stop=tokenizer.stop_strings(stop),
         seed=config.run.seed + EVAL_SEED_OFFSET,
     )
 
