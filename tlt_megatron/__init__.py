@@ -1,6 +1,7 @@
 """TLT on Megatron: reasoning-RL training that tames the long tail, as one torchrun program.
 
 from tlt_megatron import Drafter, Engine, Trainer
+from tlt_megatron import Environment, Step, ToolCall, Turn
 """
 
 from importlib import import_module
@@ -12,20 +13,32 @@ if TYPE_CHECKING:
     from tlt_megatron.api.drafting import Drafter
     from tlt_megatron.api.text_engine import Completion, Engine
     from tlt_megatron.api.training import FinishedRun, RunStopped, Trainer
+    from tlt_megatron.rewards.environment import Environment, Step, ToolCall, Turn
 
-__all__ = ["Completion", "Drafter", "Engine", "FinishedRun", "RunStopped", "Trainer", "__version__"]
+__all__ = [
+    "Completion",
+    "Drafter",
+    "Engine",
+    "Environment",
+    "FinishedRun",
+    "RunStopped",
+    "Step",
+    "ToolCall",
+    "Trainer",
+    "Turn",
+    "__version__",
+]
 _MODULES = {
-    "Completion": "text_engine",
-    "Drafter": "drafting",
-    "Engine": "text_engine",
-    "FinishedRun": "training",
-    "RunStopped": "training",
-    "Trainer": "training",
+    "api.drafting": ("Drafter",),
+    "api.text_engine": ("Completion", "Engine"),
+    "api.training": ("FinishedRun", "RunStopped", "Trainer"),
+    "rewards.environment": ("Environment", "Step", "ToolCall", "Turn"),
 }
 
 
 def __getattr__(name: str) -> object:
     """Import a part of the API when it is used: the launcher checks settings without torch."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"tlt_megatron.api.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"tlt_megatron.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
