@@ -22,7 +22,7 @@ from tlt_megatron.engines.base import LaterPrompts
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.rewards.environment_answer import Answer
-from tlt_megatron.rewards.worker_process import Outcome
+from tlt_megatron.rewards.worker_process import Loaded, Outcome
 from tlt_megatron.rollout.conversations import Conversations
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import FinishReason, Message, Prompt, Rollout, RolloutKey, SamplingParams
@@ -75,6 +75,8 @@ class Pool:
         outcome: Callable[[Sequence[Message]], Outcome] = answer_of,
         is_ready: Callable[[RolloutKey], bool] = lambda key: True,
     ) -> None:
+        self.environment = Loaded()
+        self.environment_weight = 0.0
         self.outcome = outcome
         self.is_ready = is_ready
         self.num_asked = 0
@@ -88,6 +90,10 @@ class Pool:
         later.set_result(self.outcome(messages))
         later.done = lambda: self.is_ready((prompt.draw_index, sample_index))
         return later
+
+
+    def take_repeated(self) -> int:
+        return 0
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +237,7 @@ def test_a_failed_environment_ends_its_conversation(tiny_path: Path) -> None:
     assert conversations.take_metrics() == {
         "rollout/tool_timeouts": len(failed),
         "rollout/tool_errors": 0,
+        "rollout/repeated_conversations": 0,
         "rollout/tool_seconds": 0.5 * (pool.num_asked - len(failed)) + 2.0 * len(failed),
     }
     assert conversations.take_metrics()["rollout/tool_seconds"] == 0
