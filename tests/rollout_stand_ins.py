@@ -72,6 +72,9 @@ class Rewards:
         self.keys.append(key)
         self._outcomes[key] = Outcome(score=self._score(text), details={"own": 1.0})
 
+    def weight_metrics(self) -> dict[str, float]:
+        return {}
+
     def collect(self, should_stop: object) -> dict[Hashable, Outcome]:
         outcomes, self._outcomes = self._outcomes, {}
         return outcomes

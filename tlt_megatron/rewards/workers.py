@@ -82,7 +82,7 @@ class RewardPool:
         environment: str = "",
     ) -> None:
         weights = {functions: 1.0} if isinstance(functions, str) else dict(functions)
-        self.environment_weight = weights.get(ENVIRONMENT, 0.0)
+        self.weights = weights
         self._num_opened = 0  # conversations
         self._batch: dict[Hashable, Future[Outcome]] = {}
         self._turns: list[Future[Outcome]] = []  # being answered
@@ -120,6 +120,20 @@ class RewardPool:
         arguments = _arguments(prompt, solution_str=solution_str, environment=own)
         work = self._workers.run("reward", arguments, prompt.prompt_id, f"rollout {rollout_key!r}")
         self._batch[rollout_key] = self._call(work)
+
+    @property
+    def environment_weight(self) -> float:
+        """Return the weight of an environment's rewards."""
+        return self.weights.get(ENVIRONMENT, 0.0)
+
+    def weight_metrics(self) -> dict[str, float]:
+        """Return the weight of each of several functions."""
+        names = {spec.rpartition(":")[2]: weight for spec, weight in self.weights.items()}
+        return (
+            {f"reward/weight/{name}": weight for name, weight in names.items()}
+            if len(names) > 1
+            else {}
+        )
 
     @property
     def environment(self) -> Loaded:

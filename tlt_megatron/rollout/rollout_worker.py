@@ -108,7 +108,7 @@ class RolloutWorker:
         batch = rules.select(complete)
         sums = gather_json(token_sums(batch), self.replicas)
         metrics = rollout_metrics(batch, sums, rules.max_prompt_tokens, rules.right_score)
-        metrics |= rules.metrics(complete, len(rounds))
+        metrics |= rules.metrics(complete, len(rounds)) | self.rewards.weight_metrics()
         if metrics.get("rollout/filler_groups") == rules.num_prompts and self.replicas.is_first:
             log.warning(
                 "step %d: all %d groups are fillers: within none did responses differ in"

@@ -91,7 +91,6 @@ class Pool:
         later.done = lambda: self.is_ready((prompt.draw_index, sample_index))
         return later
 
-
     def take_repeated(self) -> int:
         return 0
 
