@@ -16,6 +16,8 @@ import re
 import sys
 from dataclasses import dataclass, replace
 
+from tlt_megatron.rewards.sandbox import find_level
+
 PINS = {"megatron-core": ("0.16.1", "0.19.2"), "sglang": ("0.5.23",)}
 
 
@@ -43,7 +45,7 @@ def examine() -> list[Finding]:
         findings += [_memory(), _gpus()]
     how = f"only for rollout.engine=sglang: pip install sglang=={PINS['sglang'][0]} (make setup-sglang on a CPU)"
     sglang = _package("sglang", how, name="SGLang", is_needed=False)
-    findings += [_transformer_engine(has_torch), _apex(), sglang]
+    findings += [_transformer_engine(has_torch), _apex(), sglang, _sandbox()]
     return findings
 
 
@@ -138,6 +140,17 @@ def _apex() -> Finding:
     elif importlib.util.find_spec("amp_C") is None:
         advice = "this is the registry's package of that name, not NVIDIA's: pip uninstall apex"
     return Finding(name="NVIDIA apex", found=found, advice=advice)
+
+
+def _sandbox() -> Finding:
+    level, why = find_level()
+    kinds = {
+        "bwrap": "bwrap: no network, files and programs of its own",
+        "landlock": "landlock: no network, files or programs",
+        "none": "none: rollout.tools=[python] is refused",
+    }
+    advice = f"for a stronger one: apt-get install bubblewrap ({why})" if why else ""
+    return Finding(name="Python sandbox", found=kinds[level], advice=advice)
 
 
 if __name__ == "__main__":

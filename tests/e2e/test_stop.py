@@ -93,6 +93,21 @@ def test_second_ctrl_c_ends_at_once_although_a_rank_is_frozen(start: Callable[..
     assert not (job.folder / "loaded").exists()
 
 
+def test_ctrl_c_twice_to_one_rank_is_no_rank_that_is_gone(start: Callable[..., Job]) -> None:
+    job = start("one rank")
+    job.wait_until_held()
+    ranks = psutil.Process(job.process.pid).children()
+    rank = next(p for p in ranks if p.environ().get("RANK") == "1")
+    rank.send_signal(signal.SIGINT)
+    job.wait_until(lambda: job.lines("Ctrl-C again ends it at once"), "the first is heard")
+    rank.send_signal(signal.SIGINT)
+    job.end(128 + signal.SIGINT)
+    assert job.line("pretrain_rl:").endswith(
+        "second Ctrl-C: the run ends at once, nothing more is saved"
+    )
+    assert not job.lines("is gone")
+
+
 def test_an_error_of_a_rank_is_one_line_and_ends_all(start: Callable[..., Job]) -> None:
     job = start("failed", is_tlt=True)
     job.wait_until_held()

@@ -1,7 +1,7 @@
 """Ends a run early: a signal requests a stop, or this rank fails.
 
 SIGTERM, SIGUSR1 and SIGINT are blocked in all threads and one thread takes them, so a rank inside a
-collective receives them too. That thread makes no call to the store, so a second Ctrl-C acts at
+collective receives them too. That thread never waits for the store, so a second Ctrl-C acts at
 once. Ranks inform each other through events.py: a signal to one node stops all nodes, and a failed
 rank ends all ranks.
 """
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # USR1: Slurm's --signal
 _LINGER_S = 2.0  # rank 0 hosts the store: the others need this time to read why it ends
+_TELLING_S = 0.3  # for a second Ctrl-C, which a person waits for
 
 
 class StopRequest:
@@ -121,8 +122,21 @@ class StopRequest:
                 threading.Thread(target=tell, args=(number,), daemon=True).start()
             # torchrun passes a second Ctrl-C on as SIGTERM.
             elif self._first == signal.SIGINT and number != signal.SIGUSR1:
-                line = "second Ctrl-C: the run ends at once, nothing more is saved"
-                end_process(128 + number, line, is_shown=self._is_first_of_node)
+                self._end_at_once(128 + number)
+
+    def _end_at_once(self, code: int) -> None:
+        """End this process, and tell the others if the store answers in time.
+
+        A rank that took both signals for one would report this rank as gone.
+        """
+        line = "second Ctrl-C: the run ends at once, nothing more is saved"
+        said = [self._is_first_of_node]
+        tell = threading.Thread(
+            target=lambda: said.append(self._tell(EventKind.END, line, code)), daemon=True
+        )
+        tell.start()
+        tell.join(_TELLING_S)
+        end_process(code, line, is_shown=said[-1])
 
     def _announce_stop(self, number: signal.Signals) -> None:
         again = " (Ctrl-C again ends it at once)" if number == signal.SIGINT else ""
