@@ -43,7 +43,7 @@ _TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask", "routes")
 
 
 class ResponseRow(NamedTuple):
-    """A response as all ranks know it, about 60 bytes of JSON, and 10 of each turn."""
+    """A response as all ranks know it, about 60 bytes of JSON, and up to 30 of each turn."""
 
     draw_index: int
     sample_index: int
