@@ -104,7 +104,7 @@ class Conversations:
 
         def take_turn(turn: Rollout) -> None:
             conversation = open_[turn.key]
-            if not self._ask(conversation, turn):
+            if not self._ask(conversation, turn, params):
                 end(turn.key)
 
         def keep_features(turn: Rollout, features: Tensor) -> None:
@@ -192,8 +192,9 @@ class Conversations:
         if conversation.answer is not None:
             outcome, conversation.answer = conversation.answer.result(), None
             self._answered.append(outcome)
-            conversation.has_failed = outcome.answer is None
-            if outcome.answer is not None:
+            if outcome.answer is None:
+                conversation.has_failed, conversation.environment = True, None
+            else:
                 try:
                     token_ids = self._start_tokens(conversation, outcome.answer)
                 except ValueError as error:
@@ -236,7 +237,7 @@ class Conversations:
         conversation.num_prompt_messages += len(messages)
         return token_ids
 
-    def _ask(self, conversation: OpenConversation, turn: Rollout) -> bool:
+    def _ask(self, conversation: OpenConversation, turn: Rollout, params: SamplingParams) -> bool:
         """Add a turn of the policy and ask the environment. Return False if it was the last turn,
         which only an environment that is a class gets.
         """
@@ -246,8 +247,9 @@ class Conversations:
         is_last = len(conversation.turns) == self.section.max_turns
         is_last |= turn.finish_reason is FinishReason.LENGTH
         if conversation.has_failed:  # its start
-            return False
+            return self._end(conversation)
         if conversation.environment is not None:
+            is_last |= conversation.num_generated == conversation.prompt.limit(params)
             asked = Turn(
                 text=text,
                 token_ids=tuple(turn.token_ids.tolist()),
@@ -274,17 +276,24 @@ class Conversations:
             conversation.has_failed |= bool(outcome.failure)
             conversation.end = {**outcome.details, "score": outcome.score}
             return None
-        answer, environment = outcome.answer, conversation.environment
+        answer = outcome.answer
         if answer is None:
             conversation.has_failed = True
             return None
-        if environment is not None:
+        if conversation.environment is not None:
             conversation.rewards.append(answer.reward)
         prompt = None if answer.is_done else self._next_turn(conversation, answer, params)
-        if prompt is None and environment is not None:
-            conversation.is_ending = True
-            conversation.answer = self.pool.end(environment)
+        if prompt is None:
+            self._end(conversation)
         return prompt
+
+    def _end(self, conversation: OpenConversation) -> bool:
+        """Ask for the end of an environment. Return False if there is none."""
+        if conversation.environment is None:
+            return False
+        conversation.is_ending = True
+        conversation.answer = self.pool.end(conversation.environment)
+        return True
 
     def _next_turn(
         self, conversation: OpenConversation, answer: Answer, params: SamplingParams
