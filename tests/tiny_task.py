@@ -44,7 +44,7 @@ FEATURES = {  # overrides of each; {task} is the folder of `write_environment`
     " rollout.max_observation_tokens=12",
     "environment": "rollout.environment={task}/environment.py:Search rollout.max_turns=3"
     " rollout.max_observation_tokens=12"
-    " reward.function={environment:1.0,'{task}/reward.py:compute_score':0.5}",
+    ' reward.function={"environment":1.0,"{task}/reward.py:compute_score":0.5}',
     "dynamic sampling": "algorithm.filter_groups=score",
     "experts": "parallel.expert=2",
     "routing replay": "rollout.routing_replay=true",

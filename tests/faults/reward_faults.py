@@ -89,7 +89,7 @@ def _start(case: Case, bodies: dict[str, str], *overrides: str) -> Job:
     if not is_environment:
         setting = f"reward.function={path}:{name}"
         if case.variant.name == "environment":
-            setting = f"reward.function={{environment:1.0,'{path}:{name}':0.5}}"
+            setting = f'reward.function={{"environment":1.0,"{path}:{name}":0.5}}'
     return case.start(setting, "reward.timeout_s=3", *overrides)
 
 

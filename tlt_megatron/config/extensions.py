@@ -161,7 +161,7 @@ def load_code(config: Any, key: str, spec: str) -> None:
     if key not in WITH_ARGUMENTS or spec in point.built_in:
         return
     arguments, signature = attrgetter(f"{key}_args")(config), inspect.signature(function)
-    given = [*point.parameters, *[OPTIONAL[key]] * takes_optional(key, spec)]
+    given = [*point.parameters, *([OPTIONAL[key]] if takes_optional(key, spec) else [])]
     try:
         signature.bind(**dict.fromkeys(given), **arguments)
     except TypeError as error:
