@@ -266,7 +266,9 @@ class _Workers:
             lambda: WorkerProcess(weights, environment, folder, self._log_output)
         )
         self.loaded = Loaded()
-        self._num_repeated = 0  # conversations whose worker ended, so that another one repeated them
+        self._num_repeated = (
+            0  # conversations whose worker ended, so that another one repeated them
+        )
 
     async def start(self, num_workers: int) -> None:
         self.loaded = (await self._seats.open(num_workers)).loaded

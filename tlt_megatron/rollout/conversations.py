@@ -228,7 +228,12 @@ class Conversations:
             token_ids = (*token_ids, *added)
         num_kept = num_shared(prompt.token_ids, token_ids)
         num_added, limit = len(token_ids) - num_kept, self.section.max_observation_tokens
-        if num_added > limit or not num_kept:
+        if not num_kept:
+            raise ValueError(
+                "the prompt with its messages and tools begins with another token than the prompt of the row, which must"
+                " begin with a system message"
+            )
+        if num_added > limit:
             raise ValueError(
                 f"its messages and tools take {num_added} tokens: at most rollout.max_observation_tokens={limit}"
             )
