@@ -13,7 +13,7 @@ import inspect
 import keyword
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -22,14 +22,17 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tlt_megatron.config.model_shape import read_eos_token_ids
+from tlt_megatron.data.token_bytes import TokenBytes
 from tlt_megatron.data.tokenizer_file import as_in_file
 from tlt_megatron.saved_files import read_json
+from tlt_megatron.stop_strings import StopStrings, check_stop_strings
 from tlt_megatron.types import Message
 
 log = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, object] = MappingProxyType({})
 _MAX_NAMED = 6  # tokens in a message
+_MOST_STOPS = 64  # sets of stop strings whose steps are kept
 _TAG = re.compile(r"[<\[]/?\w+[>\]]")  # <think>, [THINK]; not <|im_start|>
 # goes before a template, whose arguments can be no functions; a date that stands before it wins
 _PIN_DATE = (
@@ -318,6 +321,19 @@ class Tokenizer:
             if is_kept:
                 return whole[len(head) :]
         raise ValueError(f"the tokenizer in {self._path} cannot continue a text by {text!r}")
+
+    def stop_strings(self, given: object, name: str = "stop") -> StopStrings | None:
+        """Return a string or a list of them for `SamplingParams.stop` and `Prompt.stop`, None for
+        None. ValueError for what cannot be stop strings, by its `name`.
+        """
+        return None if given is None else self._make_stop(check_stop_strings(given, name))
+
+    @functools.cached_property
+    def _make_stop(self) -> Callable[[tuple[str, ...]], StopStrings]:
+        decode = functools.partial(self.decode, skip_special_tokens=False)
+        anchor = self.encode_texts(["a"])[0]
+        of_token = TokenBytes(decode, self.hf.convert_ids_to_tokens, anchor)
+        return functools.lru_cache(maxsize=_MOST_STOPS)(lambda texts: StopStrings(texts, of_token))
 
     def decode_turn(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn or response with its special tokens, but without the one that

@@ -317,6 +317,7 @@ class Conversations:
                 is_chat=bool(prompt.messages),
                 template_kwargs=conversation.template_kwargs,
             )
+            stop = None if answer.stop is None else self.tokenizer.stop_strings(answer.stop)
         except ValueError as error:
             why = f"its observation cannot be encoded: {error}"
             self._fail(conversation, last.sample_index, why)
@@ -335,6 +336,7 @@ class Conversations:
             first_position=conversation.num_generated + num_observed,
             num_samples=1,
             max_new_tokens=room,
+            stop=prompt.stop if stop is None else stop,
         )
 
     def _fail(self, conversation: OpenConversation, sample_index: int, why: str) -> None:

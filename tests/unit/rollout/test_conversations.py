@@ -25,10 +25,15 @@ from tlt_megatron.rewards.environment_answer import Answer
 from tlt_megatron.rewards.worker_process import Loaded, Outcome
 from tlt_megatron.rollout.conversations import Conversations
 from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.stop_strings import StopStrings
 from tlt_megatron.types import FinishReason, Message, Prompt, Rollout, RolloutKey, SamplingParams
 
 STOPS = (0, 9, 18, 27, 36, 45)
-PARAMS = SamplingParams(num_samples=2, max_new_tokens=16, stop_token_ids=STOPS, seed=3)
+# Four tokens share a letter: strings end turns within a pair of tokens, and never over two turns.
+STRINGS = StopStrings(("bc", "db", "l"), lambda token_id: bytes([97 + token_id // 4]))
+PARAMS = SamplingParams(
+    num_samples=2, max_new_tokens=16, stop_token_ids=STOPS, stop=STRINGS, seed=3
+)
 SETTINGS = {
     "environment": "any.py:answer",
     "max_turns": 4,
