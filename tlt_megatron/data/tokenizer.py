@@ -253,14 +253,14 @@ class Tokenizer:
         ]
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
-    def _as_text(self, value: object) -> object:
-        """Return a value of a message with a cut in every name of a control token."""
-        if not isinstance(value, str):
-            return value
-        return self._control_tokens.sub(lambda name: f"{name[0][0]}{_CUT}{name[0][1:]}", value)
-
     def _as_texts(self, message: Message) -> Message:
-        return {key: self._as_text(value) for key, value in message.items()}
+        """Return a message with a cut in every name of a control token."""
+        return {
+            key: self._control_tokens.sub(lambda name: f"{name[0][0]}{_CUT}{name[0][1:]}", value)
+            if isinstance(value, str)
+            else value
+            for key, value in message.items()
+        }
 
     def encode_observation(
         self,
