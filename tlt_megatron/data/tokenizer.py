@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -255,12 +256,12 @@ class Tokenizer:
 
     def _as_texts(self, message: Message) -> Message:
         """Return a message with a cut in every name of a control token."""
-        return {
-            key: self._control_tokens.sub(lambda name: f"{name[0][0]}{_CUT}{name[0][1:]}", value)
-            if isinstance(value, str)
-            else value
-            for key, value in message.items()
-        }
+
+        def cut(name: re.Match[str]) -> str:
+            return f"{name[0][0]}{_CUT}{name[0][1:]}"
+
+        sub = self._control_tokens.sub
+        return {k: sub(cut, v) if isinstance(v, str) else v for k, v in message.items()}
 
     def encode_observation(
         self,
@@ -285,7 +286,8 @@ class Tokenizer:
         # the template ends a turn with the stop token, which the policy drew itself
         text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
         first, *rest = text.split(_CUT)
-        return (*self._encode_after(last_token, first), *self._encode_cut(rest))
+        parts = [self._encode_after(last_token, first)]
+        return tuple(chain(*parts, *(self._encode_after(None, part) for part in rest)))
 
     def encode_start(
         self,
@@ -299,10 +301,8 @@ class Tokenizer:
         """
         text = self.render([*prompt, *map(self._as_texts, messages)], template_kwargs)
         first, *rest = text.split(_CUT)
-        return (*self.encode_texts([first])[0], *self._encode_cut(rest))
-
-    def _encode_cut(self, texts: Sequence[str]) -> list[int]:
-        return [token for text in texts for token in self._encode_after(None, text)]
+        parts = self.encode_texts([first])
+        return tuple(chain(*parts, *(self._encode_after(None, part) for part in rest)))
 
     @functools.cached_property
     def _marks_begin(self) -> bool:
