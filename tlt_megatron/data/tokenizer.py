@@ -256,12 +256,8 @@ class Tokenizer:
 
     def _as_texts(self, message: Message) -> Message:
         """Return a message with a cut in every name of a control token."""
-
-        def cut(name: re.Match[str]) -> str:
-            return f"{name[0][0]}{_CUT}{name[0][1:]}"
-
-        sub = self._control_tokens.sub
-        return {k: sub(cut, v) if isinstance(v, str) else v for k, v in message.items()}
+        cut = functools.partial(self._control_tokens.sub, lambda n: f"{n[0][0]}{_CUT}{n[0][1:]}")
+        return {k: cut(v) if isinstance(v, str) else v for k, v in message.items()}
 
     def encode_observation(
         self,
@@ -295,10 +291,8 @@ class Tokenizer:
         messages: Sequence[Message],
         template_kwargs: Mapping[str, object] = NOTHING,
     ) -> tuple[int, ...]:
-        """Return the tokens of a chat prompt and of `messages` that an environment adds to it.
-
-        Names of control tokens in those are plain text. ValueError as in `encode`.
-        """
+        """Return the tokens of a chat prompt and of messages that an environment adds to it. In
+        those, names of control tokens are plain text. ValueError as in `encode`."""
         text = self.render([*prompt, *map(self._as_texts, messages)], template_kwargs)
         first, *rest = text.split(_CUT)
         parts = self.encode_texts([first])
