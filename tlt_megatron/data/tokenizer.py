@@ -150,14 +150,15 @@ class Tokenizer:
             raise ValueError(
                 f"the tokenizer in {self._path} has no chat template, which a list of messages needs: "
                 "give string prompts, or put chat_template.jinja into the folder"
+                f"{', not chat_template.json' * (self._path / 'chat_template.json').is_file()}"
             )
         self._check_template_kwargs(template_kwargs)
         messages: list[Any] = [dict(message) for message in prompt]
         given: dict[str, Any] = dict(template_kwargs)
-        if self._pinned_date:
-            template = self.hf.get_chat_template(tools=given.get("tools"))
-            given["chat_template"] = self._pinned_date + template
         try:
+            if self._pinned_date:
+                template = self.hf.get_chat_template(tools=given.get("tools"))
+                given["chat_template"] = self._pinned_date + template
             text = self.hf.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **given
             )
@@ -364,6 +365,9 @@ def load_tokenizer(path: str | Path, template_date: str = "") -> Tokenizer:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises Exception itself for a file of a newer version
+        for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
+            if (folder / name).is_file():
+                read_json(folder / name)
         reason = " ".join(str(error).split())
         is_config = reason.startswith("Validation error for field")  # config.json was read first
         part = "config.json" if is_config else "its tokenizer"
