@@ -29,7 +29,7 @@ from tlt_megatron.runtime.log import FILE_ONLY, configure_logging, log_file
 from tlt_megatron.runtime.parent import end_with_parent
 from tlt_megatron.runtime.stop import StopRequest, describe_failure
 from tlt_megatron.trainer.before.command_line import read_command
-from tlt_megatron.trainer.saving.run_folder import RunFolder, say_how_to_go_on
+from tlt_megatron.trainer.saving.run_folder import RunFolder, how_to_go_on
 
 if TYPE_CHECKING:
     from tlt_megatron.trainer.run import Run
@@ -169,7 +169,8 @@ class _Launch:
         if self._stop.end(code, line):
             print(f"{program_name()}: {line}{where}", file=sys.stderr, flush=True)
             if self._run is not None and self._run_dir is not None:
-                say_how_to_go_on(self._run_dir, self._config.checkpoint.resume)
+                sys.stderr.write(how_to_go_on(self._run_dir, self._config.checkpoint.resume))
+                sys.stderr.flush()
         return code
 
     def _phase(self) -> str:

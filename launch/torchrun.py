@@ -26,7 +26,7 @@ from tlt_megatron.runtime.environment_variables import program_name
 from tlt_megatron.runtime.parent import AGENT_PID, TRAINER_PID
 from tlt_megatron.runtime.stop import SIGNALS
 from tlt_megatron.trainer.before.command_line import read_command
-from tlt_megatron.trainer.saving.run_folder import say_how_to_go_on
+from tlt_megatron.trainer.saving.run_folder import how_to_go_on
 
 _TAKEN = (*SIGNALS, signal.SIGHUP)
 _LOOK_S = 1.0  # seconds between two checks of the ranks
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
             # With other ranks, one of them tells it.
             is_alone = options.nproc_per_node == "1" and options.nnodes in ("1", "1:1")
             if is_alone and config is not None and config.run.dir:
-                say_how_to_go_on(Path(config.run.dir), config.checkpoint.resume)
+                sys.stderr.write(how_to_go_on(Path(config.run.dir), config.checkpoint.resume))
         return 128 - failure.exitcode
     return 0
 

@@ -13,7 +13,6 @@ import os
 import shutil
 import socket
 import struct
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -175,15 +174,15 @@ def resume_path(run_dir: Path, resume: str) -> Path | None:
     return run_dir / CHECKPOINTS if resume == "auto" else Path(resume)
 
 
-def say_how_to_go_on(run_dir: Path, resume: str) -> None:
-    """Print the command that goes on with a run that has failed. Nothing where it has not saved yet
-    and began from another run's checkpoint: its folder can then not be used again.
+def how_to_go_on(run_dir: Path, resume: str) -> str:
+    """Return two lines with the command that goes on with a run that has failed. "" where it has
+    not saved yet and began from another run's checkpoint: its folder cannot be used again.
     """
     is_saved = is_checkpoint_root(run_dir / CHECKPOINTS)
-    if is_saved or resume in ("auto", "never"):
-        way = "resume with" if is_saved else "nothing is saved yet; start again with"
-        text = f"{program_name()}: {way}:\n{resume_command(run_dir)}"
-        print(text, file=sys.stderr, flush=True)
+    if not is_saved and resume not in ("auto", "never"):
+        return ""
+    way = "resume with" if is_saved else "nothing is saved yet; start again with"
+    return f"{program_name()}: {way}:\n{resume_command(run_dir)}\n"
 
 
 def _is_within(path: Path | None, folder: Path) -> bool:
