@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from operator import itemgetter
@@ -42,6 +43,9 @@ FEATURES = {  # overrides of each; {task} is the folder of `write_environment`
     " rollout.partial_rollout_tokens=5",
     "conversations": "rollout.environment={task}/environment.py:answer rollout.max_turns=3"
     " rollout.max_observation_tokens=12",
+    "environment": "rollout.environment={task}/environment.py:Search rollout.max_turns=3"
+    " rollout.max_observation_tokens=12"
+    ' reward.function={"environment":1.0,"{task}/reward.py:compute_score":0.5}',
     "dynamic sampling": "algorithm.filter_groups=score",
     "experts": "parallel.expert=2",
     "routing replay": "rollout.routing_replay=true",
@@ -61,6 +65,29 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 # <eos> 0 = > # t: a random policy ends its responses and turns early with one of them.
 STOPS = (1, 2, 16, 18, 23, 43)
 ENVIRONMENT = """
+from tlt_megatron import Environment, Step
+
+
+class Search(Environment):
+    \"\"\"Messages, rewards and the end depend on the seed and all turns so far.\"\"\"
+
+    def start(self, row, seed):
+        assert row["ground_truth"] == "5"
+        self.state = seed % 1000
+        return "abc"[: seed % 3]
+
+    def step(self, turn):
+        assert turn.messages[-1] == {"role": "assistant", "content": turn.text}
+        self.state += sum(turn.token_ids)
+        message = {"role": "tool", "content": "12+" * (self.state % 3)}
+        is_done = self.state % 5 == 4
+        stop = ["7", "1+"] if self.state % 2 else None
+        return Step([message], reward=self.state % 4 / 4 - 0.25, is_done=is_done, stop=stop)
+
+    def end(self):
+        return {"score": self.state % 2 / 2, "state": self.state}
+
+
 def answer(messages, data_source, ground_truth, extra_info):
     assert ground_truth == "5"
     turn = messages[-1]["content"]
@@ -139,6 +166,15 @@ logging: {{rollouts: true, progress: lines}}
 run: {{num_steps: 3}}
 """)
     return config
+
+
+def write_teacher(task: Path, kind: str = "qwen2", num_layers: int = 4, seed: int = 5) -> Path:
+    """Write teacher/, a model of another size with the tokenizer of the folder `task`."""
+    ids = {"eos_token_id": 1, "pad_token_id": 0}
+    teacher = make_tiny_hf(task / "teacher", kind, vocab_size=48, num_layers=num_layers, seed=seed, **ids)  # fmt: skip
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(task / "model" / name, teacher)
+    return teacher
 
 
 def write_environment(task: Path) -> str:

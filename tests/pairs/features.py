@@ -26,9 +26,14 @@ BASE = (
     " optimizer.eps=1e-5"  # so that Adam does not enlarge the rounding of another layout
 )
 # Two values of one setting: there is no run of both.
-EXCLUSIVE = (("KL in the loss", "KL in the reward"), ("speculation", "own layer"))
-# Features that one run cannot have. The last pair is refused by name.
-APART = (*EXCLUSIVE, ("partial rollouts", "conversations"))
+EXCLUSIVE = (
+    ("KL in the loss", "KL in the reward"),
+    ("conversations", "environment"),
+    ("speculation", "own layer"),
+)
+# Features that one run cannot have. The last pairs are refused by name.
+CUT = "partial rollouts"
+APART = (*EXCLUSIVE, (CUT, "conversations"), (CUT, "environment"))
 # The policies of a dense task and of a mixture's, by whether they have a layer for MTP.
 KINDS = {False: ("qwen2", "qwen3_moe"), True: ("mimo", "glm4_moe")}
 # `make test` checks the pairs of `draw(SEED)`. PAIRS_SEED draws others.
@@ -53,13 +58,13 @@ def all_pairs() -> list[tuple[str, str]]:
 
 
 def draw(seed: int) -> list[list[str]]:
-    """Return two combinations that have every feature once, and so 30 of the pairs."""
+    """Return three combinations, alike in size, that have every feature once."""
     rng = random.Random(seed)
     while True:
         order = rng.sample(list(FEATURES), len(FEATURES))
-        halves = [order[:6], order[6:]]
-        if not any(set(pair) <= set(half) for pair in APART for half in halves):
-            return halves
+        thirds = [order[start::3] for start in range(3)]
+        if not any(set(pair) <= set(third) for pair in APART for third in thirds):
+            return thirds
 
 
 def check(features: Sequence[str], tasks: Mapping[str, Path], root: Path) -> tuple[str, list[str]]:

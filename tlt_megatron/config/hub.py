@@ -47,7 +47,8 @@ _MADE_BY = {
     "build/tiny_drafter": "make drafter",
     "build/smollm2": "make small-llm",
 }
-_LEFT_OUT = ("*/*", "consolidated*")  # other formats of the same weights
+# Other formats of the same weights: all folders but additional_chat_templates.
+_LEFT_OUT = ("[!a]*/*", "a[!d]*/*", "consolidated*")
 
 
 def fetch_model(key: str, name: str, patterns: tuple[str, ...] = WHOLE) -> Path:
@@ -288,6 +289,8 @@ def _found(config: RunConfig, patterns: tuple[str, ...]) -> dict[str, str | list
     names = {"model.path": config.model.path}
     if config.has_critic:
         names["critic.path"] = config.critic.path
+    if config.has_reference:
+        names["reference.path"] = config.reference.path
     if config.speculation.enabled:
         names["speculation.drafter"] = config.speculation.drafter
     models = {key: str(fetch_model(key, name, patterns)) for key, name in names.items() if name}

@@ -8,13 +8,20 @@ result is the same on any number of ranks. A function of the user gets the whole
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tlt_megatron.config.extensions import REGISTRY, call_extension, load_extension, shapes_of
+from tlt_megatron.config.extensions import (
+    REGISTRY,
+    call_extension,
+    load_extension,
+    shapes_of,
+    takes_optional,
+)
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.exchange import gather_values
 from tlt_megatron.rewards.advantage import OF_TOKENS, WHITENED, Moments, among_siblings
@@ -52,6 +59,27 @@ def compute_advantages(
     return _with_observations(own, found), returns and _with_observations(own, returns)
 
 
+def distill(
+    own: Sequence[Rollout],
+    advantages: Mapping[RolloutKey, Tensor],
+    logprobs: Mapping[RolloutKey, Tensor],
+    ref_logprobs: Mapping[RolloutKey, Tensor],
+    coef: float,
+    dp: Group,
+) -> tuple[dict[RolloutKey, Tensor], dict[str, float]]:
+    """Return the advantages less coef * (log p - log q) at each token of the policy, and metrics.
+
+    The expectation of log p - log q over the policy's tokens is the reverse KL, so a policy that
+    follows these advantages comes near the reference. All are [T] of the responses `own`. A
+    collective of the data-parallel ranks.
+    """
+    ratios = {r.key: r.generated(logprobs[r.key] - ref_logprobs[r.key]) for r in own}
+    ratios = _with_observations(own, ratios)
+    (found,) = gather_statistics(own, [ratios], dp)
+    changed = {key: advantages[key] - coef * ratio_T for key, ratio_T in ratios.items()}
+    return changed, {"actor/reverse_kl": found.mean}
+
+
 def zero_advantages(
     scored: Sequence[ScoredGroup], section: AlgorithmSection, dp: Group
 ) -> set[RolloutKey]:
@@ -82,7 +110,10 @@ def _by_own_function(
         [_token_rewards(*pair, penalties) for pair in zip(s.rollouts, s.rewards, strict=True)]
         for s in scored
     ]
-    computed = call_extension(_KEY, section.advantage, rewards=rewards, **section.advantage_args)
+    known: dict[str, object] = {"rewards": rewards}
+    if takes_optional(_KEY, section.advantage):
+        known["groups"] = tuple(scored)
+    computed = call_extension(_KEY, section.advantage, **known, **section.advantage_args)
     found = shapes_of(computed)
     if not isinstance(found, list):
         raise ValueError(
@@ -191,11 +222,14 @@ def _own_rewards(
 def _token_rewards(
     rollout: Rollout, reward: float, penalties: Mapping[RolloutKey, Tensor]
 ) -> Tensor:
-    """Return float64: the reward at the last token, less the penalty of each token of the
-    policy.
+    """Return float64: the reward of each turn at its last token, the rest of the reward at the last
+    token, less the penalty of each token of the policy.
     """
     reward_T = torch.zeros(rollout.num_generated, dtype=torch.float64)
-    reward_T[-1] = reward
+    ends = itertools.accumulate(turn.num_tokens for turn in rollout.turns)
+    for end, turn in zip(ends, rollout.turns, strict=True):
+        reward_T[end - 1] = turn.reward
+    reward_T[-1] += math.fsum((reward, *(-turn.reward for turn in rollout.turns)))
     return reward_T - penalties[rollout.key] if rollout.key in penalties else reward_T
 
 

@@ -23,14 +23,17 @@ from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.model import fp8_fields
 from tlt_megatron.mcore.policy_model import McoreCriticModel, McorePolicyModel
+from tlt_megatron.mcore.reference_model import McoreReferenceModel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.health import TrainingHealth
+from tlt_megatron.policy.interfaces import SavedModel
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.rollout.batch_rules import BatchRules
 from tlt_megatron.rollout.conversations import Conversations
 from tlt_megatron.rollout.evaluation import Evaluator
+from tlt_megatron.rollout.open_conversation import with_tools
 from tlt_megatron.rollout.phases import Phases
 from tlt_megatron.rollout.rollout_log import RolloutLog
 from tlt_megatron.rollout.rollout_worker import RolloutWorker
@@ -80,7 +83,7 @@ def build_run(site: Site) -> Run:
     _check_extensions(config)
     fp8_fields(config.mcore, getattr(torch, config.model.dtype))
     if world.is_first:
-        for line in warnings_of(config):
+        for line in warnings_of(config, site.given):
             log.warning("%s", line)
         note = note_own_layer(config.model.path, load_model_config(config.model.path))
         if note and config.speculation.drafter != OWN:
@@ -99,7 +102,10 @@ def build_run(site: Site) -> Run:
     model_config = load_model_config(config.model.path)
     about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
     resumes_drafter = saved is not None and compare_run(saved, about, is_warning=world.is_first)
-    prompts = load_prompts(config.data.train, tokenizer, config.data, world)
+    needs_label = not config.reward.is_none
+    prompts = load_prompts(
+        config.data.train, tokenizer, config.data, world, needs_label=needs_label
+    )
     if world.is_first:
         for line in tokenizer.notes(has_strings=not all(row.messages for row in prompts.rows)):
             log.warning("%s", line)
@@ -108,11 +114,10 @@ def build_run(site: Site) -> Run:
         with errors_named(saved.folder / STATE_FILE):
             sampler.check_state(saved.state["sampler"])
     held_out = load_held_out(config.data, tokenizer, world, limit=config.eval.num_prompts)
-    if config.rollout.environment:
-        _check_conversations(
-            tokenizer, [*prompts.rows, *chain(*(each.rows for each in held_out.values()))]
-        )
     rewards.wait_ready()
+    if config.rollout.environment:
+        everyone = [*prompts.rows, *chain(*(each.rows for each in held_out.values()))]
+        _check_conversations(tokenizer, everyone, rewards.environment.tools)
 
     seed_everything(config.run.seed)
     groups = initialize_model_parallel(config.parallel, world, config.run.seed)
@@ -122,10 +127,13 @@ def build_run(site: Site) -> Run:
     phases = worker.phases
     worker.engine.sleep()  # until the first publication: models start and restore in its memory
     with phases("SETUP", "setup"):
-        model, critic = _build_models(config, groups, site.device)
+        model, critic, reference = _build_models(config, groups, site.device)
+        saved_models: dict[str, SavedModel | None] = {"policy": model, "critic": critic}
+        if config.reference.refresh_steps:
+            saved_models["reference"] = reference
         checkpoints = CheckpointManager(
             root=run_dir / CHECKPOINTS,
-            models={"policy": model} | ({"critic": critic} if critic else {}),
+            models={name: each for name, each in saved_models.items() if each},
             keep=config.checkpoint.keep,
             world=world,
             about=about,
@@ -146,6 +154,7 @@ def build_run(site: Site) -> Run:
         worker=worker,
         policy_trainer=_build_policy_trainer(config, model, critic, groups),
         drafter=drafter,
+        refresh_steps=config.reference.refresh_steps if reference else 0,
     )
     is_saved = False  # a fork has another run folder, without the history
     if saved and folder:
@@ -174,8 +183,12 @@ def build_run(site: Site) -> Run:
     return run
 
 
-def _check_conversations(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
-    """Refuse a tokenizer with which no conversation goes on after the first turn."""
+def _check_conversations(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], tools: Sequence[Mapping[str, object]]
+) -> None:
+    """Refuse a tokenizer with which no conversation goes on after the first turn, and prompts that
+    cannot have the tools of an environment.
+    """
     if not tokenizer.stop_token_ids:
         raise ValueError(
             "rollout.environment: the model folder names no eos token, which must end each turn"
@@ -188,11 +201,16 @@ def _check_conversations(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Non
                 " set: the reward function gets the conversation under this name"
             )
         if prompt.messages:
-            kwargs = prompt.template_kwargs
+            kwargs = with_tools(prompt.template_kwargs, tools)
             named = {
                 key: key if isinstance(value, list) else value for key, value in kwargs.items()
             }
             arguments.setdefault(repr(named), kwargs)
+        elif tools:
+            raise ValueError(
+                f"prompt_id={prompt.prompt_id!r}: must be a list of messages, because rollout.environment has tools,"
+                " which only a chat template writes"
+            )
     for kwargs in arguments.values():
         tokenizer.check_turns(kwargs)
 
@@ -332,25 +350,30 @@ def _eval_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
 
 def _build_models(
     config: RunConfig, groups: ProcessGroups, device: Device
-) -> tuple[McorePolicyModel, McoreCriticModel | None]:
+) -> tuple[McorePolicyModel, McoreCriticModel | None, McoreReferenceModel | None]:
     """Build the models. Each leaves the device before the next one comes."""
     layout: dict[str, Any] = {"parallel": config.parallel, "mcore": config.mcore}
     layout |= {"groups": groups, "device": device}
+    critic = reference = None
+    if config.second_path:
+        reference = McoreReferenceModel(
+            model=replace(config.model, path=config.second_path), **layout
+        )
     policy = McorePolicyModel(
         model=config.model,
         optimizer=config.optimizer,
         num_updates=config.num_updates,
-        keep_reference=config.algorithm.kl_coef > 0,
+        keep_reference=config.has_reference and reference is None,
+        reference=reference,
         **layout,
     )
     policy.leave_device()
-    if not config.has_critic:
-        return policy, None
-    model = replace(config.model, path=config.critic_path)
-    optimizer = config.critic.optimizer(config.optimizer)
-    critic = McoreCriticModel(model=model, optimizer=optimizer, **layout)
-    critic.leave_device()
-    return policy, critic
+    if config.has_critic:
+        model = replace(config.model, path=config.critic_path)
+        optimizer = config.critic.optimizer(config.optimizer)
+        critic = McoreCriticModel(model=model, optimizer=optimizer, **layout)
+        critic.leave_device()
+    return policy, critic, reference
 
 
 def _build_policy_trainer(

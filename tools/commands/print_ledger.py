@@ -172,8 +172,12 @@ def _candidate(files: list[str], words: list[str], ranks: int, name: str = "") -
     config, _ = load_fetched_config(files, overrides, patterns=CONFIG)
     lacks = {"needs_weights": False, "needs_tokenizer": False}
     policy, drafts = check_model("model.path", config.model.path, **lacks), config.speculation
-    if config.has_critic:
-        check_model("critic.path", config.critic_path, **lacks)
+    for key, path, is_used in (
+        ("critic.path", config.critic_path, config.has_critic),
+        ("reference.path", config.reference.path, bool(config.second_path)),
+    ):
+        if is_used and path:
+            check_model(key, path, **lacks)
     if drafts.enabled and drafts.is_learned and drafts.drafter == OWN:
         check_own(config, policy, needs_weights=False)
     check_layout(config, ranks)
