@@ -95,7 +95,13 @@ def test_what_only_training_needs_is_off_in_an_evaluation(tmp_path: Path) -> Non
     trained = load_config(None, settings)
     (tmp_path / "config.yaml").write_text(dump_config(trained))
     (tmp_path / "hf").mkdir()
-    assert f"model.path={tmp_path}/hf" in evaluation_command([str(tmp_path), "--data", "a.jsonl"])
+    given = [str(tmp_path), "--data", "a.jsonl"]
+    command = evaluation_command(given)
+    assert f"model.path={tmp_path}/hf" in command
+    assert "speculation.enabled=true" not in command
+    drafted = evaluation_command([*given, "--drafter", "own"])
+    assert drafted.index("speculation.enabled=false") < drafted.index("speculation.enabled=true")
+    assert "speculation.drafter=own" in drafted
 
 
 CODE = """
