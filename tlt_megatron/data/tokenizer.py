@@ -40,7 +40,9 @@ _PIN_DATE = (
     "{% for part, value in date_parts.items() %}{% set text.now = text.now | replace(part, value) %}{% endfor %}"
     "{{ text.now }}{% endmacro +%}"
 )
-_DATE_PARTS = [f"%{sign}{part}" for part in "aAbBcdeHIjmMpSuUVwWxXyYzZfDFT" for sign in ("", "-")]
+_DATE_PARTS = [
+    f"%{sign}{part}" for part in "aAbBcCdDeFfgGhHIjklmMnpPrRsStTuUVwWxXyYzZ" for sign in ("", "-")
+]
 _TURN = "(turn)"  # stands for a turn of the policy, whose tokens are never encoded again
 # Texts that may stand before another one, of which at least one does not merge with it.
 _ANCHORS = ("\n", "a", ".", "0", "\u00e9")
