@@ -36,6 +36,7 @@ REGISTRY = {
         "data_source solution_str ground_truth extra_info",
         math="rewards.builtin:score_math",
         exact="rewards.builtin:score_exact",
+        none="rewards.no_reward:score_none",
     ),
     "rollout.environment": _point("messages data_source ground_truth extra_info"),
     "algorithm.advantage": _point(

@@ -288,6 +288,8 @@ def _found(config: RunConfig, patterns: tuple[str, ...]) -> dict[str, str | list
     names = {"model.path": config.model.path}
     if config.has_critic:
         names["critic.path"] = config.critic.path
+    if config.has_reference:
+        names["reference.path"] = config.reference.path
     if config.speculation.enabled:
         names["speculation.drafter"] = config.speculation.drafter
     models = {key: str(fetch_model(key, name, patterns)) for key, name in names.items() if name}

@@ -19,6 +19,7 @@ from tlt_megatron.config.policy_sections import (
     ModelSection,
     OptimizerSection,
     ParallelSection,
+    ReferenceSection,
     RewardSection,
 )
 from tlt_megatron.config.ranges import (
@@ -199,6 +200,7 @@ class RunConfig:
     spot: SpotSection = field(default_factory=SpotSection)
     sglang: SglangSection = field(default_factory=SglangSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    reference: ReferenceSection = field(default_factory=ReferenceSection)
     critic: CriticSection = field(default_factory=CriticSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     mcore: McoreSection = field(default_factory=McoreSection)
@@ -207,14 +209,29 @@ class RunConfig:
     logging: LoggingSection = field(default_factory=LoggingSection)
 
     @property
-    def trained_paths(self) -> list[str]:
-        """Return the folders of the models that are trained: the policy's, and the critic's."""
-        return [self.model.path, *([self.critic_path] if self.has_critic else [])]
+    def layout_paths(self) -> list[str]:
+        """Return the folders of the models that `parallel` cuts: policy, critic, reference."""
+        second = self.reference.path if self.has_reference else ""
+        critic = self.critic_path if self.has_critic else ""
+        return [self.model.path, *filter(None, (critic, second))]
 
     @property
     def has_critic(self) -> bool:
         """Return whether the run loads a critic. An evaluation, a run of 0 steps, needs none."""
         return self.algorithm.has_critic and self.run.num_steps > 0
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether the run has a reference policy. An evaluation needs none."""
+        return self.algorithm.has_reference and self.run.num_steps > 0
+
+    @property
+    def second_path(self) -> str:
+        """Return the folder of the reference if that is a second model beside the policy, else
+        "": a reference that is replaced cannot be the policy's initial weights.
+        """
+        is_second = bool(self.reference.path or self.reference.refresh_steps)
+        return (self.reference.path or self.model.path) if self.has_reference and is_second else ""
 
     @property
     def critic_path(self) -> str:

@@ -23,9 +23,11 @@ from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.model import fp8_fields
 from tlt_megatron.mcore.policy_model import McoreCriticModel, McorePolicyModel
+from tlt_megatron.mcore.reference_model import McoreReferenceModel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.health import TrainingHealth
+from tlt_megatron.policy.interfaces import SavedModel
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.rollout.batch_rules import BatchRules
@@ -99,7 +101,10 @@ def build_run(site: Site) -> Run:
     model_config = load_model_config(config.model.path)
     about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
     resumes_drafter = saved is not None and compare_run(saved, about, is_warning=world.is_first)
-    prompts = load_prompts(config.data.train, tokenizer, config.data, world)
+    needs_label = not config.reward.is_none
+    prompts = load_prompts(
+        config.data.train, tokenizer, config.data, world, needs_label=needs_label
+    )
     if world.is_first:
         for line in tokenizer.notes(has_strings=not all(row.messages for row in prompts.rows)):
             log.warning("%s", line)
@@ -122,10 +127,13 @@ def build_run(site: Site) -> Run:
     phases = worker.phases
     worker.engine.sleep()  # until the first publication: models start and restore in its memory
     with phases("SETUP", "setup"):
-        model, critic = _build_models(config, groups, site.device)
+        model, critic, reference = _build_models(config, groups, site.device)
+        saved_models: dict[str, SavedModel | None] = {"policy": model, "critic": critic}
+        if config.reference.refresh_steps:
+            saved_models["reference"] = reference
         checkpoints = CheckpointManager(
             root=run_dir / CHECKPOINTS,
-            models={"policy": model} | ({"critic": critic} if critic else {}),
+            models={name: each for name, each in saved_models.items() if each},
             keep=config.checkpoint.keep,
             world=world,
             about=about,
@@ -146,6 +154,7 @@ def build_run(site: Site) -> Run:
         worker=worker,
         policy_trainer=_build_policy_trainer(config, model, critic, groups),
         drafter=drafter,
+        refresh_steps=config.reference.refresh_steps if reference else 0,
     )
     is_saved = False  # a fork has another run folder, without the history
     if saved and folder:
@@ -332,25 +341,30 @@ def _eval_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
 
 def _build_models(
     config: RunConfig, groups: ProcessGroups, device: Device
-) -> tuple[McorePolicyModel, McoreCriticModel | None]:
+) -> tuple[McorePolicyModel, McoreCriticModel | None, McoreReferenceModel | None]:
     """Build the models. Each leaves the device before the next one comes."""
     layout: dict[str, Any] = {"parallel": config.parallel, "mcore": config.mcore}
     layout |= {"groups": groups, "device": device}
+    critic = reference = None
+    if config.second_path:
+        reference = McoreReferenceModel(
+            model=replace(config.model, path=config.second_path), **layout
+        )
     policy = McorePolicyModel(
         model=config.model,
         optimizer=config.optimizer,
         num_updates=config.num_updates,
-        keep_reference=config.algorithm.kl_coef > 0,
+        keep_reference=config.has_reference and reference is None,
+        reference=reference,
         **layout,
     )
     policy.leave_device()
-    if not config.has_critic:
-        return policy, None
-    model = replace(config.model, path=config.critic_path)
-    optimizer = config.critic.optimizer(config.optimizer)
-    critic = McoreCriticModel(model=model, optimizer=optimizer, **layout)
-    critic.leave_device()
-    return policy, critic
+    if config.has_critic:
+        model = replace(config.model, path=config.critic_path)
+        optimizer = config.critic.optimizer(config.optimizer)
+        critic = McoreCriticModel(model=model, optimizer=optimizer, **layout)
+        critic.leave_device()
+    return policy, critic, reference
 
 
 def _build_policy_trainer(
