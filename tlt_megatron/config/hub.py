@@ -47,7 +47,8 @@ _MADE_BY = {
     "build/tiny_drafter": "make drafter",
     "build/smollm2": "make small-llm",
 }
-_LEFT_OUT = ("*/*", "consolidated*")  # other formats of the same weights
+# Other formats of the same weights: all folders but additional_chat_templates.
+_LEFT_OUT = ("[!a]*/*", "a[!d]*/*", "consolidated*")
 
 
 def fetch_model(key: str, name: str, patterns: tuple[str, ...] = WHOLE) -> Path:

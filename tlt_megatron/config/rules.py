@@ -59,6 +59,7 @@ RULES = (
     Rule("data.eval", lambda c: isinstance(c.data.eval, str) or len(c.data.eval_files) == len(c.data.eval), "files with different names, or in folders with different names"),
     Rule("reward.function", lambda c: _has_each_once(c.reward.names), "functions with different names, not {c.reward.names}"),
     Rule("reward.function", lambda c: any(c.reward.weights.values()), "functions of which one has a weight that is not 0"),
+    Rule("reward.function", lambda c: "environment" not in c.reward.weights or c.rollout.environment, "without 'environment' where rollout.environment is empty (it is the sum of an environment's rewards)"),
     Rule("reward.function", lambda c: not c.reward.is_none or c.algorithm.distill_coef or not c.run.num_steps, "a function where algorithm.distill_coef=0: without one nothing is learned"),
     Rule("algorithm.filter_groups", lambda c: not c.reward.is_none or c.algorithm.filter_groups == "none", "none where reward.function='none' (no group would be left)"),
     Rule("data.eval", lambda c: not c.reward.is_none or not c.data.eval, "empty where reward.function='none' (tlt evaluate RUN reward.function=exact scores a run)"),

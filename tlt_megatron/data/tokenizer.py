@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -149,14 +150,15 @@ class Tokenizer:
             raise ValueError(
                 f"the tokenizer in {self._path} has no chat template, which a list of messages needs: "
                 "give string prompts, or put chat_template.jinja into the folder"
+                f"{', not chat_template.json' * (self._path / 'chat_template.json').is_file()}"
             )
         self._check_template_kwargs(template_kwargs)
         messages: list[Any] = [dict(message) for message in prompt]
         given: dict[str, Any] = dict(template_kwargs)
-        if self._pinned_date:
-            template = self.hf.get_chat_template(tools=given.get("tools"))
-            given["chat_template"] = self._pinned_date + template
         try:
+            if self._pinned_date:
+                template = self.hf.get_chat_template(tools=given.get("tools"))
+                given["chat_template"] = self._pinned_date + template
             text = self.hf.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **given
             )
@@ -253,11 +255,10 @@ class Tokenizer:
         ]
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
-    def _as_text(self, value: object) -> object:
-        """Return a value of a message with a cut in every name of a control token."""
-        if not isinstance(value, str):
-            return value
-        return self._control_tokens.sub(lambda name: f"{name[0][0]}{_CUT}{name[0][1:]}", value)
+    def _as_texts(self, message: Message) -> Message:
+        """Return a message with a cut in every name of a control token."""
+        cut = functools.partial(self._control_tokens.sub, lambda n: f"{n[0][0]}{_CUT}{n[0][1:]}")
+        return {k: cut(v) if isinstance(v, str) else v for k, v in message.items()}
 
     def encode_observation(
         self,
@@ -277,14 +278,26 @@ class Tokenizer:
             text = "".join(str(message["content"]) for message in messages)
             return tuple(self._encode_after(last_token, text))
         begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _TURN}]
-        messages = [{key: self._as_text(m[key]) for key in m} for m in messages]
-        text = self.render([*begin, *messages], template_kwargs).partition(_TURN)[2]
+        messages = [*begin, *map(self._as_texts, messages)]
+        text = self.render(messages, template_kwargs).partition(_TURN)[2]
         if last_token in self.stop_token_ids:  # the template writes it too; no stop string does
             text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
         first, *rest = text.split(_CUT)
         parts = [self._encode_after(last_token, first)]
-        parts += [self._encode_after(None, part) for part in rest]
-        return tuple(token for ids in parts for token in ids)
+        return tuple(chain(*parts, *(self._encode_after(None, part) for part in rest)))
+
+    def encode_start(
+        self,
+        prompt: Sequence[Message],
+        messages: Sequence[Message],
+        template_kwargs: Mapping[str, object] = NOTHING,
+    ) -> tuple[int, ...]:
+        """Return the tokens of a chat prompt and of messages that an environment adds to it. In
+        those, names of control tokens are plain text. ValueError as in `encode`."""
+        text = self.render([*prompt, *map(self._as_texts, messages)], template_kwargs)
+        first, *rest = text.split(_CUT)
+        parts = self.encode_texts([first])
+        return tuple(chain(*parts, *(self._encode_after(None, part) for part in rest)))
 
     @functools.cached_property
     def _marks_begin(self) -> bool:
@@ -352,6 +365,9 @@ def load_tokenizer(path: str | Path, template_date: str = "") -> Tokenizer:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises Exception itself for a file of a newer version
+        for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
+            if (folder / name).is_file():
+                read_json(folder / name)
         reason = " ".join(str(error).split())
         is_config = reason.startswith("Validation error for field")  # config.json was read first
         part = "config.json" if is_config else "its tokenizer"
