@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -256,11 +257,10 @@ class Tokenizer:
         ]
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
-    def _as_text(self, value: object) -> object:
-        """Return a value of a message with a cut in every name of a control token."""
-        if not isinstance(value, str):
-            return value
-        return self._control_tokens.sub(lambda name: f"{name[0][0]}{_CUT}{name[0][1:]}", value)
+    def _as_texts(self, message: Message) -> Message:
+        """Return a message with a cut in every name of a control token."""
+        cut = functools.partial(self._control_tokens.sub, lambda n: f"{n[0][0]}{_CUT}{n[0][1:]}")
+        return {k: cut(v) if isinstance(v, str) else v for k, v in message.items()}
 
     def encode_observation(
         self,
@@ -280,14 +280,26 @@ class Tokenizer:
             text = "".join(str(message["content"]) for message in messages)
             return tuple(self._encode_after(last_token, text))
         begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _TURN}]
-        messages = [{key: self._as_text(m[key]) for key in m} for m in messages]
-        text = self.render([*begin, *messages], template_kwargs).partition(_TURN)[2]
-        # the template ends a turn with the stop token, which the policy drew itself
-        text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
+        messages = [*begin, *map(self._as_texts, messages)]
+        text = self.render(messages, template_kwargs).partition(_TURN)[2]
+        if last_token in self.stop_token_ids:  # the template writes it too; no stop string does
+            text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
         first, *rest = text.split(_CUT)
         parts = [self._encode_after(last_token, first)]
-        parts += [self._encode_after(None, part) for part in rest]
-        return tuple(token for ids in parts for token in ids)
+        return tuple(chain(*parts, *(self._encode_after(None, part) for part in rest)))
+
+    def encode_start(
+        self,
+        prompt: Sequence[Message],
+        messages: Sequence[Message],
+        template_kwargs: Mapping[str, object] = NOTHING,
+    ) -> tuple[int, ...]:
+        """Return the tokens of a chat prompt and of messages that an environment adds to it. In
+        those, names of control tokens are plain text. ValueError as in `encode`."""
+        text = self.render([*prompt, *map(self._as_texts, messages)], template_kwargs)
+        first, *rest = text.split(_CUT)
+        parts = self.encode_texts([first])
+        return tuple(chain(*parts, *(self._encode_after(None, part) for part in rest)))
 
     @functools.cached_property
     def _marks_begin(self) -> bool:

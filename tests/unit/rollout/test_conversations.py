@@ -22,7 +22,7 @@ from tlt_megatron.engines.base import LaterPrompts
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.rewards.environment_answer import Answer
-from tlt_megatron.rewards.worker_process import Outcome
+from tlt_megatron.rewards.worker_process import Loaded, Outcome
 from tlt_megatron.rollout.conversations import Conversations
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.stop_strings import StopStrings
@@ -80,6 +80,8 @@ class Pool:
         outcome: Callable[[Sequence[Message]], Outcome] = answer_of,
         is_ready: Callable[[RolloutKey], bool] = lambda key: True,
     ) -> None:
+        self.environment = Loaded()
+        self.environment_weight = 0.0
         self.outcome = outcome
         self.is_ready = is_ready
         self.num_asked = 0
@@ -93,6 +95,9 @@ class Pool:
         later.set_result(self.outcome(messages))
         later.done = lambda: self.is_ready((prompt.draw_index, sample_index))
         return later
+
+    def take_repeated(self) -> int:
+        return 0
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +124,14 @@ def converse(
     return rollouts
 
 
-def turn_by_turn(engine: EmbeddedEngine, prompt: Prompt, sample_index: int) -> tuple[list, list]:
+def turn_by_turn(
+    engine: EmbeddedEngine, prompt: Prompt, sample_index: int, start: Sequence[Message] = ()
+) -> tuple[list, list]:
     """Return tokens and mask of a conversation whose turns are separate calls of the engine."""
     messages: list[Message] = [{"role": "user", "content": Letters().decode(prompt.token_ids)}]
-    tokens: list[int] = []
-    mask: list[bool] = []
+    messages += start
+    tokens = list(Letters().encode_observation(start, 0, is_chat=False))
+    mask = [False] * len(tokens)
     for turn in range(1, 5):
         asked = replace(
             prompt,
@@ -236,6 +244,7 @@ def test_a_failed_environment_ends_its_conversation(tiny_path: Path) -> None:
     assert conversations.take_metrics() == {
         "rollout/tool_timeouts": len(failed),
         "rollout/tool_errors": 0,
+        "rollout/repeated_conversations": 0,
         "rollout/tool_seconds": 0.5 * (pool.num_asked - len(failed)) + 2.0 * len(failed),
     }
     assert conversations.take_metrics()["rollout/tool_seconds"] == 0
