@@ -367,9 +367,8 @@ def load_tokenizer(path: str | Path, template_date: str = "") -> Tokenizer:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises Exception itself for a file of a newer version
-        for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
-            if (folder / name).is_file():
-                read_json(folder / name)
+        for file in folder.glob("*token*.json"):
+            read_json(file)
         reason = " ".join(str(error).split())
         is_config = reason.startswith("Validation error for field")  # config.json was read first
         part = "config.json" if is_config else "its tokenizer"
