@@ -49,6 +49,8 @@ def test_a_student_comes_near_its_teacher_without_a_reward(task: Path, tmp_path:
     assert all(row["actor/skipped_response_share"] == 0 for row in rows)
     kls = [row["actor/reverse_kl"] for row in rows]
     assert sum(kls[-3:]) < 0.7 * sum(kls[:3])
+    log = (tmp_path / "logs" / "node_0000" / "rank_00000.log").read_text()
+    assert "nothing to learn from" not in log
 
 
 @pytest.mark.parametrize("further", [(), ("model.lora_rank=4",)], ids=("all weights", "LoRA"))

@@ -91,7 +91,8 @@ class Utilization:
             count = 3 * self.num_epochs * forward_flops(self.model, updated)
             flops["actor"] = count / step["timing_s/update_actor"]
         if inference.old_logprobs is not None:
-            passes = [self.model, *([self.reference] if inference.ref_logprobs else [])]
+            has_reference = inference.ref_logprobs is not None
+            passes = [self.model, *[self.reference] * has_reference]
             count = sum(forward_flops(model, list(lengths.values())) for model in passes)
             flops["actor_infer"] = count / step["timing_s/old_log_prob"]
         return {f"perf/mfu/{name}": rate / self.peak for name, rate in flops.items()}
