@@ -52,6 +52,7 @@ FEATURES = {  # overrides of each; {task} is the folder of `write_environment`
     "context parallelism": "parallel.context=2",
     "speculation": " ".join(TLT),
     "own layer": " ".join((*TLT, "speculation.drafter=own", "drafter.algorithm=hass")),
+    "stop strings": "rollout.stop=['<3','4','b','dd'] eval.stop=[]",
     "batch invariance": "rollout.batch_invariant=true rollout.dtype=float32",
 }
 REWARD = '''"""Share of the digits of a response that are below five, in steps of 1/4: neither always 0 nor always 1."""
