@@ -137,10 +137,14 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def render(
-        self, prompt: str | Sequence[Message], template_kwargs: Mapping[str, object] = NOTHING
+        self,
+        prompt: str | Sequence[Message],
+        template_kwargs: Mapping[str, object] = NOTHING,
+        *,
+        is_open: bool = True,
     ) -> str:
         """Return a string unchanged, messages through the template, which gets `template_kwargs`
-        too.
+        too. With `is_open`, the begin of the next turn follows.
 
         ValueError as in `encode`, or for an argument that the template does not have.
         """
@@ -160,7 +164,7 @@ class Tokenizer:
                 template = self.hf.get_chat_template(tools=given.get("tools"))
                 given["chat_template"] = self._pinned_date + template
             text = self.hf.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **given
+                messages, add_generation_prompt=is_open, tokenize=False, **given
             )
         except Exception as error:  # a template is a program of the folder
             raise ValueError(f"the chat template of {self._path} refuses it: {error}") from error
