@@ -119,7 +119,9 @@ def read_sections(path: Path) -> dict[str, Any]:
     """Return the sections of a YAML file, unchecked. ValueError names the file."""
     name = f"config={str(path)!r}"
     if not path.is_file():
-        raise ValueError(f"{name}: no such file")
+        raise ValueError(
+            f"{name}: {'is a folder, not a file' if path.is_dir() else 'no such file'}"
+        )
     try:
         text = read_bytes(path, _MAX_FILE_BYTES).decode()
     except (OSError, ValueError) as error:
@@ -233,6 +235,9 @@ def _meant(name: str, value: object, known: set[str]) -> str:
     found = [f"{key}: here {ours}" for key, _ in keys if (ours := our_name(key))]
     near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
     advice = [f"did you mean {near[0]}?"] if near and not found else found
+    section, dot, key = name.partition(".")
+    if dot and {section, name} & known == {section}:  # a.b: v in a file, as on the command line
+        advice = [f"a file has sections: {section}: {{{key}: {value!r}}}"]
     return "; ".join(advice or [f"must be one of {', '.join(sorted(known))}"])
 
 
