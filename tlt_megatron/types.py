@@ -182,8 +182,7 @@ class Rollout:
     logprobs: Tensor  # [T] float32
     policy_logprobs: Tensor  # [T] float32
     finish_reason: FinishReason
-    # (policy version, tokens that it drew), oldest first; an observation counts for the turn after
-    # it
+    # (policy version, tokens that it drew), oldest first; observations count for the next turn
     versions: tuple[tuple[int, int], ...]
     # for each verify pass: the tokens before it, prompt included, and the tokens out of it, bonus
     # token included; () for plain decoding
@@ -212,10 +211,8 @@ class Rollout:
 
     @property
     def is_here(self) -> bool:
-        """Return False if another rank has the tokens.
-
-        Then every tensor is on the meta device: it has a length and no content, and there is no
-        `loss_mask`.
+        """Return False if another rank has the tokens: every tensor is on the meta device, with a
+        length and no content, and there is no `loss_mask`.
         """
         return not self.token_ids.is_meta
 

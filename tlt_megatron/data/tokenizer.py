@@ -83,10 +83,8 @@ class Tokenizer:
     def encode(
         self, prompt: str | Sequence[Message], template_kwargs: Mapping[str, object] = NOTHING
     ) -> tuple[int, ...]:
-        """Return the token ids of a text, or of chat messages with the generation prompt.
-
-        ValueError if messages are given and there is no chat template, or the template refuses
-        them.
+        """Return the token ids of a text, or of chat messages with the generation prompt. ValueError
+        for messages without a chat template, or that the template refuses.
         """
         ids = self.encode_texts([self.render(prompt, template_kwargs)])[0]
         return tuple(self.with_first(ids) if isinstance(prompt, str) else ids)
@@ -143,10 +141,9 @@ class Tokenizer:
         *,
         is_open: bool = True,
     ) -> str:
-        """Return a string unchanged, messages through the template, which gets `template_kwargs`
-        too. With `is_open`, the begin of the next turn follows.
-
-        ValueError as in `encode`, or for an argument that the template does not have.
+        """Return a string unchanged, messages through the template with `template_kwargs`, and
+        with `is_open` the begin of the next turn. ValueError as in `encode`, or for an argument
+        that the template does not have.
         """
         if isinstance(prompt, str):
             return prompt
