@@ -83,7 +83,7 @@ class Tokenizer:
     def encode(
         self, prompt: str | Sequence[Message], template_kwargs: Mapping[str, object] = NOTHING
     ) -> tuple[int, ...]:
-        """Return the token ids of a text, or of chat messages with the generation prompt. ValueError
+        """Return the token ids of a text, or of messages with the generation prompt. ValueError
         for messages without a chat template, or that the template refuses.
         """
         ids = self.encode_texts([self.render(prompt, template_kwargs)])[0]
