@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_megatron.config.schema import DataSection
-from tlt_megatron.data.answers import encode_answer
+from tlt_megatron.data.answer_tokens import encode_answer
 from tlt_megatron.data.rows import Kind, Row, read_rows
 from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.runtime.collectives import call_on_first
