@@ -41,7 +41,9 @@ _PIN_DATE = (
     "{% for part, value in date_parts.items() %}{% set text.now = text.now | replace(part, value) %}{% endfor %}"
     "{{ text.now }}{% endmacro +%}"
 )
-_DATE_PARTS = [f"%{sign}{part}" for part in "aAbBcdeHIjmMpSuUVwWxXyYzZfDFT" for sign in ("", "-")]
+_DATE_PARTS = [
+    f"%{sign}{part}" for part in "aAbBcCdDeFfgGhHIjklmMnpPrRsStTuUVwWxXyYzZ" for sign in ("", "-")
+]
 _TURN = "(turn)"  # stands for a turn of the policy, whose tokens are never encoded again
 # Texts that may stand before another one, of which at least one does not merge with it.
 _ANCHORS = ("\n", "a", ".", "0", "\u00e9")
@@ -366,9 +368,8 @@ def load_tokenizer(path: str | Path, template_date: str = "") -> Tokenizer:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises Exception itself for a file of a newer version
-        for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
-            if (folder / name).is_file():
-                read_json(folder / name)
+        for file in folder.glob("*token*.json"):
+            read_json(file)
         reason = " ".join(str(error).split())
         is_config = reason.startswith("Validation error for field")  # config.json was read first
         part = "config.json" if is_config else "its tokenizer"
