@@ -143,9 +143,8 @@ class Tokenizer:
         *,
         is_open: bool = True,
     ) -> str:
-        """Return a string unchanged, messages through the template with `template_kwargs`, and
-        with `is_open` the begin of the next turn. ValueError as in `encode`, or for an argument
-        that the template does not have.
+        """Return a string unchanged, messages through the template, and with `is_open` the begin of
+        the next turn. ValueError as in `encode`, or for an argument that it does not have.
         """
         if isinstance(prompt, str):
             return prompt

@@ -20,7 +20,7 @@ from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_held_out, load_prompts
 from tlt_megatron.data.rows import Kind
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from tlt_megatron.engines.answers import AnswersEngine
+from tlt_megatron.engines.answers_engine import AnswersEngine
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.model import fp8_fields
