@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 _NO_SPREAD_STEPS = 5  # in a row before a warning, as many as an alarm of the report needs
 
 # without meaning where answers are imitated
-_OF_RESPONSES = ("critic/", "reward/", "rollout/entropy", "rollout/solve", "perf/rollout_tokens")
+_OF_RESPONSES = (
+    *("critic/", "reward/", "rollout/entropy", "rollout/solve_none", "rollout/solve_all"),
+    "perf/rollout_tokens_per_s",
+)
 # whose time per token counts prompts too, as in verl
 _PHASES_OF_ALL_TOKENS = ("values", "update_critic", "update_actor")
 
