@@ -284,21 +284,6 @@ def test_what_is_missing_is_named(plan, tmp_path: Path, words: list[str], messag
     assert message.replace("{model}", str(tmp_path / "model")) in text
 
 
-def test_the_checkpoints_own_layer_counts_as_a_trained_drafter(plan, tmp_path: Path) -> None:
-    """Also where there is config.json alone, and as a drafter that need not be trained first."""
-    run = _record(tmp_path / "run")
-    _, _, table = plan("--simulate", str(run))
-    make_tiny_hf(tmp_path / "model", "mimo", has_mtp=True)
-    code, text, own = plan("--simulate", str(run), "speculation.drafter=own")
-    assert code == 0, text
-    assert own["gen"][-1] == own["gen"][-2] <= table["gen"][-1]  # TLT is as fast as frozen at once
-    for file in (tmp_path / "model").glob("*.safetensors"):
-        file.unlink()
-    code, text, _ = plan("speculation.drafter=own")
-    assert code == 0, text
-    assert "engine drafter" in text
-
-
 def test_a_thousand_replicas_decode_at_the_speed_of_the_first_ones(plan, tmp_path: Path) -> None:
     run = str(_record(tmp_path / "run"))
     words = ("--simulate", run, "--lengths", "20,21", "rollout.max_new_tokens=400")
