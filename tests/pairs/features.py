@@ -58,7 +58,7 @@ def all_pairs() -> list[tuple[str, str]]:
 
 
 def draw(seed: int) -> list[list[str]]:
-    """Return three combinations of one size that have every feature once."""
+    """Return three combinations of about one size that have every feature once."""
     rng = random.Random(seed)
     while True:
         order = rng.sample(list(FEATURES), len(FEATURES))

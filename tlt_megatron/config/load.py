@@ -28,6 +28,7 @@ T = TypeVar("T", bound=Section)
 _MAX_FILE_BYTES = 1 << 20
 _MAX_VALUES = 100_000  # of a file with its aliases written out; ten lines can stand for 10^10
 _INT = "tag:yaml.org,2002:int"
+_TEXTS = ("rollout.stop[", "eval.stop[")  # settings whose items are no paths
 
 
 class _Loader(yaml.SafeLoader):
@@ -281,7 +282,7 @@ def _convert(value: object, hint: Any, name: str) -> object:
 
 def _convert_items(value: object, hint: Any, name: str) -> object:
     items = typing.get_args(hint)
-    if isinstance(value, str) and value.startswith("~/"):
+    if isinstance(value, str) and value.startswith("~/") and not name.startswith(_TEXTS):
         return os.path.expanduser(value)  # a shell does not do it behind the = of a setting
     if isinstance(value, list):
         return [_convert(item, items[0], f"{name}[{i}]") for i, item in enumerate(value)]

@@ -274,6 +274,9 @@ def rope_config(hf: Mapping[str, Any], partial_rotary_factor: float = 1.0) -> Ro
     """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     require(isinstance(rope, dict), "rope_parameters", rope, "an object")
+    for name, value in rope.items():
+        rule = "a value for all layers, not one for each type of layer"
+        require(not isinstance(value, dict), f"rope_parameters.{name}", value, rule)
     rope = {"rope_theta": hf.get("rope_theta", _DEFAULT_THETA)} | rope
     kind = rope.get("rope_type", rope.get("type", "default"))
     require(kind in [*ROPE_KINDS], "rope_type", kind, f"one of {', '.join(ROPE_KINDS)}")

@@ -41,7 +41,9 @@ _PIN_DATE = (
     "{% for part, value in date_parts.items() %}{% set text.now = text.now | replace(part, value) %}{% endfor %}"
     "{{ text.now }}{% endmacro +%}"
 )
-_DATE_PARTS = [f"%{sign}{part}" for part in "aAbBcdeHIjmMpSuUVwWxXyYzZfDFT" for sign in ("", "-")]
+_DATE_PARTS = [
+    f"%{sign}{part}" for part in "aAbBcCdDeFfgGhHIjklmMnpPrRsStTuUVwWxXyYzZ" for sign in ("", "-")
+]
 _TURN = "(turn)"  # stands for a turn of the policy, whose tokens are never encoded again
 # Texts that may stand before another one, of which at least one does not merge with it.
 _ANCHORS = ("\n", "a", ".", "0", "\u00e9")
@@ -280,8 +282,8 @@ class Tokenizer:
         begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _TURN}]
         messages = [*begin, *map(self._as_texts, messages)]
         text = self.render(messages, template_kwargs).partition(_TURN)[2]
-        # the template ends a turn with the stop token, which the policy drew itself
-        text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
+        if last_token in self.stop_token_ids:  # the template writes it too; no stop string does
+            text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
         first, *rest = text.split(_CUT)
         parts = [self._encode_after(last_token, first)]
         return tuple(chain(*parts, *(self._encode_after(None, part) for part in rest)))
@@ -365,9 +367,8 @@ def load_tokenizer(path: str | Path, template_date: str = "") -> Tokenizer:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises Exception itself for a file of a newer version
-        for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
-            if (folder / name).is_file():
-                read_json(folder / name)
+        for file in folder.glob("*token*.json"):
+            read_json(file)
         reason = " ".join(str(error).split())
         is_config = reason.startswith("Validation error for field")  # config.json was read first
         part = "config.json" if is_config else "its tokenizer"

@@ -151,10 +151,12 @@ def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
 def test_paths_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     overrides = ["model.path=~/m", "data.eval=[~/a.jsonl]", "reward.function={~/r.py:f: 1}"]
+    overrides += ['rollout.stop=["~/ $"]']
     config = load_config(None, overrides)
     assert config.model.path == "/home/me/m"
     assert config.data.eval == ["/home/me/a.jsonl"]
     assert config.reward.weights == {"/home/me/r.py:f": 1.0}
+    assert config.rollout.stop == ["~/ $"]
 
 
 def test_override_cannot_pass_through_a_value_of_the_file(tmp_path: Path) -> None:
