@@ -85,10 +85,8 @@ class Tokenizer:
     def encode(
         self, prompt: str | Sequence[Message], template_kwargs: Mapping[str, object] = NOTHING
     ) -> tuple[int, ...]:
-        """Return the token ids of a text, or of chat messages with the generation prompt.
-
-        ValueError if messages are given and there is no chat template, or the template refuses
-        them.
+        """Return the token ids of a text, or of messages with the generation prompt. ValueError
+        for messages without a chat template, or that the template refuses.
         """
         ids = self.encode_texts([self.render(prompt, template_kwargs)])[0]
         return tuple(self.with_first(ids) if isinstance(prompt, str) else ids)
@@ -139,12 +137,14 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def render(
-        self, prompt: str | Sequence[Message], template_kwargs: Mapping[str, object] = NOTHING
+        self,
+        prompt: str | Sequence[Message],
+        template_kwargs: Mapping[str, object] = NOTHING,
+        *,
+        is_open: bool = True,
     ) -> str:
-        """Return a string unchanged, messages through the template, which gets `template_kwargs`
-        too.
-
-        ValueError as in `encode`, or for an argument that the template does not have.
+        """Return a string unchanged, messages through the template, and with `is_open` the begin of
+        the next turn. ValueError as in `encode`, or for an argument that it does not have.
         """
         if isinstance(prompt, str):
             return prompt
@@ -162,7 +162,7 @@ class Tokenizer:
                 template = self.hf.get_chat_template(tools=given.get("tools"))
                 given["chat_template"] = self._pinned_date + template
             text = self.hf.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **given
+                messages, add_generation_prompt=is_open, tokenize=False, **given
             )
         except Exception as error:  # a template is a program of the folder
             raise ValueError(f"the chat template of {self._path} refuses it: {error}") from error
