@@ -86,7 +86,7 @@ def test_a_model_is_evaluated_on_several_files(
 
 def test_a_run_without_an_exported_policy_is_told_how_to_get_one(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ValueError, match=r"tlt convert --from .* --to FOLDER"):
+    with pytest.raises(ValueError, match=r"tlt convert --from .* --to .*/hf makes"):
         evaluation_command([str(tmp_path), "--data", "test.jsonl"])
 
 

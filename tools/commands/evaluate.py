@@ -23,6 +23,7 @@ from pathlib import Path
 from tlt_megatron.cli import train_command
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.preflight import check_trusted
+from tlt_megatron.runtime.environment_variables import name_program
 from tools.commands.saved_run import model_and_drafter
 
 _SETTING = re.compile(r"[a-z_]+(\.\w+)+=")
@@ -31,6 +32,7 @@ _SETTING = re.compile(r"[a-z_]+(\.\w+)+=")
 def main() -> None:
     """Become the run that evaluates. ValueError for bad input."""
     command = evaluation_command(sys.argv[1:])
+    name_program("tlt evaluate")
     os.execv(command[0], command)
 
 
