@@ -166,7 +166,7 @@ from tlt_megatron import Step
 
 
 class Tool:
-    tools = [{"type": "function", "function": {"name": "lookup"}}]
+    tools = [{"type": "function", "function": {"name": "look"}}]
 
     def start(self, row, seed):
         return [{"role": "user", "content": "<eos>b:" + "ab"[seed % 2]}] if seed % 3 else None
@@ -177,7 +177,7 @@ class Tool:
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     texts = [m["content"] for m in extra_info["messages"] if m["role"] != "user" or m["content"] in "12+"]
-    assert solution_str == "\\\\n".join(texts), (solution_str, texts)
+    assert solution_str == "\\n".join(texts), (solution_str, texts)
     return 1.0
 """
 
@@ -193,16 +193,16 @@ def test_a_chat_with_tools_and_messages_of_the_start(task: Path, tmp_path: Path)
     own += (f"reward.function={{environment: 1.0, {tmp_path}/tool.py:compute_score: 0.5}}",)
     run(1, task, tmp_path / "run", *own, "run.num_steps=1")
     found = rollouts(tmp_path / "run")
-    decode = dict(enumerate(["<pad>", "<eos>", *"0123456789+-*/=<>.,;:#abcdefghijklmnopqrst"]))
+    decode = dict(enumerate(["<pad>", "<EOS>", *"0123456789+-*/=<>.,;:#abcdefghijklmnopqrst"]))
     assert {row["num_prompt_messages"] for row in found} == {1, 2}
     for row in found:
         text = row["prompt"] + "".join(decode.get(t, "?") for t in row["token_ids"])
         number = row["messages"][0]["content"]
         assert row["prompt"] == "#"  # the row's own prompt goes on in another way
-        assert text.startswith(f"#t:lookupb:{number}")
-        rest = text.removeprefix(f"#t:lookupb:{number}")
+        assert text.startswith(f"#t:lookb:{number}")
+        rest = text.removeprefix(f"#t:lookb:{number}")
         if row["num_prompt_messages"] == 2:  # its control tokens are text, as in observations
-            assert rest.startswith("b:<pad>eos>b:") or rest.startswith("b:<eos>b:")
+            assert rest.startswith("b:<eos>b:")
         assert row["loss_mask"][0] == 0
         ends = list(accumulate(row["turn_lengths"]))
         assert ends[-1] == sum(row["loss_mask"])
