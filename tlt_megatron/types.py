@@ -35,9 +35,8 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """Sampling settings for all prompts of one `generate` call.
 
-    Example: `SamplingParams(num_samples=8, max_new_tokens=512, temperature=1.0,
-    stop_token_ids=(2,), seed=7)`. `temperature=0` is greedy. `top_k=0` and `top_p=1.0` keep the
-    whole vocabulary.
+    Example: `SamplingParams(num_samples=8, max_new_tokens=512, stop_token_ids=(2,), seed=7)`.
+    `temperature=0` is greedy. `top_k=0` and `top_p=1.0` keep the whole vocabulary.
     """
 
     num_samples: int = 1  # G responses per prompt
@@ -135,8 +134,7 @@ class KeptTokens:
     sets.
 
     Example: token_ids [5, 9] and counts [2, 0]: the first token was drawn from {5, 9}. The second
-    set was too large to be recorded (see `speculation.sampling.MAX_KEPT`), so training takes the
-    whole vocabulary there.
+    set had over `speculation.sampling.MAX_KEPT` ids, so training takes the whole vocabulary there.
     """
 
     token_ids: Tensor  # [K] int32, those of the first position first
@@ -162,6 +160,15 @@ class TurnCredit(NamedTuple):
 
     num_tokens: int  # that the policy drew
     reward: float  # the environment's, times its weight in the reward of the conversation
+
+
+class Outline(NamedTuple):
+    """What all ranks know of a conversation. It is empty for a single response."""
+
+    # The mask does not tell them apart where an observation is empty.
+    turns: tuple[TurnCredit, ...] = ()
+    num_observed: int = 0  # observation tokens, where `Rollout.is_here` is False
+    num_replaced: int = 0  # last tokens of the row's prompt that `start` replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +201,7 @@ class Rollout:
     # [prompt + T - 1, L, K] int16, the K experts of each token in each of the L layers that have
     # experts; -1 where they are not known. None: rollout.routing_replay is off
     routes: Tensor | None = None
-    num_observed: int = 0  # observation tokens, where `is_here` is False
-    # of a conversation. The mask does not tell them apart where an observation is empty
-    turns: tuple[TurnCredit, ...] = ()
-    # last tokens of the row's prompt that the start of an environment replaced
-    num_replaced: int = 0
+    outline: Outline = field(default_factory=Outline)
 
     @property
     def key(self) -> RolloutKey:
@@ -225,7 +228,7 @@ class Rollout:
     def num_generated(self) -> int:
         """Return the number of response tokens that the policy drew."""
         if self.loss_mask is None:
-            return self.token_ids.numel() - self.num_observed
+            return self.token_ids.numel() - self.outline.num_observed
         return int(self.loss_mask.sum())
 
     def generated(self, values: Tensor) -> Tensor:
@@ -250,8 +253,7 @@ class ScoredResponse(NamedTuple):
 class DraftSequence:
     """A prompt with its response and the policy's hidden states, for the training of a drafter.
 
-    drafter/packing.py makes rows of it. The state at the last token is never used, because no token
-    follows it, so it may be missing.
+    drafter/packing.py makes rows of it. The state at the last token may be missing.
     """
 
     token_ids: Tensor  # [T] int64
@@ -261,8 +263,7 @@ class DraftSequence:
     loss_start: int = 0  # first token whose prediction is trained, usually the response's first
     # [T] bool, False on observations, which are context alone; None: there are none
     loss_mask: Tensor | None = None
-    # (draw_index, sample_index, noise position of token `loss_start`), which key its noise; None:
-    # not known
+    # (draw_index, sample_index, noise position of token `loss_start`) key its noise; None: unknown
     request: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -391,8 +392,7 @@ LossFunction = Callable[[TokenLogprobs, MicroBatch], LossResult]
 ValueLossFunction = Callable[[TokenValues, MicroBatch], LossResult]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerStats:
+class OptimizerStats(NamedTuple):
     """Result of one optimizer step."""
 
     grad_norm: float  # before clipping, over all parameters of all ranks

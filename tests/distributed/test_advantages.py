@@ -21,7 +21,7 @@ from tlt_megatron.policy.exchange import ResponseRow, part_of, row_of
 from tlt_megatron.policy.policy_trainer import Inference
 from tlt_megatron.rollout.open_responses import ScoredResponse
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
-from tlt_megatron.types import MicroBatch, Rollout, ScoredGroup, TokenValues, TurnCredit
+from tlt_megatron.types import MicroBatch, Outline, Rollout, ScoredGroup, TokenValues, TurnCredit
 
 MINE = """
 import torch
@@ -52,7 +52,7 @@ def in_turns(rollout: Rollout) -> Rollout:
     first = rollout.num_generated // 2
     turns = (first, 0.1), (rollout.num_generated - first, -0.3)
     turns = tuple(TurnCredit(*turn) for turn in turns if turn[0])
-    return dataclasses.replace(rollout, turns=turns)
+    return dataclasses.replace(rollout, outline=Outline(turns))
 
 
 def make_batch(rows: str, generated_by: int | None, num_ranks: int) -> list[ScoredGroup]:

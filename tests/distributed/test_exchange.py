@@ -38,6 +38,7 @@ from tlt_megatron.spot.spot_trainer import SpotReport
 from tlt_megatron.types import (
     FinishReason,
     KeptTokens,
+    Outline,
     Rollout,
     ScoredGroup,
     ScoredResponse,
@@ -73,8 +74,10 @@ def full_response(group: int, sample: int) -> Rollout:
             turn_rewards=(0.5, -1.0),
             end={"score": 0.1, "own": 7.0},
         ),
-        turns=(TurnCredit(1, 0.1), TurnCredit(length - 1 - bool(sample), -0.2)),
-        num_replaced=sample,
+        outline=Outline(
+            turns=(TurnCredit(1, 0.1), TurnCredit(length - 1 - bool(sample), -0.2)),
+            num_replaced=sample,
+        ),
         versions=((3, 1), (4, length - 1)),
         routes=torch.full((length, 2, 4), 300, dtype=torch.int16) if sample else None,
     )
@@ -92,8 +95,11 @@ def batch_of(rank: int, num_groups: int) -> list[ScoredGroup]:
             rows = [json.loads(json.dumps(row_of(ScoredResponse(r, 0.5, {})))) for r in rollouts]
             outlines = [part_of(ResponseRow(*row)).rollout for row in rows]
             assert [o.num_generated for o in outlines] == [r.num_generated for r in rollouts]
-            assert [o.turns for o in outlines] == [r.turns for r in rollouts]
-            assert [o.num_replaced for o in outlines] == [r.num_replaced for r in rollouts]
+            assert [o.outline.turns for o in outlines] == [r.outline.turns for r in rollouts]
+            replaced = [
+                [each.outline.num_replaced for each in some] for some in (outlines, rollouts)
+            ]
+            assert replaced[0] == replaced[1]
             rollouts = [
                 replace(o, prompt_id=r.prompt_id, prompt_ids=r.prompt_ids)
                 for o, r in zip(outlines, rollouts, strict=True)

@@ -59,12 +59,12 @@ def of_turns(rewards, groups, scale):
         assert group.prompt.ground_truth == "5"
         of_group = []
         for rollout, details, reward_T in zip(group.rollouts, group.details, rewards_of_group, strict=True):
-            assert sum(turn.num_tokens for turn in rollout.turns) == reward_T.numel()
+            assert sum(turn.num_tokens for turn in rollout.outline.turns) == reward_T.numel()
             expected_T = torch.zeros_like(reward_T)
-            ends = list(accumulate(turn.num_tokens for turn in rollout.turns))
-            for end, turn in zip(ends, rollout.turns, strict=True):
+            ends = list(accumulate(turn.num_tokens for turn in rollout.outline.turns))
+            for end, turn in zip(ends, rollout.outline.turns, strict=True):
                 expected_T[end - 1] = turn.reward
-            expected_T[-1] += details["environment"] - sum(turn.reward for turn in rollout.turns)
+            expected_T[-1] += details["environment"] - sum(turn.reward for turn in rollout.outline.turns)
             expected_T[-1] += 0.5 * details["compute_score"]
             assert torch.allclose(expected_T, reward_T, atol=1e-12)
             of_group.append(scale * reward_T)

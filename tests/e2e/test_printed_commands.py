@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def test_what_a_run_prints_next(task: Path, capfd: pytest.CaptureFixture[str]) -
     ) as page:
         assert page.stdout is not None
         assert page.stdout.readline().startswith("watch: http://127.0.0.1:")
-        page.send_signal(signal.SIGINT)
+        page.terminate()
     (run / "hf").rename(run / "elsewhere")
     assert main(["chat", str(run)]) == 2
     convert = capfd.readouterr().err.splitlines()[-1].partition("has no hf/; ")[2]

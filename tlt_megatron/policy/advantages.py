@@ -229,10 +229,10 @@ def _token_rewards(
     token, less the penalty of each token of the policy.
     """
     reward_T = torch.zeros(rollout.num_generated, dtype=torch.float64)
-    ends = itertools.accumulate(turn.num_tokens for turn in rollout.turns)
-    for end, turn in zip(ends, rollout.turns, strict=True):
+    ends = itertools.accumulate(turn.num_tokens for turn in rollout.outline.turns)
+    for end, turn in zip(ends, rollout.outline.turns, strict=True):
         reward_T[end - 1] = turn.reward
-    reward_T[-1] += math.fsum((reward, *(-turn.reward for turn in rollout.turns)))
+    reward_T[-1] += math.fsum((reward, *(-turn.reward for turn in rollout.outline.turns)))
     return reward_T - penalties[rollout.key] if rollout.key in penalties else reward_T
 
 

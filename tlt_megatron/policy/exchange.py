@@ -28,6 +28,7 @@ from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.types import (
     FinishReason,
     KeptTokens,
+    Outline,
     Rollout,
     RolloutKey,
     ScoredGroup,
@@ -69,8 +70,8 @@ def row_of(part: ScoredResponse) -> ResponseRow:
         versions=rollout.versions,
         reward=part.reward,
         details=dict(part.details),
-        turns=rollout.turns,
-        num_replaced=rollout.num_replaced,
+        turns=rollout.outline.turns,
+        num_replaced=rollout.outline.num_replaced,
     )
 
 
@@ -87,9 +88,11 @@ def part_of(row: ResponseRow) -> ScoredResponse:
         policy_logprobs=absent_T,
         finish_reason=FinishReason(row.finish_reason),
         versions=tuple((version, count) for version, count in row.versions),
-        num_observed=row.num_observed,
-        turns=tuple(TurnCredit(*turn) for turn in row.turns),
-        num_replaced=row.num_replaced,
+        outline=Outline(
+            turns=tuple(TurnCredit(*turn) for turn in row.turns),
+            num_observed=row.num_observed,
+            num_replaced=row.num_replaced,
+        ),
     )
     return ScoredResponse(rollout, row.reward, row.details)
 
@@ -155,7 +158,6 @@ def from_bytes(data: bytes) -> dict[RolloutKey, _Fields]:
         if "kept_ids" in each:
             ids, counts = each.pop("kept_ids"), each.pop("kept_counts")
             each["kept"] = KeptTokens(token_ids=ids, counts=counts)
-        each["num_observed"] = 0
     return fields
 
 
@@ -269,4 +271,7 @@ def gather_rows(own: Sequence[ScoredResponse], group: Group) -> list[ScoredRespo
 
 
 def _fill(rollout: Rollout, fields: Mapping[RolloutKey, _Fields]) -> Rollout:
-    return dataclasses.replace(rollout, **fields.get(rollout.key, {}))
+    if rollout.key not in fields:
+        return rollout
+    outline = rollout.outline._replace(num_observed=0)
+    return dataclasses.replace(rollout, outline=outline, **fields[rollout.key])

@@ -145,7 +145,8 @@ def _command(level: str, timeout_s: float) -> list[str]:
     closed = ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     program_file = shutil.which("bwrap") or "bwrap"
     fixed = ["--die-with-parent", "--new-session", "--dev", "/dev"]
-    return [program_file, *spaces, *fixed, *binds, *own, *closed, "--", *python]
+    # its own /tmp first: the interpreter may be in a folder of that name
+    return [program_file, *spaces, *fixed, *own, *binds, *closed, "--", *python]
 
 
 @functools.cache

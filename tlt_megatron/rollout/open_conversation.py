@@ -15,7 +15,15 @@ from torch import Tensor
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import HostedConversation
 from tlt_megatron.rollout.open_responses import join_parts
-from tlt_megatron.types import FinishReason, Message, Prompt, Rollout, Transcript, TurnCredit
+from tlt_megatron.types import (
+    FinishReason,
+    Message,
+    Outline,
+    Prompt,
+    Rollout,
+    Transcript,
+    TurnCredit,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,11 +69,13 @@ class OpenConversation:
             functools.reduce(join_parts, parts),
             prompt_ids=prompt_ids[: len(prompt_ids) - self.num_replaced],
             loss_mask=torch.cat(mask) if self.num_observed else None,
-            turns=tuple(
-                TurnCredit(turn.token_ids.numel(), weight * reward)
-                for turn, reward in zip(self.turns, shares, strict=True)
+            outline=Outline(
+                turns=tuple(
+                    TurnCredit(turn.token_ids.numel(), weight * reward)
+                    for turn, reward in zip(self.turns, shares, strict=True)
+                ),
+                num_replaced=self.num_replaced,
             ),
-            num_replaced=self.num_replaced,
             transcript=Transcript(
                 messages=tuple(self.messages),
                 num_turns=len(self.turns),

@@ -36,7 +36,6 @@ from tlt_megatron.types import (
     SamplingParams,
     ScoredGroup,
     ScoredResponse,
-    TurnCredit,
 )
 
 _MAX_BYTES = 1 << 40  # enough for the carried responses of a large batch with their routes
@@ -158,7 +157,7 @@ def _group(prompt: Prompt, responses: Iterable[ScoredResponse]) -> ScoredGroup:
 
 
 def _prompt_ids(prompt: Prompt, rollout: Rollout) -> tuple[int, ...]:
-    return prompt.token_ids[: len(prompt.token_ids) - rollout.num_replaced]
+    return prompt.token_ids[: len(prompt.token_ids) - rollout.outline.num_replaced]
 
 
 def join_parts(before: Rollout, part: Rollout) -> Rollout:
@@ -222,9 +221,10 @@ def save_carried(folder: Path, carried: Sequence[ScoredGroup], rank: int) -> Non
 
 def _as_row(rollout: Rollout) -> Mapping[str, object]:
     """Return a response as values that `torch.load` accepts with weights_only."""
-    turns = tuple(map(tuple, rollout.turns))
-    names = {"finish_reason": str(rollout.finish_reason), "turns": turns}
-    return dataclasses.asdict(rollout) | names
+    assert rollout.transcript is None, "conversations are not cut"
+    row = dataclasses.asdict(rollout) | {"finish_reason": str(rollout.finish_reason)}
+    del row["outline"]
+    return row
 
 
 def load_carried(
@@ -263,11 +263,11 @@ def _read_carried(path: Path) -> list[ScoredResponse]:
 
 
 def _from_row(row: dict[str, Any]) -> Rollout:
-    row.pop("verify_starts", None)  # older checkpoints have it, and the next
+    for name in ("verify_starts", "num_observed"):  # older checkpoints have them, and the next
+        row.pop(name, None)
     version = row.pop("policy_version", None)
     row["versions"] = row["versions"] or ((version, row["token_ids"].numel()),)
     row["finish_reason"] = FinishReason(row["finish_reason"])
-    row["turns"] = tuple(TurnCredit(*turn) for turn in row.get("turns", ()))
     row["kept"] = row["kept"] and KeptTokens(**row["kept"])
     return Rollout(**row)
 

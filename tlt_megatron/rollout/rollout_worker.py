@@ -247,8 +247,8 @@ class RolloutWorker:
             is_scored = not has_failed and not responses.is_cut(part)
             outcome = outcomes[part.key] if is_scored else Outcome()
             if outcome.failure:  # the reward is 0, and so is that of each turn
-                turns = tuple(turn._replace(reward=0.0) for turn in part.turns)
-                part = dataclasses.replace(part, turns=turns)
+                turns = tuple(turn._replace(reward=0.0) for turn in part.outline.turns)
+                part = dataclasses.replace(part, outline=part.outline._replace(turns=turns))
             parts.append(ScoredResponse(part, outcome.score, outcome.details))
         return parts, self._take_counts(outcomes.values()), passes
 

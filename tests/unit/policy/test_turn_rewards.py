@@ -14,7 +14,7 @@ from tlt_megatron.config.extensions import load_code
 from tlt_megatron.config.schema import AlgorithmSection, RunConfig
 from tlt_megatron.policy.advantages import compute_advantages
 from tlt_megatron.runtime.process_groups import SINGLE
-from tlt_megatron.types import Rollout, RolloutKey, ScoredGroup, TurnCredit
+from tlt_megatron.types import Outline, Rollout, RolloutKey, ScoredGroup, TurnCredit
 
 GAMMA, LAM = 0.9, 0.7
 MASK = torch.tensor([1, 1, 0, 1, 1, 1, 0, 0, 1], dtype=torch.bool)
@@ -36,7 +36,7 @@ def make_batch() -> list[ScoredGroup]:
             key = draw, sample
             rollout = make_rollout((1, 2), torch.arange(9), key, loss_mask=MASK)
             turns = tuple(TurnCredit(*turn) for turn in TURNS[key])
-            rollouts.append(replace(rollout, turns=turns))
+            rollouts.append(replace(rollout, outline=Outline(turns)))
         batch.append(score(rollouts, [REWARDS[draw, sample] for sample in range(2)]))
     return batch
 
@@ -91,7 +91,7 @@ def test_functions_that_compare_siblings_take_the_sum(kind: str) -> None:
         return list(found.values())
 
     def without(rollout: Rollout) -> Rollout:
-        return replace(rollout, turns=())
+        return replace(rollout, outline=Outline())
 
     batch = make_batch()
     plain = [replace(g, rollouts=tuple(map(without, g.rollouts))) for g in batch]
@@ -101,7 +101,7 @@ def test_functions_that_compare_siblings_take_the_sum(kind: str) -> None:
 
 OWN = """
 def of_turns(rewards, groups, power=1):
-    assert [len(rollout.turns) for group in groups for rollout in group.rollouts] == [4, 3, 0, 1]
+    assert [len(rollout.outline.turns) for group in groups for rollout in group.rollouts] == [4, 3, 0, 1]
     assert [group.prompt.prompt_id for group in groups] == ["0", "1"]
     assert groups[0].details[0] == {"own": 1}
     return [[power * reward_T for reward_T in group] for group in rewards]

@@ -99,13 +99,13 @@ def test_environments_with_state_begin_reward_and_end(tiny_path: Path) -> None:
         assert rollout.token_ids.tolist() == tokens
         found = [True] * len(tokens) if rollout.loss_mask is None else rollout.loss_mask.tolist()
         assert found == mask
-        assert (rollout.prompt_ids, rollout.num_replaced) == (prompt.token_ids, 0)
+        assert (rollout.prompt_ids, rollout.outline.num_replaced) == (prompt.token_ids, 0)
         assert rows[rollout.key] == rollout.num_tokens - 1
         talk = rollout.transcript
         assert talk.end == {"score": 0.5, "own": 3.0}
-        assert len(talk.turn_rewards) == len(rollout.turns) == talk.num_turns
-        assert sum(turn.num_tokens for turn in rollout.turns) == sum(mask)
-        for turn, reward in zip(rollout.turns, talk.turn_rewards, strict=True):
+        assert len(talk.turn_rewards) == len(rollout.outline.turns) == talk.num_turns
+        assert sum(turn.num_tokens for turn in rollout.outline.turns) == sum(mask)
+        for turn, reward in zip(rollout.outline.turns, talk.turn_rewards, strict=True):
             assert (turn.reward, reward) == (turn.num_tokens / 4, turn.num_tokens / 8)
         assert talk.messages[1 : talk.num_prompt_messages] == start
     assert {r.transcript.num_prompt_messages for r in plain} == {1, 2}
@@ -113,7 +113,7 @@ def test_environments_with_state_begin_reward_and_end(tiny_path: Path) -> None:
     engine.set_speculation(Speculation(None, FixedSelector(strategy), [strategy]))
     speculative = converse(engine, prompts, Instances())
     assert [r.token_ids.tolist() for r in speculative] == [r.token_ids.tolist() for r in plain]
-    assert [r.turns for r in speculative] == [r.turns for r in plain]
+    assert [r.outline.turns for r in speculative] == [r.outline.turns for r in plain]
 
 
 @pytest.mark.parametrize("failing", ["start", "step"])
@@ -123,7 +123,7 @@ def test_an_environment_that_fails_rewards_no_turn(tiny_path: Path, failing: str
         assert rollout.transcript.has_failed == bool(rollout.sample_index)
         if rollout.sample_index:
             assert rollout.transcript.num_turns == 1
-            assert [turn.reward for turn in rollout.turns] == [0.0]
+            assert [turn.reward for turn in rollout.outline.turns] == [0.0]
 
 
 def test_a_start_that_is_too_long_is_a_failure(tiny_path: Path) -> None:

@@ -56,7 +56,8 @@ def claim(ledger: MemoryLedger, name: str) -> int:
 def test_a_second_model_is_on_the_device_in_its_passes_alone(tmp_path: Path) -> None:
     second = ledger_of(tmp_path, f"{FOLLOWS} algorithm.distill_coef=1")
     (claim,) = (c for c in second.claims if c.name == "second model")
-    assert (claim.num_bytes, claim.phases) == (TOTAL * 2, {Phase.START, Phase.UPDATE})
+    assert claim.num_bytes == pytest.approx(TOTAL * 2, rel=1e-4)
+    assert claim.phases == {Phase.START, Phase.UPDATE}
 
 
 KV_SLOT = 2 * (2 * 4 * 128 * 28 + 1)  # keys and values of a token in all layers

@@ -89,7 +89,7 @@ class DecodeBatch:
             assert last_hidden_D is not None
             hidden.append(last_hidden_D.unsqueeze(0))
             request.position, out = request.state.num_tokens + count, self._outputs.open(request)
-            last = request.max_new_tokens - 1
+            last = request.end.max_new_tokens - 1
             rows.append([0, request.seed, last, request.position, count, out, 0])
         self._layout.join(start, requests)
         self.requests.extend(requests)
@@ -192,8 +192,8 @@ class DecodeBatch:
                 request.kept.append(ids)
         flags = []
         for request, (has_ended, token_id) in zip(requests, facts_B2.tolist(), strict=True):
-            request.read([token_id])
-            flags.append(bool(has_ended) or request.has_stop_string)
+            request.end.read([token_id])
+            flags.append(bool(has_ended) or request.end.has_stop_string)
         return flags
 
     def grow(self) -> None:
@@ -245,8 +245,8 @@ class DecodeBatch:
         """
         for row, token_ids in enumerate(report.token_ids):
             request = self.requests[row]
-            count = report.num_committed[row] = request.read(token_ids)
-            report.has_ended[row] |= request.has_stop_string
+            count = report.num_committed[row] = request.end.read(token_ids)
+            report.has_ended[row] |= request.end.has_stop_string
             if report.kept:
                 request.kept.extend(report.kept[row][:count])
         return report.has_ended

@@ -46,7 +46,7 @@ class LooseLanes:
         cache, scheduler, state = self._cache, self._scheduler, request.state
         num_free = cache.num_free - scheduler.num_pages_of_next()
         share = max(num_free // (2 * len(scheduler.running)), MIN_SPARE)
-        most = scheduler.step_pages(state.num_tokens + request.max_new_tokens)
+        most = scheduler.step_pages(state.num_tokens + request.end.max_new_tokens)
         lane = cache.find_free(min(scheduler.step_pages(request.position) + share, most))
         if lane is None:
             return False
@@ -80,7 +80,7 @@ class LooseLanes:
         if spare - reserved >= MIN_SPARE * len(rows):
             spare -= reserved
         share = spare // len(rows)
-        most = [scheduler.step_pages(r.state.num_tokens + r.max_new_tokens) for r in rows]
+        most = [scheduler.step_pages(r.state.num_tokens + r.end.max_new_tokens) for r in rows]
         sizes = [min(n + share, m) for n, m in zip(needed, most, strict=True)]
         ends = list(itertools.accumulate(sizes))
         lanes = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]

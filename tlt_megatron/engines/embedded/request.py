@@ -44,6 +44,27 @@ class DrawnTokens(NamedTuple):
     policy_logprobs_T: Tensor  # float32
 
 
+@dataclass(slots=True, eq=False)
+class ResponseEnd:
+    """What ends a response, beside its stop tokens."""
+
+    max_new_tokens: int
+    stop: StopStrings | None = None
+    state: bytes | None = b""  # of `stop`, after the tokens so far
+
+    def read(self, token_ids: Sequence[int]) -> int:
+        """Look for stop strings in new tokens. Return how many belong to the response."""
+        if self.stop is None:
+            return len(token_ids)
+        count, self.state = self.stop.run(self.state, token_ids)
+        return count
+
+    @property
+    def has_stop_string(self) -> bool:
+        """Whether a stop string has ended the response."""
+        return self.state is None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A response to generate. The decode batch has its tokens while it runs, `saved` in between."""
@@ -53,7 +74,7 @@ class Request:
     state: PromptState
     params: SamplingParams
     seed: int
-    max_new_tokens: int
+    end: ResponseEnd
     kv: SequenceKv
     saved: DrawnTokens | None = None
     position: int = 0  # the next token to compute, counted in the whole sequence, while it runs
@@ -63,8 +84,6 @@ class Request:
     # the ids that top-p and top-k kept at each token so far; empty without them
     kept: list[Tensor] = field(default_factory=list)
     text: IndexedText | None = None  # what the n-gram drafter has of it
-    stop: StopStrings | None = None
-    stop_state: bytes | None = b""  # of `stop`, after the tokens so far
     num_reported: int = 0  # tokens that `DecodeBatch.take_news` has returned
 
     @property
@@ -75,18 +94,6 @@ class Request:
     def num_saved(self) -> int:
         """Return the number of tokens generated before preemption."""
         return 0 if self.saved is None else self.saved.token_ids_T.numel()
-
-    def read(self, token_ids: Sequence[int]) -> int:
-        """Look for stop strings in new tokens. Return how many belong to the response."""
-        if self.stop is None:
-            return len(token_ids)
-        count, self.stop_state = self.stop.run(self.stop_state, token_ids)
-        return count
-
-    @property
-    def has_stop_string(self) -> bool:
-        """Whether a stop string has ended the response."""
-        return self.stop_state is None
 
     @property
     def is_computed(self) -> bool:
@@ -127,10 +134,10 @@ def make_requests(
                     seed=request_seed(
                         params.seed, prompt.draw_index, sample_index, prompt.first_position
                     ),
-                    max_new_tokens=prompt.limit(params),
+                    end=ResponseEnd(
+                        prompt.limit(params), stop, b"" if stop is None else stop.start
+                    ),
                     kv=SequenceKv(num_prompt=state.num_tokens, prompt=state.pages),
-                    stop=stop,
-                    stop_state=b"" if stop is None else stop.start,
                 )
             )
     return requests

@@ -65,7 +65,7 @@ class Scheduler:
     def longest_sequence(self) -> int:
         """Return the most positions that any running or waiting request can reach."""
         everyone = (*self.running, *self._waiting)
-        known = (request.state.num_tokens + request.max_new_tokens for request in everyone)
+        known = (request.state.num_tokens + request.end.max_new_tokens for request in everyone)
         return max(self._longest_later, *known)
 
     @property
@@ -75,7 +75,7 @@ class Scheduler:
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests behind all others. ValueError if one is longer than announced."""
         for request in requests:
-            needed = request.state.num_tokens + request.max_new_tokens
+            needed = request.state.num_tokens + request.end.max_new_tokens
             if needed > self._longest_later:
                 raise ValueError(
                     f"prompt {request.state.prompt.prompt_id!r} and its response need {needed} positions: a later prompt"
@@ -297,7 +297,7 @@ class Scheduler:
 
         None continues a response that has all its tokens.
         """
-        is_last = len(token_ids) == request.max_new_tokens
+        is_last = len(token_ids) == request.end.max_new_tokens
         if not self._longest_later or not self._keeps_turns or is_last:
             return
         cache, state = self._cache, request.state
