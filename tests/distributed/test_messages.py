@@ -25,6 +25,7 @@ from tlt_megatron.policy.exchange import spread_requests
 from tlt_megatron.rollout.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.types import (
     FinishReason,
+    Outline,
     Prompt,
     Rollout,
     RolloutGroup,
@@ -89,7 +90,8 @@ class Engine(OneTokenEngine):
             fields["transcript"] = Transcript(messages=talk, num_turns=1, has_failed=False)
             first = TurnCredit(1, -1 / 3)
             rest = int(fields["loss_mask"].sum()) - NUM_TURNS + 1
-            fields["turns"] = (*[first] * (NUM_TURNS - 1), first._replace(num_tokens=rest))
+            turns = (*[first] * (NUM_TURNS - 1), first._replace(num_tokens=rest))
+            fields["outline"] = Outline(turns)
         key = prompt.draw_index, sample
         return make_rollout(prompt.token_ids, tokens % NUM_TOKENS, key, **fields)
 

@@ -146,7 +146,7 @@ def test_a_run_of_one_rank_that_is_killed_says_how_to_start_again(task: Path) ->
     assert ended.returncode == 128 + signal.SIGKILL
     *_, killed, way, command = ended.stderr.splitlines()
     assert "was ended by SIGKILL" in killed
-    assert way == "pretrain_rl: nothing is saved yet; start again with:"
+    assert way == "nothing is saved yet; start again with:"
     again = subprocess.run(["bash", "-c", command], cwd=REPO, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     assert saved_step(run_dir) == 3

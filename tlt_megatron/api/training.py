@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -113,8 +114,8 @@ class Trainer:
 
         KeyboardInterrupt stops the run, which first saves a checkpoint; a second one does not wait
         for it. The run also stops and saves if this process ends. RunStopped if something else
-        stopped it. RuntimeError with the last line of the output if the run fails, ValueError if
-        its settings are refused.
+        stopped it. RuntimeError with the reason and the way to go on if the run fails, ValueError
+        if its settings are refused.
         """
         # Ranks are stopped by one signal to the launcher, not by the terminal's to everyone.
         process = subprocess.Popen(
@@ -126,13 +127,13 @@ class Trainer:
             start_new_session=True,
         )
         assert process.stdout is not None
-        last, is_interrupted, line = "", False, "-"
+        last, is_interrupted, line = deque[str](maxlen=3), False, "-"
         while line:
             try:
                 line = process.stdout.readline()
                 sys.stdout.write(line)
                 sys.stdout.flush()
-                last = line.strip() or last
+                last.extend([line.strip()] if line.strip() else [])
             except KeyboardInterrupt:
                 is_interrupted = True
                 process.send_signal(signal.SIGINT)
@@ -140,7 +141,9 @@ class Trainer:
         if is_interrupted:
             raise KeyboardInterrupt
         if code:
-            raise (ValueError if code == 2 else RuntimeError)(last or f"exit code {code}")
+            goes_on = last and last[-1].startswith("overrides=")  # after the reason, and a line
+            said = " ".join(last) if goes_on else [f"exit code {code}", *last][-1]
+            raise (ValueError if code == 2 else RuntimeError)(said)
         summary = self.folder / "summary.json"
         run = FinishedRun(folder=self.folder, summary=json.loads(summary.read_text("utf-8")))
         if run.summary["is_stopped"]:

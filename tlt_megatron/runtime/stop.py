@@ -130,13 +130,17 @@ class StopRequest:
         A rank that took both signals for one would report this rank as gone.
         """
         line = "second Ctrl-C: the run ends at once, nothing more is saved"
-        said = [self._is_first_of_node]
-        tell = threading.Thread(
-            target=lambda: said.append(self._tell(EventKind.END, line, code)), daemon=True
-        )
-        tell.start()
-        tell.join(_TELLING_S)
-        end_process(code, line, is_shown=said[-1])
+        is_first = [self._is_first_of_node]
+
+        def tell() -> None:
+            is_told = self._tell(EventKind.END, line, code)
+            if not self.has_lost_store:  # rank 0 may have ended by now
+                is_first.append(is_told)
+
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
+        thread.join(_TELLING_S)
+        end_process(code, line, is_shown=is_first[-1])
 
     def _announce_stop(self, number: signal.Signals) -> None:
         again = " (Ctrl-C again ends it at once)" if number == signal.SIGINT else ""

@@ -17,7 +17,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from tlt_megatron.runtime.environment_variables import program_name
 from tlt_megatron.runtime.typed_command import resume_command
 from tlt_megatron.trainer.saving.manifest import is_checkpoint_root
 
@@ -182,7 +181,7 @@ def how_to_go_on(run_dir: Path, resume: str) -> str:
     if not is_saved and resume not in ("auto", "never"):
         return ""
     way = "resume with" if is_saved else "nothing is saved yet; start again with"
-    return f"{program_name()}: {way}:\n{resume_command(run_dir)}\n"
+    return f"{way}:\n{resume_command(run_dir)}\n"
 
 
 def _is_within(path: Path | None, folder: Path) -> bool:
