@@ -18,7 +18,7 @@ from tlt_megatron.config.schema import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 # Lines with a token that is neither a comment nor part of a docstring.
 CODE_LINES = {
-    "tlt_megatron": 26_631,
+    "tlt_megatron": 26_634,
     "tlt_megatron/api": 674,
     "tlt_megatron/config": 2_661,
     "tlt_megatron/data": 1_005,
@@ -27,14 +27,14 @@ CODE_LINES = {
     "tlt_megatron/mcore": 2_804,
     "tlt_megatron/models": 2_809,
     "tlt_megatron/policy": 1_328,
-    "tlt_megatron/rewards": 1_324,
+    "tlt_megatron/rewards": 1_327,
     "tlt_megatron/rollout": 1_487,
     "tlt_megatron/runtime": 1_834,
     "tlt_megatron/speculation": 1_185,
     "tlt_megatron/spot": 1_015,
     "tlt_megatron/trainer": 2_719,
     "tools": 7_664,
-    "tests": 32_995,
+    "tests": 32_997,
 }
 NUM_SETTINGS = 124
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things

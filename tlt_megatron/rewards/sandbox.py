@@ -123,7 +123,7 @@ def _command(level: str, timeout_s: float) -> list[str]:
     user = _FIRST_USER + os.getpid() % _NUM_USERS if level == "bwrap" and is_root else 0
     readable = _readable()
     given = {"level": level, "limits": limits, "readable": readable, "user": user}
-    given["parent"] = os.getpid()
+    given |= {"parent": os.getpid(), "seconds": math.ceil(timeout_s) + 1}
     program = Path(__file__).with_name("sandbox_inside.py").read_text(encoding="utf-8")
     program += f"\n\nmain(**{given!r})\n"
     # -s -P: neither the user's packages nor files of the working folder. -u: printed text is kept

@@ -51,8 +51,12 @@ class _Argument(ctypes.Structure):
     )
 
 
-def main(level: str, limits: dict[str, int], readable: list[str], user: int, parent: int) -> None:
+def main(
+    level: str, limits: dict[str, int], readable: list[str], user: int, parent: int, seconds: int
+) -> None:
     """Close the doors of `level`, then run the code. `user` 0: the user stays."""
+    # bwrap does not see that its parent ended before it began, so the code has an end of its own.
+    _call("alarm", seconds)
     code = sys.stdin.buffer.read().decode()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if user:

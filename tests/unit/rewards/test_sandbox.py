@@ -211,6 +211,10 @@ def test_files_live_in_a_bounded_folder_of_their_own() -> None:
         assert run(f"open('{folder}/a', 'w')", "bwrap")[1] == "error"
 
 
+def test_code_whose_worker_is_gone_ends_by_itself(level: str) -> None:
+    assert run("import signal; 0 < signal.alarm(0) <= 31", level, timeout_s=30.0) == ("True\n", "")
+
+
 def test_without_a_sandbox_limits_remain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("6 * 7", "none") == ("42\n", "")
     assert run("import time; time.sleep(60)", "none", timeout_s=1.0)[1] == "timeout"
