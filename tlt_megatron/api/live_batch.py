@@ -125,7 +125,7 @@ class LiveBatch:
         self._stop_token_ids = stop_token_ids
         self._policy_version = policy_version
         self.lock = threading.Lock()  # guards everything below, and the responses of open jobs
-        self._jobs: dict[ResponseKey, Job] = {}  # a job for every open response
+        self._jobs: dict[ResponseKey, Job] = {}  # by open response
         self._new: list[Job] = []
         self._stopped: list[ResponseKey] = []  # the engine may still compute these
         self._news: dict[Job, None] = {}  # jobs with tokens that they were not told of

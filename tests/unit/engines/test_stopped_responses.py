@@ -30,7 +30,7 @@ from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams
 PARAMS = SamplingParams(
     num_samples=3, max_new_tokens=70, stop_token_ids=(5,), seed=6, temperature=1.3, top_k=20
 )
-STRINGS = ("€a", "bcabb", "abab")  # of the call; a prompt has none or its own
+STRINGS = ("€a", "bcabb", "abab")  # for all prompts but those with stop strings of their own
 PROMPTS = make_prompts(4, 70, 9, 30)
 GIVEN = [
     PROMPTS[0],
