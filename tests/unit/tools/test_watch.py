@@ -4,6 +4,7 @@ run.
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import os
@@ -17,14 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.rollout_stand_ins import make_prompts, make_rollout
 from tests.unit.tools.test_report import RANK_0, figures, make_run, rows_of, traces
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.rollout.rollout_log import RolloutLog
-from tlt_megatron.types import ScoredGroup
+from tlt_megatron.types import Outline, ScoredGroup, Transcript, TurnCredit
 from tools.commands.report import main as report
 from tools.commands.watch import WatchServer, main
 from tools.run_report.alarms import find_alarms
@@ -61,6 +64,36 @@ def write_responses(run_dir: Path, step: int, texts: list[str]) -> None:
         [ScoredGroup(prompt=prompt, rollouts=tuple(rollouts), rewards=rewards)],
         own,
         {(0, 1): 0.125},
+    )
+
+
+TURNS = (
+    {"role": "user", "content": "Find 7."},
+    {"role": "assistant", "content": '<tool_call>{"name": "look"}</tool_call>'},
+    {"role": "tool", "name": "look", "content": HOSTILE},
+    {"role": "assistant", "content": "8"},
+    {"role": "user", "content": ""},
+    {"role": "assistant", "content": "7" * 2000},
+)
+
+
+def write_conversation(run_dir: Path, step: int, **changes: Any) -> None:
+    """A step with a conversation of three turns, of 3, 1 and 2 tokens. The second observation has
+    no tokens.
+    """
+    (prompt,) = make_prompts([0], "search")
+    given = {"num_turns": 3, "has_failed": False, "turn_rewards": (0.0, 0.25, 0.5)}
+    transcript = Transcript(messages=TURNS, **given, end={"score": 0.125, "open_part": 0.5})
+    rollout = replace(
+        make_rollout(prompt, (0,) * 8),
+        loss_mask=torch.tensor([1, 1, 1, 0, 0, 1, 1, 1], dtype=torch.bool),
+        passes=((3, 2), (7, 1), (8, 2)),  # behind a prompt of two tokens
+        outline=Outline(turns=(TurnCredit(3, 0.0), TurnCredit(1, 0.25), TurnCredit(2, 0.5))),
+        transcript=replace(transcript, **changes),
+    )
+    log = RolloutLog(run_dir / "rollouts", Texts(["whole"]), rank=0)
+    log.write(
+        step, [ScoredGroup(prompt=prompt, rollouts=(rollout,), rewards=(0.875,))], {(0, 0)}, {}
     )
 
 
@@ -296,6 +329,36 @@ def test_responses_are_shown_as_text(tmp_path: Path) -> None:
         assert "<td>3</td><td>1.5</td><td>2</td><td>0.12</td><td>math</td><td>" in page
         assert "<td>3</td><td>0.5</td><td>1</td><td></td><td>math</td><td><div>the prompt" in page
         assert "x" * 4000 + " … and 1,000 characters" in page
+
+
+def test_a_conversation_is_shown_turn_by_turn(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    write_conversation(run_dir, 2, has_failed=True, turn_rewards=(0.0,), end={})
+    write_conversation(run_dir, 3)
+    write_responses(run_dir, 4, ["no conversation"])
+    page = LiveRun(run_dir).page([])
+    shown = re.findall(
+        r"<section( class=.turn.)?><b>(.*?)</b> <small>(.*?)</small>(?:<p>(.*?)</p>)?", page
+    )
+    texts = [text for _, _, _, text in shown]
+    assert [each[:3] for each in shown[:6]] == [
+        (' class="turn"', "turn 1", "reward 0 · 3 tokens · 33% drafted"),
+        ("", "tool look", ""),
+        (' class="turn"', "turn 2", "reward 0.25 · 1 tokens · 0% drafted"),
+        ("", "user", ""),
+        (' class="turn"', "turn 3", "reward 0.5 · 2 tokens · 50% drafted"),
+        ("", "end", "score 0.125 · open_part 0.5"),
+    ]
+    assert texts[:2] == [
+        html.escape(TURNS[1]["content"], quote=False).replace('"', "&#34;"),
+        html.escape(HOSTILE),
+    ]
+    assert texts[4] == "7" * 666 + " … and 1,334 characters"
+    assert "<td><div>Find 7.</div></td>" in page
+    failed = [each[1:3] for each in shown[6:]]
+    assert failed[2] == ("turn 2", "1 tokens · 0% drafted")
+    assert failed[-1] == ("failed", "the environment failed, so the reward is 0")
+    assert "<td><div>no conversation</div></td>" in page
 
 
 def test_the_newest_responses_are_shown(tmp_path: Path) -> None:
