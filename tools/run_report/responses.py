@@ -53,7 +53,7 @@ def read_responses(run_dir: Path, limit: int = _NUM_SHOWN) -> list[Response]:
 
 
 def _response(step: int, row: dict[str, Any]) -> Response:
-    messages = row.get("messages") or ()  # only conversations have them
+    messages = row.get("messages") or []  # only conversations have them
     num_first = int(row.get("num_prompt_messages", 1))  # older runs have only one
     first = "\n".join(str(message["content"]) for message in messages[:num_first])
     return Response(
