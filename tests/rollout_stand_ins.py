@@ -68,9 +68,12 @@ class Rewards:
         self._score = score
         self._outcomes: dict[Hashable, Outcome] = {}
 
-    def submit(self, key: Hashable, prompt: Prompt, text: str) -> None:
+    def submit(self, key: Hashable, prompt: Prompt, text: str, _: object = None) -> None:
         self.keys.append(key)
         self._outcomes[key] = Outcome(score=self._score(text), details={"own": 1.0})
+
+    def weight_metrics(self) -> dict[str, float]:
+        return {}
 
     def collect(self, should_stop: object) -> dict[Hashable, Outcome]:
         outcomes, self._outcomes = self._outcomes, {}

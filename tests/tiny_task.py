@@ -42,6 +42,9 @@ FEATURES = {  # overrides of each; {task} is the folder of `write_environment`
     " rollout.partial_rollout_tokens=5",
     "conversations": "rollout.environment={task}/environment.py:answer rollout.max_turns=3"
     " rollout.max_observation_tokens=12",
+    "environment": "rollout.environment={task}/environment.py:Search rollout.max_turns=3"
+    " rollout.max_observation_tokens=12"
+    ' reward.function={"environment":1.0,"{task}/reward.py:compute_score":0.5}',
     "dynamic sampling": "algorithm.filter_groups=score",
     "experts": "parallel.expert=2",
     "routing replay": "rollout.routing_replay=true",
@@ -60,6 +63,28 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 # <eos> 0 = > # t: a random policy ends its responses and turns early with one of them.
 STOPS = (1, 2, 16, 18, 23, 43)
 ENVIRONMENT = """
+from tlt_megatron import Environment, Step
+
+
+class Search(Environment):
+    \"\"\"Messages, rewards and the end depend on the seed and all turns so far.\"\"\"
+
+    def start(self, row, seed):
+        assert row["ground_truth"] == "5"
+        self.state = seed % 1000
+        return "abc"[: seed % 3]
+
+    def step(self, turn):
+        assert turn.messages[-1] == {"role": "assistant", "content": turn.text}
+        self.state += sum(turn.token_ids)
+        message = {"role": "tool", "content": "12+" * (self.state % 3)}
+        is_done = self.state % 5 == 4
+        return Step([message], reward=self.state % 4 / 4 - 0.25, is_done=is_done)
+
+    def end(self):
+        return {"score": self.state % 2 / 2, "state": self.state}
+
+
 def answer(messages, data_source, ground_truth, extra_info):
     assert ground_truth == "5"
     turn = messages[-1]["content"]

@@ -133,6 +133,18 @@ class Transcript:
     messages: tuple[Message, ...]  # prompt included
     num_turns: int  # the policy's
     has_failed: bool  # the environment failed: the conversation ended, and its reward is 0
+    num_prompt_messages: int = 1  # those before the first turn, with those of the start
+    # of an environment that is a class: its reward of each turn, and the score and the further
+    # numbers of its end
+    turn_rewards: tuple[float, ...] = ()
+    end: Mapping[str, float] = field(default_factory=dict)
+
+
+class TurnCredit(NamedTuple):
+    """A turn of the policy in a conversation."""
+
+    num_tokens: int  # that the policy drew
+    reward: float  # the environment's, times its weight in the reward of the conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +153,8 @@ class Rollout:
 
     `logprobs` refer to the sampled distribution, after temperature, top-p and top-k.
     `policy_logprobs` refer to the raw policy: temperature 1, no cut. The tokens of a conversation
-    are all turns of the policy with the observations between them. The first and the last token are
-    the policy's.
+    are all turns of the policy with the observations between them. The last token is the policy's,
+    and so is the first one, unless an environment has put messages before it.
     """
 
     prompt_id: str
@@ -167,6 +179,10 @@ class Rollout:
     # experts; -1 where they are not known. None: rollout.routing_replay is off
     routes: Tensor | None = None
     num_observed: int = 0  # observation tokens, where `is_here` is False
+    # of a conversation. The mask does not tell them apart where an observation is empty
+    turns: tuple[TurnCredit, ...] = ()
+    # last tokens of the row's prompt that the start of an environment replaced
+    num_replaced: int = 0
 
     @property
     def key(self) -> RolloutKey:

@@ -21,7 +21,7 @@ from tlt_megatron.policy.exchange import ResponseRow, part_of, row_of
 from tlt_megatron.policy.policy_trainer import Inference
 from tlt_megatron.rollout.open_responses import ScoredResponse
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
-from tlt_megatron.types import MicroBatch, Rollout, ScoredGroup, TokenValues
+from tlt_megatron.types import MicroBatch, Rollout, ScoredGroup, TokenValues, TurnCredit
 
 MINE = """
 import torch
@@ -47,6 +47,14 @@ def is_observed(rollout: Rollout, rows: str) -> bool:
     return rows == "observed" or (rows == "mixed" and sum(rollout.key) % 3 == 0)
 
 
+def in_turns(rollout: Rollout) -> Rollout:
+    """The response as two turns of a conversation with rewards."""
+    first = rollout.num_generated // 2
+    turns = (first, 0.1), (rollout.num_generated - first, -0.3)
+    turns = tuple(TurnCredit(*turn) for turn in turns if turn[0])
+    return dataclasses.replace(rollout, turns=turns)
+
+
 def make_batch(rows: str, generated_by: int | None, num_ranks: int) -> list[ScoredGroup]:
     """The batch as a rank knows it, which has generated every num_ranks-th group. "empty": the
     environment answered nothing.
@@ -54,6 +62,8 @@ def make_batch(rows: str, generated_by: int | None, num_ranks: int) -> list[Scor
     batch = []
     for number, group in enumerate(scored_batch(NUM_GROUPS)):
         rollouts = [observed(r) if is_observed(r, rows) else r for r in group.rollouts]
+        if rows == "mixed":
+            rollouts = [r if sum(r.key) % 2 else in_turns(r) for r in rollouts]
         if rows == "empty":
             masks = [torch.ones_like(r.token_ids, dtype=torch.bool) for r in rollouts]
             rollouts = [

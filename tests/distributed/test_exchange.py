@@ -42,6 +42,7 @@ from tlt_megatron.types import (
     ScoredGroup,
     ScoredResponse,
     Transcript,
+    TurnCredit,
 )
 
 NUM_RANKS = 4
@@ -64,7 +65,16 @@ def full_response(group: int, sample: int) -> Rollout:
         passes=((3, 1), (4, 2)),
         loss_mask=torch.arange(length) != 1 if sample else None,
         kept=KeptTokens(token_ids=torch.arange(length).int(), counts=torch.ones(length).int()),
-        transcript=Transcript(messages=talk, num_turns=1, has_failed=False),
+        transcript=Transcript(
+            messages=talk,
+            num_turns=1,
+            has_failed=False,
+            num_prompt_messages=2,
+            turn_rewards=(0.5, -1.0),
+            end={"score": 0.1, "own": 7.0},
+        ),
+        turns=(TurnCredit(1, 0.1), TurnCredit(length - 1 - bool(sample), -0.2)),
+        num_replaced=sample,
         versions=((3, 1), (4, length - 1)),
         routes=torch.full((length, 2, 4), 300, dtype=torch.int16) if sample else None,
     )
@@ -82,6 +92,8 @@ def batch_of(rank: int, num_groups: int) -> list[ScoredGroup]:
             rows = [json.loads(json.dumps(row_of(ScoredResponse(r, 0.5, {})))) for r in rollouts]
             outlines = [part_of(ResponseRow(*row)).rollout for row in rows]
             assert [o.num_generated for o in outlines] == [r.num_generated for r in rollouts]
+            assert [o.turns for o in outlines] == [r.turns for r in rollouts]
+            assert [o.num_replaced for o in outlines] == [r.num_replaced for r in rollouts]
             rollouts = [
                 replace(o, prompt_id=r.prompt_id, prompt_ids=r.prompt_ids)
                 for o, r in zip(outlines, rollouts, strict=True)

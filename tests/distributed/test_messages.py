@@ -30,11 +30,14 @@ from tlt_megatron.types import (
     RolloutGroup,
     SamplingParams,
     Transcript,
+    TurnCredit,
 )
 
 NUM_RANKS, NUM_PROMPTS, NUM_SAMPLES, NUM_STEPS = 4, 8, 8, 3
 PARAMS = SamplingParams(num_samples=NUM_SAMPLES, max_new_tokens=2048)
 BYTES_OF_TOKEN, ROUTE = 12, (3, 4)  # an id and two log-probs; layers and experts
+# of a conversation; its reward and length in a row
+NUM_TURNS, BYTES_OF_TURN = 6, 32
 KL = {"kl_coef": 0.1, "kl_placement": "reward"}
 
 
@@ -84,6 +87,9 @@ class Engine(OneTokenEngine):
             fields["loss_mask"] = tokens % 7 != 3
             talk = ({"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"})
             fields["transcript"] = Transcript(messages=talk, num_turns=1, has_failed=False)
+            first = TurnCredit(1, -1 / 3)
+            rest = int(fields["loss_mask"].sum()) - NUM_TURNS + 1
+            fields["turns"] = (*[first] * (NUM_TURNS - 1), first._replace(num_tokens=rest))
         key = prompt.draw_index, sample
         return make_rollout(prompt.token_ids, tokens % NUM_TOKENS, key, **fields)
 
@@ -173,7 +179,7 @@ def train(mode: str, section: AlgorithmSection) -> tuple[int, int, int]:
         ("dynamic_sampling", {}),
     ],
 )
-def test_a_rank_receives_twice_its_share_and_a_little_for_each_response(
+def test_a_rank_receives_twice_its_share_and_a_little_for_each_response_and_turn(
     mode: str, options: dict[str, Any]
 ) -> None:
     """The rows of partial rollouts and dynamic sampling count in every round."""
@@ -182,7 +188,8 @@ def test_a_rank_receives_twice_its_share_and_a_little_for_each_response(
     num_rows = sum(answers for _, _, answers in results)
     for received, share, _ in results:
         print(f"{mode} {options}: {received / share:.2f} of the share, {num_rows} responses")
-        assert received <= 2 * share + 200 * num_rows
+        num_turns = num_rows * NUM_TURNS if mode == "conversations" else 0
+        assert received <= 2 * share + 200 * num_rows + BYTES_OF_TURN * num_turns
 
 
 def test_a_response_moves_only_where_a_rank_has_more_than_its_share() -> None:

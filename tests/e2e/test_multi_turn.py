@@ -141,9 +141,10 @@ def test_the_users_own_messages_are_not_replaced(
     assert "prompt_id='x': extra_info.messages must not be there" in said
 
 
-@pytest.mark.parametrize("name", ["calculator", "self_correction"])
+@pytest.mark.parametrize("name", ["calculator", "self_correction", "search"])
 def test_an_example_trains(task: Path, tmp_path: Path, name: str) -> None:
     own = ("run.num_steps=2", "data.eval=", "logging.trackers=[]")
+    own += ("reward.function=environment",) * (name == "search")
     own += ("run.seed=3",)  # with it, the random policy's conversations have one turn or two
     run(1, REPO / "examples" / f"{name}.yaml", tmp_path / "run", "--config", task, *own)
     rows = [row for row in metric_rows(tmp_path / "run") if "actor/grad_norm" in row]

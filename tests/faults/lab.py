@@ -32,6 +32,7 @@ VARIANTS = {
     "critic": _features("critic") + " critic.warmup_steps=1",
     "partial": _features("partial rollouts"),
     "conversation": _features("conversations"),
+    "environment": _features("environment"),
     "dynamic": _features("dynamic sampling", "speculation"),
     # combinations
     "conversation with critic": _features("conversations", "critic", "KL in the reward"),

@@ -12,10 +12,7 @@ from tests.faults.lab import NUM_STEPS
 from tests.faults.processes import Job, descendants, kill_all
 from tests.tiny_task import ENVIRONMENT, REWARD, answers
 
-_MISBEHAVIOUR = """
-
-import os, signal, subprocess, sys, time
-
+_FUNCTION = """
 well = {name}
 
 
@@ -23,6 +20,19 @@ def {name}(*args, **kwargs):
     if is_the_one():
         {body}
     return well(*args, **kwargs)
+"""
+_CLASS = """
+class {name}({name}):
+    def step(self, turn):
+        if is_the_one():
+            {body}
+        return super().step(turn)
+"""
+_MISBEHAVIOUR = """
+
+import os, signal, subprocess, sys, time
+
+{tail}
 
 
 def is_the_one():
@@ -56,20 +66,31 @@ _HARMLESS = {  # the score comes all the same
 
 def _start(case: Case, bodies: dict[str, str], *overrides: str) -> Job:
     """Start a run whose reward function, or environment, misbehaves once."""
+    has_environment = case.variant.name.startswith(("conversation", "environment"))
+    is_environment = has_environment and case.rng.random() < 0.5
+    name, code, form = "compute_score", REWARD, _FUNCTION
+    if is_environment:
+        name, code = "answer", ENVIRONMENT
+    if is_environment and case.variant.name == "environment":
+        name, form = "Search", _CLASS
+        # another worker repeats the conversation
+        lost = {kind: _FATAL[kind] for kind in ("exit", "kill")}
+        bodies = {k: v for k, v in bodies.items() if k not in lost}
+        bodies |= lost if bodies.keys() <= _HARMLESS.keys() else {}
     kind = case.rng.choice(sorted(bodies))
-    is_environment = case.variant.name.startswith("conversation") and case.rng.random() < 0.5
-    name, code = ("answer", ENVIRONMENT) if is_environment else ("compute_score", REWARD)
     call = case.rng.randint(1, 8 if is_environment else 12)
     marks = str(case.folder / "call.")
     path = case.folder / "own.py"
-    path.write_text(
-        code + _MISBEHAVIOUR.format(name=name, body=bodies[kind], call=call, marks=marks)
-    )
+    tail = form.format(name=name, body=bodies[kind])
+    path.write_text(code + _MISBEHAVIOUR.format(tail=tail, call=call, marks=marks))
     case.verdict.where = f"{case.variant.name} call {call} of {name}: {kind}"
     case.mark = case.folder / f"call.{call}"
-    setting = "rollout.environment" if is_environment else "reward.function"
-    limits = ("reward.timeout_s=3",)
-    return case.start(f"{setting}={path}:{name}", *limits, *overrides)
+    setting = f"rollout.environment={path}:{name}"
+    if not is_environment:
+        setting = f"reward.function={path}:{name}"
+        if case.variant.name == "environment":
+            setting = f'reward.function={{"environment":1.0,"{path}:{name}":0.5}}'
+    return case.start(setting, "reward.timeout_s=3", *overrides)
 
 
 def reward_raises(case: Case) -> None:
@@ -85,7 +106,9 @@ def reward_zero(case: Case) -> None:
     """on_error=zero: the run goes on, the one response scores 0; no token of its step changes."""
     job = _start(case, _FATAL, "reward.on_error=zero")
     case.end(job, 0, ranks=[0], is_quiet=False)  # the run logs the function's own traceback
-    if case.variant.name.startswith(("dynamic", "partial", "conversation", "mixture")):
+    if case.variant.name.startswith(
+        ("dynamic", "partial", "conversation", "environment", "mixture")
+    ):
         return  # the score, or the answer, decides which responses are in the batch
     first = [a[:3] for a in answers(case.run_dir)][: len(answers(case.run_dir)) // NUM_STEPS]
     straight = [a[:3] for a in answers(case.variant.straight)][: len(first)]

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     pairs = [pair for pair in all_pairs() if not options.only or options.only in pair]
     root = Path(tempfile.mkdtemp(prefix="pairs-"))
     tasks = make_tasks(root / "tasks")
-    results: dict[tuple[str, str], str] = {EXCLUSIVE: "two values of one setting"}
+    results: dict[tuple[str, str], str] = dict.fromkeys(EXCLUSIVE, "two values of one setting")
     failed = 0
     for number, pair in enumerate(pairs):
         started, folder = time.monotonic(), root / f"{number:02d}"

@@ -27,9 +27,10 @@ BASE = (
     " optimizer.eps=1e-5"  # so that Adam does not enlarge the rounding of another layout
 )
 # Two values of one setting: there is no run of both.
-EXCLUSIVE = ("KL in the loss", "KL in the reward")
-# Features that one run cannot have. The second pair is refused by name.
-APART = (EXCLUSIVE, ("partial rollouts", "conversations"))
+EXCLUSIVE = (("KL in the loss", "KL in the reward"), ("conversations", "environment"))
+# Features that one run cannot have. The last pairs are refused by name.
+CUT = "partial rollouts"
+APART = (*EXCLUSIVE, (CUT, "conversations"), (CUT, "environment"))
 # `make test` checks the pairs of `draw(SEED)`. PAIRS_SEED draws others.
 SEED = int(os.environ.get("PAIRS_SEED", "0"))
 
@@ -53,17 +54,17 @@ def make_tasks(root: Path) -> Tasks:
 
 def all_pairs() -> list[tuple[str, str]]:
     """Return every two features that one run can have."""
-    return [pair for pair in itertools.combinations(FEATURES, 2) if pair != EXCLUSIVE]
+    return [pair for pair in itertools.combinations(FEATURES, 2) if pair not in EXCLUSIVE]
 
 
 def draw(seed: int) -> list[list[str]]:
-    """Return two combinations that have every feature once, and so 25 of the pairs."""
+    """Return three combinations of one size that have every feature once."""
     rng = random.Random(seed)
     while True:
         order = rng.sample(list(FEATURES), len(FEATURES))
-        halves = [order[:6], order[6:]]
-        if not any(set(pair) <= set(half) for pair in APART for half in halves):
-            return halves
+        thirds = [order[start::3] for start in range(3)]
+        if not any(set(pair) <= set(third) for pair in APART for third in thirds):
+            return thirds
 
 
 def check(features: Sequence[str], tasks: Tasks, root: Path) -> tuple[str, list[str]]:

@@ -36,6 +36,7 @@ REGISTRY = {
         "data_source solution_str ground_truth extra_info",
         math="rewards.builtin:score_math",
         exact="rewards.builtin:score_exact",
+        environment="rewards.environment_answer:score_conversation",
     ),
     "rollout.environment": _point("messages data_source ground_truth extra_info"),
     "algorithm.advantage": _point(
@@ -83,6 +84,8 @@ def named_code(config: Any) -> Iterator[tuple[str, str]]:
 
 # Their functions also get the keywords of another setting, such as algorithm.loss_args.
 WITH_ARGUMENTS = ("algorithm.advantage", "algorithm.loss")
+# A further parameter that a user's function may have: the ScoredGroup of each prompt.
+OPTIONAL = {"algorithm.advantage": "groups"}
 
 
 def named(key: str) -> Range:
@@ -130,15 +133,26 @@ def load_extension(key: str, spec: str) -> Callable[..., Any]:
         raise ValueError(f"{key}={spec!r}: {place} has no {name!r} that can be called")
     if spec in point.built_in or not point.parameters:
         return function
+    if key == "rollout.environment" and inspect.isclass(function):
+        if not callable(getattr(function, "step", None)):
+            raise ValueError(f"{key}={spec!r}: is a class without a method step(turn)")
+        parameters: tuple[str, ...] = ()
+    else:
+        parameters = point.parameters
     signature = inspect.signature(function)
     bind = signature.bind_partial if key in WITH_ARGUMENTS else signature.bind
     try:
-        bind(**dict.fromkeys(point.parameters))
+        bind(**dict.fromkeys(parameters))
     except TypeError as error:
         raise ValueError(
-            f"{key}={spec!r}: has parameters {signature}, must accept ({', '.join(point.parameters)}): {error}"
+            f"{key}={spec!r}: has parameters {signature}, must accept ({', '.join(parameters)}): {error}"
         ) from error
     return function
+
+
+def takes_optional(key: str, spec: str) -> bool:
+    """Return whether the function has the parameter of `OPTIONAL`."""
+    return OPTIONAL.get(key) in inspect.signature(load_extension(key, spec)).parameters
 
 
 def load_code(config: Any, key: str, spec: str) -> None:
@@ -147,8 +161,9 @@ def load_code(config: Any, key: str, spec: str) -> None:
     if key not in WITH_ARGUMENTS or spec in point.built_in:
         return
     arguments, signature = attrgetter(f"{key}_args")(config), inspect.signature(function)
+    given = [*point.parameters, *([OPTIONAL[key]] if takes_optional(key, spec) else [])]
     try:
-        signature.bind(**dict.fromkeys(point.parameters), **arguments)
+        signature.bind(**dict.fromkeys(given), **arguments)
     except TypeError as error:
         raise ValueError(
             f"{key}_args={arguments!r}: must be the parameters of {spec}{signature} behind"

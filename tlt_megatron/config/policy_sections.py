@@ -67,8 +67,9 @@ class ParallelSection(Section):
 class RewardSection(Section):
     """How responses are scored."""
 
-    # math | exact | path/to/file.py:function | package.module:function, or several of them with
-    # their weights in the reward, which is the weighted sum: {math: 1.0, exact: 0.2}
+    # math | exact | environment | path/to/file.py:function | package.module:function, or several of
+    # them with their weights in the reward, which is the weighted sum: {math: 1.0, exact: 0.2}.
+    # environment is the sum of what an environment gives for turns and at its end
     function: str | dict[str, float] = "math"
     # a score from which a response counts as right: in pass@k, maj@k and rollout/solve_all
     right_score: float = 1.0
@@ -94,7 +95,8 @@ class RewardSection(Section):
     @property
     def is_built_in(self) -> bool:
         """Return whether no function is the user's."""
-        return self.weights.keys() <= REGISTRY["reward.function"].built_in.keys()
+        built_in = {*REGISTRY["reward.function"].built_in} - {"environment"}
+        return self.weights.keys() <= built_in
 
     @property
     def numbers(self) -> list[str]:
@@ -109,7 +111,7 @@ class RewardSection(Section):
             return not self.is_built_in
         name, _, further = number.partition("/")
         own = [spec for spec in self.weights if spec.rpartition(":")[2] == name]
-        return bool(own) and (not further or ":" in own[0])
+        return bool(own) and (not further or ":" in own[0] or own == ["environment"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,7 @@ RULES = (
     Rule("data.eval", lambda c: isinstance(c.data.eval, str) or len(c.data.eval_files) == len(c.data.eval), "files with different names, or in folders with different names"),
     Rule("reward.function", lambda c: _has_each_once(c.reward.names), "functions with different names, not {c.reward.names}"),
     Rule("reward.function", lambda c: any(c.reward.weights.values()), "functions of which one has a weight that is not 0"),
+    Rule("reward.function", lambda c: "environment" not in c.reward.weights or c.rollout.environment, "without 'environment' where rollout.environment is empty (it is the sum of an environment's rewards)"),
     Rule("reward.overlong_tokens", lambda c: c.reward.overlong_tokens < c.rollout.max_new_tokens, "< rollout.max_new_tokens={c.rollout.max_new_tokens}"),
     Rule("rollout.max_turns", lambda c: not c.rollout.environment or c.rollout.max_turns > 1, "> 1 where rollout.environment is set"),
     Rule("rollout.num_samples", lambda c: c.rollout.num_samples > 1 or c.algorithm.advantage not in _SIBLINGS, "> 1 where algorithm.advantage={c.algorithm.advantage!r} (it compares siblings)"),

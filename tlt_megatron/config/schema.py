@@ -97,12 +97,14 @@ class RolloutSection(Section):
     batch_invariant: bool = False  # embedded: a row's numbers do not depend on other rows
     # R3: training sends each token to the experts that the rollout sent it to
     routing_replay: bool = False
-    # empty: one turn | path/to/file.py:function | package.module:function, which answers each turn
-    # of the policy; max_new_tokens then limits the policy's tokens of the whole conversation.
-    # reward.timeout_s and reward.on_error hold for its answers too
+    # empty: one turn | path/to/file.py:name | package.module:name of a class with the methods of
+    # Environment, or of a function that answers each turn of the policy; max_new_tokens then limits
+    # the policy's tokens of the whole conversation. reward.timeout_s and reward.on_error hold for
+    # its answers too
     environment: Annotated[str, named("rollout.environment")] = ""
     max_turns: PositiveInt = 4  # of the policy, at most
-    # of all observations of a conversation; one that does not fit ends it
+    # of all observations of a conversation, with the messages and tools of its start; one that does
+    # not fit ends it
     max_observation_tokens: PositiveInt = 1024
 
     @property

@@ -256,6 +256,9 @@ class Tokenizer:
             return value
         return self._control_tokens.sub(lambda name: f"{name[0][0]}{_CUT}{name[0][1:]}", value)
 
+    def _as_texts(self, message: Message) -> Message:
+        return {key: self._as_text(value) for key, value in message.items()}
+
     def encode_observation(
         self,
         messages: Sequence[Message],
@@ -274,14 +277,29 @@ class Tokenizer:
             text = "".join(str(message["content"]) for message in messages)
             return tuple(self._encode_after(last_token, text))
         begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _TURN}]
-        messages = [{key: self._as_text(m[key]) for key in m} for m in messages]
-        text = self.render([*begin, *messages], template_kwargs).partition(_TURN)[2]
+        messages = [*begin, *map(self._as_texts, messages)]
+        text = self.render(messages, template_kwargs).partition(_TURN)[2]
         # the template ends a turn with the stop token, which the policy drew itself
         text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
         first, *rest = text.split(_CUT)
-        parts = [self._encode_after(last_token, first)]
-        parts += [self._encode_after(None, part) for part in rest]
-        return tuple(token for ids in parts for token in ids)
+        return (*self._encode_after(last_token, first), *self._encode_cut(rest))
+
+    def encode_start(
+        self,
+        prompt: Sequence[Message],
+        messages: Sequence[Message],
+        template_kwargs: Mapping[str, object] = NOTHING,
+    ) -> tuple[int, ...]:
+        """Return the tokens of a chat prompt and of `messages` that an environment adds to it.
+
+        Names of control tokens in those are plain text. ValueError as in `encode`.
+        """
+        text = self.render([*prompt, *map(self._as_texts, messages)], template_kwargs)
+        first, *rest = text.split(_CUT)
+        return (*self.encode_texts([first])[0], *self._encode_cut(rest))
+
+    def _encode_cut(self, texts: Sequence[str]) -> list[int]:
+        return [token for text in texts for token in self._encode_after(None, text)]
 
     @functools.cached_property
     def _marks_begin(self) -> bool:

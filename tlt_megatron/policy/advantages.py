@@ -8,13 +8,20 @@ result is the same on any number of ranks. A function of the user gets the whole
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tlt_megatron.config.extensions import REGISTRY, call_extension, load_extension, shapes_of
+from tlt_megatron.config.extensions import (
+    REGISTRY,
+    call_extension,
+    load_extension,
+    shapes_of,
+    takes_optional,
+)
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.exchange import gather_values
 from tlt_megatron.rewards.advantage import OF_TOKENS, WHITENED, Moments, among_siblings
@@ -82,7 +89,10 @@ def _by_own_function(
         [_token_rewards(*pair, penalties) for pair in zip(s.rollouts, s.rewards, strict=True)]
         for s in scored
     ]
-    computed = call_extension(_KEY, section.advantage, rewards=rewards, **section.advantage_args)
+    known: dict[str, object] = {"rewards": rewards}
+    if takes_optional(_KEY, section.advantage):
+        known["groups"] = tuple(scored)
+    computed = call_extension(_KEY, section.advantage, **known, **section.advantage_args)
     found = shapes_of(computed)
     if not isinstance(found, list):
         raise ValueError(
@@ -191,11 +201,14 @@ def _own_rewards(
 def _token_rewards(
     rollout: Rollout, reward: float, penalties: Mapping[RolloutKey, Tensor]
 ) -> Tensor:
-    """Return float64: the reward at the last token, less the penalty of each token of the
-    policy.
+    """Return float64: the reward of each turn at its last token, the rest of the reward at the last
+    token, less the penalty of each token of the policy.
     """
     reward_T = torch.zeros(rollout.num_generated, dtype=torch.float64)
-    reward_T[-1] = reward
+    ends = itertools.accumulate(turn.num_tokens for turn in rollout.turns)
+    for end, turn in zip(ends, rollout.turns, strict=True):
+        reward_T[end - 1] = turn.reward
+    reward_T[-1] += math.fsum((reward, *(-turn.reward for turn in rollout.turns)))
     return reward_T - penalties[rollout.key] if rollout.key in penalties else reward_T
 
 

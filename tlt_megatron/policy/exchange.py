@@ -33,6 +33,7 @@ from tlt_megatron.types import (
     ScoredGroup,
     ScoredResponse,
     Transcript,
+    TurnCredit,
 )
 
 _Fields = dict[str, Any]  # fields of `Rollout` by name
@@ -42,7 +43,7 @@ _TENSORS = ("token_ids", "logprobs", "policy_logprobs", "loss_mask", "routes")
 
 
 class ResponseRow(NamedTuple):
-    """A response as all ranks know it, about 60 bytes of JSON."""
+    """A response as all ranks know it, about 60 bytes of JSON, and up to 30 of each turn."""
 
     draw_index: int
     sample_index: int
@@ -52,6 +53,8 @@ class ResponseRow(NamedTuple):
     versions: Sequence[Sequence[int]]
     reward: float
     details: dict[str, float]
+    turns: Sequence[tuple[int, float]] = ()
+    num_replaced: int = 0
 
 
 def row_of(part: ScoredResponse) -> ResponseRow:
@@ -66,6 +69,8 @@ def row_of(part: ScoredResponse) -> ResponseRow:
         versions=rollout.versions,
         reward=part.reward,
         details=dict(part.details),
+        turns=rollout.turns,
+        num_replaced=rollout.num_replaced,
     )
 
 
@@ -83,6 +88,8 @@ def part_of(row: ResponseRow) -> ScoredResponse:
         finish_reason=FinishReason(row.finish_reason),
         versions=tuple((version, count) for version, count in row.versions),
         num_observed=row.num_observed,
+        turns=tuple(TurnCredit(*turn) for turn in row.turns),
+        num_replaced=row.num_replaced,
     )
     return ScoredResponse(rollout, row.reward, row.details)
 
@@ -140,8 +147,8 @@ def from_bytes(data: bytes) -> dict[RolloutKey, _Fields]:
     size = int.from_bytes(data[:8], "little")
     about = json.loads(data[8 : 8 + size])["__metadata__"]
     for name, transcript in json.loads(about["transcripts"]).items():
-        transcript["messages"] = tuple(transcript["messages"])
-        fields[_key(name)]["transcript"] = Transcript(**transcript)
+        lists = {key: tuple(transcript[key]) for key in ("messages", "turn_rewards")}
+        fields[_key(name)]["transcript"] = Transcript(**{**transcript, **lists})
     for each in fields.values():
         each["token_ids"] = each["token_ids"].long()
         each["passes"] = tuple(map(tuple, each["passes"].tolist()))

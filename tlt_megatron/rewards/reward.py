@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.runtime.log import encodable
 
+ENVIRONMENT = "environment"  # the function that returns the rewards of an environment
 MAX_ABS_REWARD = 1e6  # the variance of 1e200 overflows, which silently makes advantages 0
 
 
@@ -47,7 +48,7 @@ def read_result(result: object) -> tuple[float, dict[str, float]]:
     anything else or not finite, or for a score of more than `MAX_ABS_REWARD` in absolute value.
     """
     if not isinstance(result, Mapping):
-        return _read_number("score", result), {}
+        return read_number("score", result, MAX_ABS_REWARD), {}
     if "score" not in result:
         raise ValueError(f"the result {result!r} has no 'score'")
     details = {}
@@ -57,12 +58,13 @@ def read_result(result: object) -> tuple[float, dict[str, float]]:
                 f"the entry {key!r} of a reward is text, so it is no metric", stacklevel=1
             )
         elif value is not None or key == "score":
-            details[encodable(str(key))] = _read_number(str(key), value)
+            limit = MAX_ABS_REWARD if key == "score" else sys.float_info.max
+            details[encodable(str(key))] = read_number(str(key), value, limit)
     return details.pop("score"), details
 
 
-def _read_number(key: str, value: object) -> float:
-    limit = MAX_ABS_REWARD if key == "score" else sys.float_info.max
+def read_number(key: str, value: object, limit: float) -> float:
+    """Return a number of a user's function. ValueError if it is none, or beyond `limit`."""
     try:
         number = float(value)  # type: ignore[arg-type]  # numpy and torch scalars pass as well
     except OverflowError:  # an integer beyond float64
@@ -92,15 +94,17 @@ class WeightedRewards:
             self.is_async |= is_async(function)
             self._parts.append((spec, weight, function))
 
-    async def score(self, **row: object) -> tuple[float, dict[str, float]]:
+    async def score(
+        self, environment: Mapping[str, object], **row: object
+    ) -> tuple[float, dict[str, float]]:
         """Return the reward of a response and the further numbers. Several functions run one after
         another.
 
-        It waits only for async functions.
+        `environment` has the rewards of a conversation. It waits only for async functions.
         """
         results = []
         for spec, _, function in self._parts:
-            result = function(**row)
+            result = function(**(environment if spec == ENVIRONMENT else row))
             result = await result if inspect.isawaitable(result) else result
             try:
                 results.append(read_result(result))
@@ -118,4 +122,4 @@ class WeightedRewards:
             name = spec.rpartition(":")[2]
             parts.append(weight * score)
             details |= {name: score} | {f"{name}/{key}": value for key, value in further.items()}
-        return _read_number("score", math.fsum(parts)), details
+        return read_number("score", math.fsum(parts), MAX_ABS_REWARD), details

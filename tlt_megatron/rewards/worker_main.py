@@ -2,11 +2,12 @@
 the socket.
 
 Messages are JSON lines over a socket on a high descriptor, which a function is unlikely to print to
-or close. In: {"task", "function", "timeout_s", "arguments"}; the function is "reward" or
-"environment". Out: {"is_async"} or {"failed"}, then for each task its number and the fields of
-`worker_process.Outcome` that are not their default. The main thread runs the function, because
-functions may use signals (math-verify does). An error on the socket ends the process. If the
-trainer is killed, a thread kills the worker's process group.
+or close. In: {"task", "function", "timeout_s", "arguments"}. The function is "reward",
+"environment" (one that is a function), or "start", "step" or "end" of an environment with state.
+Out: the fields of `worker_process.Loaded` or {"failed"}, then for each task its number and the
+fields of `worker_process.Outcome` that are not their default. The main thread runs the function,
+because functions may use signals (math-verify does). An error on the socket ends the process. If
+the trainer is killed, a thread kills the worker's process group.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import asdict
 
 from tlt_megatron.config.extensions import load_extension
-from tlt_megatron.rewards.environment_answer import read_answer
-from tlt_megatron.rewards.reward import WeightedRewards, is_async, name_setting
+from tlt_megatron.rewards.environment_answer import Environments, make_answer, read_answer
+from tlt_megatron.rewards.reward import ENVIRONMENT, WeightedRewards, is_async, name_setting
 from tlt_megatron.runtime.stop import SIGNALS
 
 _HIGH_FD = 1000  # above the range that a function may close, below the usual limit of 1024
@@ -93,23 +95,43 @@ class _Functions:
 
     def __init__(self, weights: dict[str, float], environment: str) -> None:
         self._rewards = WeightedRewards(weights)
-        self._environment = (
-            load_extension("rollout.environment", environment) if environment else None
-        )
-        self.is_async = self._rewards.is_async or is_async(self._environment)
+        own = load_extension("rollout.environment", environment) if environment else None
+        self._environment = own
+        has_instances = inspect.isclass(own)
+        if ENVIRONMENT in weights and not has_instances:
+            raise ValueError(
+                f"reward.function={ENVIRONMENT}: needs an environment that is a class, and rollout.environment={environment!r}"
+                " is a function, which gives no rewards"
+            )
+        methods = [getattr(own, name, None) for name in ("start", "step", "end")]
+        self._environments = Environments(own) if has_instances else None
+        tools = getattr(own, "tools", ()) if has_instances else ()
+        try:  # a property is known when there is an instance
+            tools = make_answer((), tools=() if isinstance(tools, property) else tools).tools
+        except ValueError as error:
+            raise ValueError(f"rollout.environment={environment!r}: {error}") from error
+        self.loaded = {
+            "is_async": any(map(is_async, (own, *methods))) or self._rewards.is_async,
+            "has_instances": has_instances,
+            "tools": tools,
+        }
 
     async def call(self, task: dict) -> dict[str, object]:
         """Return the result of a task, as fields of `worker_process.Outcome`.
 
         It waits only for async functions.
         """
-        if task["function"] == "reward":
-            score, details = await self._rewards.score(**task["arguments"])
+        function, arguments = task["function"], task["arguments"]
+        if function == "reward":
+            score, details = await self._rewards.score(**arguments)
             return {"score": score, "details": details}
+        if self._environments is not None:
+            return await self._environments.call(function, **arguments)
         assert self._environment is not None
-        result = self._environment(**task["arguments"])
-        answer = read_answer(await result if inspect.isawaitable(result) else result)
-        return {"answer": [answer.observation, answer.is_done]}
+        result = self._environment(**arguments)
+        return {
+            "answer": asdict(read_answer(await result if inspect.isawaitable(result) else result))
+        }
 
 
 def main(weights: dict[str, float], environment: str, control_fd: int) -> None:
@@ -126,8 +148,8 @@ def main(weights: dict[str, float], environment: str, control_fd: int) -> None:
         line = str(error) if is_named else f"{name_setting(weights)} fails to load: {error!r}"
         channel.send(failed=line[-_MAX_DETAIL:])
         sys.exit(1)
-    channel.send(is_async=functions.is_async)
-    if functions.is_async:
+    channel.send(**functions.loaded)
+    if functions.loaded["is_async"]:
         asyncio.run(_serve_async(channel, functions))
     else:
         _serve(channel, functions)

@@ -17,12 +17,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
-from tlt_megatron.rewards.environment_answer import Answer, read_answer
+from tlt_megatron.rewards.environment_answer import Answer, make_answer
 from tlt_megatron.rewards.reward import name_setting, read_result
 
 _START_TIMEOUT_S = 300.0  # to import the user's module
@@ -44,7 +44,8 @@ class Outcome:
     """The result of one call: the reward of a response, or the answer to a turn. `failure` is "",
     "error" or "timeout".
 
-    `is_shared`: the worker ended during several calls, and any of them may be the cause.
+    `is_lost`: the worker ended during this call. `is_shared`: it ended during several, and any of
+    them may be the cause.
     """
 
     score: float = 0.0
@@ -53,7 +54,24 @@ class Outcome:
     detail: str = ""  # traceback, timeout or exit status
     seconds: float = 0.0  # in the function
     answer: Answer | None = None  # the environment's
+    is_lost: bool = False
     is_shared: bool = False
+
+    @property
+    def may_be_of_another(self) -> bool:
+        """Return whether another call, or another conversation of its worker, may have caused the
+        failure.
+        """
+        return self.is_lost and (self.is_shared or self.failure != "timeout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What the functions of a worker are."""
+
+    is_async: bool = False  # it may run many calls at once
+    has_instances: bool = False  # the environment is a class
+    tools: Sequence[Mapping[str, object]] = ()  # of that class
 
 
 class WorkerProcess:
@@ -69,11 +87,11 @@ class WorkerProcess:
         folder: str,
         on_output: Callable[[bytes], None],
     ) -> None:
-        self.is_async = False
+        self.loaded = Loaded()
         self._weights = dict(weights)
         self._num_tasks = 0
         self._answers: dict[int, asyncio.Future[Outcome]] = {}
-        self._loaded: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        self._loading: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._end_reason: tuple[str, str, float] | None = None  # failure, detail, grace in seconds
         ours, theirs = socket.socketpair()
         texts = json.dumps([str(entry) for entry in sys.path]), json.dumps(self._weights)
@@ -101,24 +119,24 @@ class WorkerProcess:
 
         ValueError if it cannot be loaded, RuntimeError if loading ended the worker.
         """
-        await asyncio.wait([self._loaded], timeout=_START_TIMEOUT_S)
-        if not self._loaded.done():
+        await asyncio.wait([self._loading], timeout=_START_TIMEOUT_S)
+        if not self._loading.done():
             self._end("timeout", f"not loaded within {_START_TIMEOUT_S} s")
-        failure = await self._loaded
+        failure = await self._loading
         if failure is not None:
             raise failure
 
     async def call(
         self, function: str, arguments: Mapping[str, object], timeout_s: float
     ) -> Outcome:
-        """Call "reward" or "environment". A worker that is late is ended and takes no more."""
+        """Call a function (see `worker_main`). A worker that is late is ended and takes no more."""
         self._num_tasks += 1
         answer = self._answers[self._num_tasks] = asyncio.get_running_loop().create_future()
         task = {"task": self._num_tasks, "function": function, "timeout_s": timeout_s}
         message = json.dumps({**task, "arguments": arguments}, default=_as_text)
         self._writer.write(message.encode() + b"\n")
         # `wait` reports answers that came in time, even if this thread resumed after the deadline.
-        await asyncio.wait([answer], timeout=timeout_s + _ASYNC_GRACE_S * self.is_async)
+        await asyncio.wait([answer], timeout=timeout_s + _ASYNC_GRACE_S * self.loaded.is_async)
         if not answer.done():
             what = "score" if function == "reward" else "answer"
             self._end("timeout", f"no {what} within timeout_s={timeout_s}")
@@ -157,20 +175,20 @@ class WorkerProcess:
             self._writer.transport.abort()
 
     def _take_message(self, message: dict) -> None:
-        if self._loaded.done():
+        if self._loading.done():
             task = message.pop("task")
             score, _ = read_result(message.pop("score", 0.0))
             if "answer" in message:
-                message["answer"] = read_answer(message["answer"])
+                message["answer"] = make_answer(**message["answer"])
             outcome = Outcome(score=score, **message)
             answer = self._answers.pop(task)
             if not answer.done():  # cancelled by the pool's end
                 answer.set_result(outcome)
         elif "failed" in message:
-            self._loaded.set_result(ValueError(message["failed"]))
+            self._loading.set_result(ValueError(message["failed"]))
         else:
-            self.is_async = bool(message["is_async"])
-            self._loaded.set_result(None)
+            self.loaded = Loaded(**message)
+            self._loading.set_result(None)
 
     async def _live(self, on_output: Callable[[bytes], None]) -> None:
         """Wait until the worker ends or is to be ended.
@@ -194,11 +212,12 @@ class WorkerProcess:
             else "the reward function closed the worker's socket"
         )
         failure, detail, _ = self._end_reason or ("error", ended, 0.0)
-        if not self._loaded.done():
+        if not self._loading.done():
             text = f"{name_setting(self._weights)}: {detail} while it loaded"
-            self._loaded.set_result(RuntimeError(text))
+            self._loading.set_result(RuntimeError(text))
         pending = [answer for answer in self._answers.values() if not answer.done()]
-        outcome = Outcome(failure=failure, detail=detail, is_shared=len(self._answers) > 1)
+        is_shared = len(self._answers) > 1
+        outcome = Outcome(failure=failure, detail=detail, is_lost=True, is_shared=is_shared)
         for answer in pending:
             answer.set_result(outcome)
 

@@ -13,16 +13,20 @@ import logging
 import os
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from tlt_megatron.rewards.reward import name_setting
-from tlt_megatron.rewards.worker_process import Outcome, WorkerProcess
+from tlt_megatron.rewards.environment import Turn
+from tlt_megatron.rewards.environment_answer import Answer
+from tlt_megatron.rewards.reward import ENVIRONMENT, name_setting
+from tlt_megatron.rewards.worker_process import Loaded, Outcome, WorkerProcess
+from tlt_megatron.rewards.worker_seats import Seat, WorkerSeats
 from tlt_megatron.runtime.log import encodable
 from tlt_megatron.runtime.stop import SIGNALS
-from tlt_megatron.types import Message, Prompt
+from tlt_megatron.types import Message, Prompt, Transcript
 
 log = logging.getLogger(__name__)
 # Not one of our loggers: a user's prints belong in the rank's log file, not on the terminal
@@ -30,7 +34,30 @@ output_log = logging.getLogger("reward_output")
 
 MAX_OUTPUT_BYTES = 1 << 16  # logged output of a rank's reward functions between two `collect`
 _STOP_POLL_S = 0.2  # between two calls of `should_stop`
-_ASYNC_SLOTS = 64  # responses that one worker of an async function scores at once
+_NOT_REPEATABLE = (
+    "it answered in another way when its worker had ended and another one repeated the conversation:"
+    " what it does may depend on the row, the seed and the turns alone"
+)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class HostedConversation:
+    """A conversation whose environment is an instance in one worker."""
+
+    number: int  # unique in the pool
+    prompt: Prompt
+    sample_index: int
+    seat: Seat | None = None
+    worker: WorkerProcess | None = None  # that has the instance
+    is_alone: bool = False  # two workers ended during its calls
+    # the start and the turns so far, with the answers: another worker can repeat them
+    calls: list[tuple[str, Mapping[str, object], Answer]] = field(default_factory=list)
+
+    def name(self, function: str) -> str:
+        """Return the place of the next call, for messages."""
+        if function == "step":
+            return _name_turn(self.prompt, self.sample_index, len(self.calls))
+        return f"{function} of rollout {(self.prompt.draw_index, self.sample_index)!r}"
 
 
 class RewardPool:
@@ -55,6 +82,8 @@ class RewardPool:
         environment: str = "",
     ) -> None:
         weights = {functions: 1.0} if isinstance(functions, str) else dict(functions)
+        self.weights = weights
+        self._num_opened = 0  # conversations
         self._batch: dict[Hashable, Future[Outcome]] = {}
         self._turns: list[Future[Outcome]] = []  # being answered
         self._is_closed = False
@@ -71,8 +100,15 @@ class RewardPool:
         """
         self._wait([self._loaded])
 
-    def submit(self, rollout_key: Hashable, prompt: Prompt, solution_str: str) -> None:
-        """Submit a response for scoring; never waits. No two of a batch have the same key.
+    def submit(
+        self,
+        rollout_key: Hashable,
+        prompt: Prompt,
+        solution_str: str,
+        talk: Transcript | None = None,
+    ) -> None:
+        """Submit a response for scoring; never waits. No two of a batch have the same key. `talk`
+        has the rewards of an environment.
 
         The function gets `extra_info` as JSON: keys are text, bytes are base64, other types unknown
         to JSON (dates, decimals) are their `str`.
@@ -80,9 +116,52 @@ class RewardPool:
         if self._is_closed:
             raise RuntimeError("the reward pool is closed")
         assert rollout_key not in self._batch
-        arguments = _arguments(prompt, solution_str=solution_str)
+        own = {"turn_rewards": talk.turn_rewards, "end": dict(talk.end)} if talk else {}
+        arguments = _arguments(prompt, solution_str=solution_str, environment=own)
         work = self._workers.run("reward", arguments, prompt.prompt_id, f"rollout {rollout_key!r}")
         self._batch[rollout_key] = self._call(work)
+
+    @property
+    def environment_weight(self) -> float:
+        """Return the weight of an environment's rewards."""
+        return self.weights.get(ENVIRONMENT, 0.0)
+
+    def weight_metrics(self) -> dict[str, float]:
+        """Return the weight of each of several functions."""
+        names = {spec.rpartition(":")[2]: weight for spec, weight in self.weights.items()}
+        return (
+            {f"reward/weight/{name}": weight for name, weight in names.items()}
+            if len(names) > 1
+            else {}
+        )
+
+    @property
+    def environment(self) -> Loaded:
+        """Return what the environment is, when `wait_ready` has returned."""
+        return self._workers.loaded
+
+    def take_repeated(self) -> int:
+        """Return the conversations that were repeated since the last call."""
+        count, self._workers.num_repeated = self._workers.num_repeated, 0
+        return count
+
+    def open(self, prompt: Prompt, sample_index: int) -> HostedConversation:
+        """Return a conversation with an environment that is a class."""
+        self._num_opened += 1
+        return HostedConversation(number=self._num_opened, prompt=prompt, sample_index=sample_index)
+
+    def start(self, talk: HostedConversation, seed: int) -> Future[Outcome]:
+        """Ask the environment for its messages and tools, as `answer` does."""
+        row = _arguments(talk.prompt, messages=list(talk.prompt.messages))
+        return self._ask(self._workers.ask(talk, "start", {"row": row, "seed": seed}))
+
+    def step(self, talk: HostedConversation, turn: Turn) -> Future[Outcome]:
+        """Ask the environment for its answer to a turn, as `answer` does."""
+        return self._ask(self._workers.ask(talk, "step", asdict(turn)))
+
+    def end(self, talk: HostedConversation) -> Future[Outcome]:
+        """Ask the environment for the reward of its end, which is the score of the outcome."""
+        return self._ask(self._workers.ask(talk, "end", {}))
 
     def answer(
         self, prompt: Prompt, sample_index: int, turn: int, messages: Sequence[Message]
@@ -95,7 +174,9 @@ class RewardPool:
         """
         where = _name_turn(prompt, sample_index, turn)
         arguments = _arguments(prompt, messages=list(messages))
-        work = self._workers.run("environment", arguments, prompt.prompt_id, where)
+        return self._ask(self._workers.run("environment", arguments, prompt.prompt_id, where))
+
+    def _ask(self, work: Coroutine[Any, Any, Outcome]) -> Future[Outcome]:
         future = self._call(work)
         self._turns = [turn for turn in self._turns if not turn.done()]
         self._turns.append(future)
@@ -173,55 +254,79 @@ class _Workers:
     def __init__(
         self, weights: Mapping[str, float], environment: str, timeout_s: float, *, is_fatal: bool
     ) -> None:
-        self._functions = weights, environment
-        self._settings = {  # that name the functions, for messages
-            "reward": name_setting(weights),
-            "environment": f"rollout.environment={environment!r}",
-        }
+        reward = name_setting(weights)
+        self._settings = defaultdict(  # that name the functions, for messages
+            lambda: f"rollout.environment={environment!r}", reward=reward
+        )
         self._timeout_s = timeout_s  # for one call
         self._is_fatal = is_fatal  # a failure raises RuntimeError
-        self._folder = os.getcwd()  # relative paths mean the same in a worker started later
         self._logged_prompt_ids: set[str] = set()
         self._num_output_bytes = 0  # since the last `collect`
-        self._seats: list[_Seat] = []
-        self._free: asyncio.Queue[_Seat] = asyncio.Queue()  # a seat once per response it can take
-        self._alone = _Seat()  # rescores responses whose worker ended with several at once
-        self._alone_lock = asyncio.Lock()
+        folder = os.getcwd()  # relative paths mean the same in a worker started later
+        self._seats = WorkerSeats(
+            lambda: WorkerProcess(weights, environment, folder, self._log_output)
+        )
+        self.loaded = Loaded()
+        self.num_repeated = 0  # conversations whose worker ended, so that another one repeated them
 
     async def start(self, num_workers: int) -> None:
-        self._seats = [_Seat() for _ in range(num_workers)]
-        workers = await asyncio.gather(*map(self._worker_of, self._seats))
-        for _ in range(_ASYNC_SLOTS if workers[0].is_async else 1):
-            for seat in self._seats:
-                self._free.put_nowait(seat)
-
-    async def _worker_of(self, seat: _Seat) -> WorkerProcess:
-        """Return the worker in a seat. If the last one has ended, start a new one."""
-        async with seat.lock:
-            if seat.worker is not None and seat.worker.is_lost:
-                await seat.worker.close()
-                seat.worker = None
-            if seat.worker is None:
-                seat.worker = WorkerProcess(*self._functions, self._folder, self._log_output)
-                await seat.worker.load()
-            return seat.worker
+        self.loaded = (await self._seats.open(num_workers)).loaded
 
     async def run(
         self, function: str, arguments: Mapping[str, object], prompt_id: str, where: str
     ) -> Outcome:
         """Return the outcome of one call."""
         call = function, arguments, self._timeout_s
-        seat = await self._free.get()
-        try:
-            outcome = await (await self._worker_of(seat)).call(*call)
-            if outcome.is_shared:  # any of several may have ended the worker
-                async with self._alone_lock:
-                    outcome = await (await self._worker_of(self._alone)).call(*call)
-        finally:
-            self._free.put_nowait(seat)
+        async with self._seats.room() as seat:
+            outcome = await (await self._seats.worker_of(seat)).call(*call)
+        if outcome.is_shared:  # any of several may have ended the worker
+            async with self._seats.room(self._seats.alone) as seat:
+                outcome = await (await self._seats.worker_of(seat)).call(*call)
         if outcome.failure:
             await self.report(function, prompt_id, where, outcome.detail.rstrip())
         return outcome
+
+    async def ask(
+        self, talk: HostedConversation, function: str, arguments: Mapping[str, object]
+    ) -> Outcome:
+        """Return the outcome of `start`, `step` or `end` of a conversation's environment.
+
+        If its worker ends, another one repeats the conversation. If that one ends too, the
+        conversation is repeated alone, and stays alone. If it ends its worker once more, it is to
+        blame.
+        """
+        outcome = await self._ask_once(talk, function, arguments)
+        for is_alone in (False, True):
+            if talk.is_alone or not outcome.may_be_of_another:
+                break
+            talk.is_alone = is_alone
+            outcome = await self._ask_once(talk, function, arguments)
+        if outcome.failure:
+            why = outcome.detail.rstrip()
+            await self.report(function, talk.prompt.prompt_id, talk.name(function), why)
+        elif outcome.answer is not None:
+            talk.calls.append((function, arguments, outcome.answer))
+        return outcome
+
+    async def _ask_once(
+        self, talk: HostedConversation, function: str, arguments: Mapping[str, object]
+    ) -> Outcome:
+        is_there = talk.seat is not None and talk.worker is talk.seat.worker
+        seat = self._seats.alone if talk.is_alone else talk.seat if is_there else None
+        async with self._seats.room(seat) as seat:
+            worker = await self._seats.worker_of(seat)
+            if worker is not talk.worker:
+                self.num_repeated += bool(talk.calls)
+                talk.worker, talk.seat = worker, seat
+                for past_function, past, answer in talk.calls:
+                    call = past_function, {"conversation": talk.number, "arguments": past}
+                    outcome = await worker.call(*call, self._timeout_s)
+                    if outcome.failure:
+                        return outcome
+                    if outcome.answer != answer:
+                        return Outcome(failure="error", detail=_NOT_REPEATABLE)
+            call = function, {"conversation": talk.number, "arguments": arguments}
+            return await worker.call(*call, self._timeout_s)
 
     async def report(self, function: str, prompt_id: str, where: str, why: str) -> None:
         """Log a failure once for each prompt, or raise RuntimeError if it is fatal."""
@@ -234,8 +339,7 @@ class _Workers:
             log.warning("%s\nThe reward is 0 (reward.on_error=zero).", text)
 
     async def close(self) -> None:
-        workers = [seat.worker for seat in (*self._seats, self._alone)]
-        await asyncio.gather(*(worker.close() for worker in workers if worker is not None))
+        await self._seats.close()
         self.end_output()
 
     def _log_output(self, data: bytes) -> None:
@@ -253,14 +357,6 @@ class _Workers:
                 "%s: %d more bytes of output of this step were cut",
                 *(self._settings["reward"], num_cut),
             )
-
-
-@dataclass(slots=True, eq=False)
-class _Seat:
-    """A place for a worker, which may be replaced."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    worker: WorkerProcess | None = None
 
 
 def _name_turn(prompt: Prompt, sample_index: int, turn: int) -> str:

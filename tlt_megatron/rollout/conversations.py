@@ -10,19 +10,30 @@ tokens do not depend on how long an answer takes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.data.tokenizer import Tokenizer
-from tlt_megatron.engines.base import LaterPrompts, RolloutEngine, group_rollouts
+from tlt_megatron.engines.base import (
+    GenerationStopped,
+    LaterPrompts,
+    RolloutEngine,
+    group_rollouts,
+)
+from tlt_megatron.rewards.environment import Turn
+from tlt_megatron.rewards.environment_answer import Answer
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool
-from tlt_megatron.rollout.open_responses import join_parts
+from tlt_megatron.rollout.open_conversation import (
+    OpenConversation,
+    num_shared,
+    seed_of,
+    with_tools,
+)
 from tlt_megatron.types import (
     FinishReason,
     Message,
@@ -31,65 +42,9 @@ from tlt_megatron.types import (
     RolloutGroup,
     RolloutKey,
     SamplingParams,
-    Transcript,
 )
 
-
-@dataclass(slots=True, kw_only=True)
-class _Conversation:
-    """One sample of a prompt, between its first turn and its end."""
-
-    prompt: Prompt
-    messages: list[Message]
-    turns: list[Rollout] = field(default_factory=list)
-    # after each turn but the last
-    observations: list[tuple[int, ...]] = field(default_factory=list)
-    features: Tensor | None = None  # for all tokens so far
-    answer: Future[Outcome] | None = None  # to the last turn
-    has_failed: bool = False
-    is_cut: bool = False  # a limit on tokens ended it
-
-    @property
-    def num_observed(self) -> int:
-        return sum(map(len, self.observations))
-
-    @property
-    def num_generated(self) -> int:
-        return sum(turn.token_ids.numel() for turn in self.turns)
-
-    def merged(self) -> Rollout:
-        """Return the conversation as one rollout."""
-        whole = last = self.turns[0]
-        mask = [torch.ones_like(last.token_ids, dtype=torch.bool)]
-        for observation, last in zip(self.observations, self.turns[1:], strict=True):
-            whole = join_parts(join_parts(whole, _observed(observation, last)), last)
-            mask += [torch.zeros(len(observation), dtype=torch.bool)]
-            mask += [torch.ones_like(last.token_ids, dtype=torch.bool)]
-        return dataclasses.replace(
-            whole,
-            prompt_ids=self.prompt.token_ids,
-            loss_mask=torch.cat(mask) if self.num_observed else None,
-            transcript=Transcript(
-                messages=tuple(self.messages), num_turns=len(self.turns), has_failed=self.has_failed
-            ),
-            finish_reason=FinishReason.LENGTH if self.is_cut else last.finish_reason,
-        )
-
-
-def _observed(token_ids: tuple[int, ...], turn: Rollout) -> Rollout:
-    """Return an observation as a part of the conversation before `turn`: it has no log-probs and no
-    kept tokens.
-    """
-    nothing = torch.zeros(len(token_ids))
-    return dataclasses.replace(
-        turn,
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        logprobs=nothing,
-        policy_logprobs=nothing,
-        passes=(),
-        kept=None,
-        versions=((turn.policy_version, len(token_ids)),),
-    )
+_POLL_S = 0.1  # between two calls of `should_stop` while environments start
 
 
 @dataclass
@@ -110,6 +65,7 @@ class Conversations:
             "rollout/tool_seconds": sum(outcome.seconds for outcome in answered),
             "rollout/tool_errors": float(failures.count("error")),
             "rollout/tool_timeouts": float(failures.count("timeout")),
+            "rollout/repeated_conversations": float(self.pool.take_repeated()),
         }
 
     def generate(
@@ -129,25 +85,26 @@ class Conversations:
         reward.on_error=raise, RuntimeError if the environment fails. Otherwise the conversation
         ends with its last turn, and `Transcript.has_failed` is set.
         """
-        open_: dict[RolloutKey, _Conversation] = {
-            (prompt.draw_index, index): _Conversation(prompt=prompt, messages=self._begin(prompt))
+        open_: dict[RolloutKey, OpenConversation] = {
+            (prompt.draw_index, index): self._begin(prompt, index)
             for prompt in prompts
             for index in prompt.sample_indices(params)
         }
+        first = self._start(prompts, open_, params, should_stop or (lambda: False))
         ended: dict[RolloutKey, Rollout] = {}
         unreported: list[RolloutKey] = []  # ended since the engine last asked
 
         def end(key: RolloutKey) -> None:
             conversation = open_.pop(key)
             unreported.append(key)
-            rollout = ended[key] = conversation.merged()
+            rollout = ended[key] = conversation.merged(self.pool.environment_weight)
             if on_features is not None and conversation.features is not None:
                 on_features(rollout, conversation.features)
             on_finish(rollout)
 
         def take_turn(turn: Rollout) -> None:
             conversation = open_[turn.key]
-            if not self._ask(conversation, turn):
+            if not self._ask(conversation, turn, params):
                 end(turn.key)
 
         def keep_features(turn: Rollout, features: Tensor) -> None:
@@ -157,18 +114,19 @@ class Conversations:
         def next_turns() -> LaterPrompts | None:
             prompts = []
             for key, conversation in list(open_.items()):
-                if conversation.answer is not None and conversation.answer.done():
-                    prompt = self._continue(conversation, params)
-                    if prompt is None:
-                        end(key)
-                    else:
-                        prompts.append(prompt)
+                if conversation.answer is None or not conversation.answer.done():
+                    continue
+                prompt = self._continue(conversation, params)
+                if prompt is not None:
+                    prompts.append(prompt)
+                elif conversation.answer is None:
+                    end(key)
             later = LaterPrompts(prompts, tuple(unreported))
             unreported.clear()
             return later if open_ else None
 
         self.engine.generate(
-            prompts,
+            first,
             params,
             policy_version=policy_version,
             on_finish=take_turn,
@@ -179,52 +137,184 @@ class Conversations:
         keys = [(p.draw_index, index) for p in prompts for index in p.sample_indices(params)]
         return group_rollouts(prompts, params, [ended[key] for key in keys])
 
-    def _begin(self, prompt: Prompt) -> list[Message]:
-        """Return the prompt as messages."""
-        if prompt.messages:
-            return list(prompt.messages)
-        return [{"role": "user", "content": self.tokenizer.decode(prompt.token_ids)}]
+    def _begin(self, prompt: Prompt, sample_index: int) -> OpenConversation:
+        messages: list[Message] = list(prompt.messages)
+        if not messages:
+            text = self.tokenizer.decode(prompt.token_ids)
+            messages.append({"role": "user", "content": text})
+        is_class = self.pool.environment.has_instances
+        return OpenConversation(
+            prompt=prompt,
+            messages=messages,
+            environment=self.pool.open(prompt, sample_index) if is_class else None,
+            num_prompt_messages=len(messages),
+            template_kwargs=prompt.template_kwargs,
+        )
 
-    def _ask(self, conversation: _Conversation, turn: Rollout) -> bool:
-        """Add a turn of the policy and ask the environment. Return False if it was the last
-        turn.
+    def _start(
+        self,
+        prompts: Sequence[Prompt],
+        conversations: Mapping[RolloutKey, OpenConversation],
+        params: SamplingParams,
+        should_stop: Callable[[], bool],
+    ) -> list[Prompt]:
+        """Start all environments. Return the prompts of the first turns, which are those of the
+        rows where the environment adds nothing to them.
+
+        GenerationStopped if `should_stop` returns True first.
+        """
+        for (draw, sample), conversation in conversations.items():
+            if conversation.environment is not None:
+                seed = seed_of(params.seed, draw, sample)
+                conversation.answer = self.pool.start(conversation.environment, seed)
+        pending = [each.answer for each in conversations.values() if each.answer is not None]
+        while pending:
+            if should_stop():
+                raise GenerationStopped("environments were not started yet")
+            pending = list(wait(pending, timeout=_POLL_S).not_done)
+        first: list[Prompt] = []
+        for prompt in prompts:
+            indices = prompt.sample_indices(params)
+            own = [conversations[prompt.draw_index, index] for index in indices]
+            asked = [
+                self._first_turn(each, index, params)
+                for each, index in zip(own, indices, strict=True)
+            ]
+            is_shared = all(each.token_ids == prompt.token_ids for each in asked)
+            first += [prompt] if is_shared else asked
+        return first
+
+    def _first_turn(
+        self, conversation: OpenConversation, sample_index: int, params: SamplingParams
+    ) -> Prompt:
+        """Take the answer to the start, and return the prompt of the first turn."""
+        prompt, token_ids = conversation.prompt, conversation.prompt.token_ids
+        if conversation.answer is not None:
+            outcome, conversation.answer = conversation.answer.result(), None
+            self._answered.append(outcome)
+            if outcome.answer is None:
+                conversation.has_failed, conversation.environment = True, None
+            else:
+                try:
+                    token_ids = self._start_tokens(conversation, outcome.answer)
+                except ValueError as error:
+                    self._fail(conversation, sample_index, f"its start cannot be used: {error}")
+        num_kept = num_shared(prompt.token_ids, token_ids)
+        conversation.num_replaced = len(prompt.token_ids) - num_kept
+        conversation.observations.append(token_ids[num_kept:])
+        return dataclasses.replace(
+            prompt,
+            token_ids=token_ids,
+            first_sample=sample_index,
+            first_position=conversation.num_observed,
+            num_samples=1,
+            max_new_tokens=prompt.limit(params),
+        )
+
+    def _start_tokens(self, conversation: OpenConversation, answer: Answer) -> tuple[int, ...]:
+        """Add the messages and tools of a start. Return the tokens of the first prompt.
+
+        ValueError if they cannot be encoded, or exceed rollout.max_observation_tokens.
+        """
+        prompt, messages = conversation.prompt, answer.observation
+        token_ids, kwargs = prompt.token_ids, with_tools(prompt.template_kwargs, answer.tools)
+        if prompt.messages and (messages or answer.tools):
+            token_ids = self.tokenizer.encode_start(prompt.messages, messages, kwargs)
+        elif answer.tools:
+            raise ValueError("tools need prompts that are lists of messages")
+        elif messages:
+            last = token_ids[-1]
+            added = self.tokenizer.encode_observation(messages, last, is_chat=False)
+            token_ids = (*token_ids, *added)
+        num_kept = num_shared(prompt.token_ids, token_ids)
+        num_added, limit = len(token_ids) - num_kept, self.section.max_observation_tokens
+        if num_added > limit or not num_kept:
+            raise ValueError(
+                f"its messages and tools take {num_added} tokens: at most rollout.max_observation_tokens={limit}"
+            )
+        conversation.template_kwargs = kwargs
+        conversation.messages += messages
+        conversation.num_prompt_messages += len(messages)
+        return token_ids
+
+    def _ask(self, conversation: OpenConversation, turn: Rollout, params: SamplingParams) -> bool:
+        """Add a turn of the policy and ask the environment. Return False if it was the last turn,
+        which only an environment that is a class gets.
         """
         text = self.tokenizer.decode_turn(turn.token_ids.tolist())
         conversation.turns.append(turn)
         conversation.messages.append({"role": "assistant", "content": text})
         is_last = len(conversation.turns) == self.section.max_turns
-        if is_last or turn.finish_reason is FinishReason.LENGTH:
+        is_last |= turn.finish_reason is FinishReason.LENGTH
+        if conversation.has_failed:  # its start
+            return self._end(conversation)
+        if conversation.environment is not None:
+            is_last |= conversation.num_generated == conversation.prompt.limit(params)
+            asked = Turn(
+                text=text,
+                token_ids=tuple(turn.token_ids.tolist()),
+                messages=tuple(conversation.messages),
+                is_last=is_last,
+            )
+            conversation.answer = self.pool.step(conversation.environment, asked)
+            return True
+        if is_last:
             return False
         conversation.answer = self.pool.answer(
             conversation.prompt, turn.sample_index, len(conversation.turns), conversation.messages
         )
         return True
 
-    def _continue(self, conversation: _Conversation, params: SamplingParams) -> Prompt | None:
-        """Return the prompt of the next turn. None if the answer to the last turn ends the
-        conversation.
+    def _continue(self, conversation: OpenConversation, params: SamplingParams) -> Prompt | None:
+        """Return the prompt of the next turn. None if there is none. Then the conversation waits
+        for the environment's end, or it has no `answer`.
         """
         assert conversation.answer is not None
         outcome, conversation.answer = conversation.answer.result(), None
         self._answered.append(outcome)
-        answer, prompt, last = outcome.answer, conversation.prompt, conversation.turns[-1]
+        if conversation.is_ending:
+            conversation.has_failed |= bool(outcome.failure)
+            conversation.end = {**outcome.details, "score": outcome.score}
+            return None
+        answer = outcome.answer
         if answer is None:
             conversation.has_failed = True
             return None
-        if answer.is_done:
+        if conversation.environment is not None:
+            conversation.rewards.append(answer.reward)
+        prompt = None if answer.is_done else self._next_turn(conversation, answer, params)
+        if prompt is None:
+            self._end(conversation)
+        return prompt
+
+    def _end(self, conversation: OpenConversation) -> bool:
+        """Ask for the end of an environment. Return False if there is none."""
+        if conversation.environment is None:
+            return False
+        conversation.is_ending = True
+        conversation.answer = self.pool.end(conversation.environment)
+        return True
+
+    def _next_turn(
+        self, conversation: OpenConversation, answer: Answer, params: SamplingParams
+    ) -> Prompt | None:
+        """Return the prompt of the next turn. None if a limit or an observation that cannot be
+        encoded ends the conversation.
+        """
+        prompt, last = conversation.prompt, conversation.turns[-1]
+        is_last = len(conversation.turns) == self.section.max_turns
+        if is_last or last.finish_reason is FinishReason.LENGTH:
             return None
         try:
             observation = self.tokenizer.encode_observation(
                 answer.observation,
                 int(last.token_ids[-1]),
                 is_chat=bool(prompt.messages),
-                template_kwargs=prompt.template_kwargs,
+                template_kwargs=conversation.template_kwargs,
             )
         except ValueError as error:
             why = f"its observation cannot be encoded: {error}"
-            self.pool.fail_answer(prompt, last.sample_index, len(conversation.turns), why)
-            self._answered[-1] = dataclasses.replace(outcome, failure="error")
-            conversation.has_failed = True
+            self._fail(conversation, last.sample_index, why)
             return None
         room = prompt.limit(params) - conversation.num_generated
         num_observed = conversation.num_observed + len(observation)
@@ -241,3 +331,9 @@ class Conversations:
             num_samples=1,
             max_new_tokens=room,
         )
+
+    def _fail(self, conversation: OpenConversation, sample_index: int, why: str) -> None:
+        """Handle an answer that cannot be used."""
+        self.pool.fail_answer(conversation.prompt, sample_index, len(conversation.turns), why)
+        self._answered[-1] = dataclasses.replace(self._answered[-1], failure="error")
+        conversation.has_failed = True

@@ -36,6 +36,7 @@ from tlt_megatron.types import (
     SamplingParams,
     ScoredGroup,
     ScoredResponse,
+    TurnCredit,
 )
 
 _MAX_BYTES = 1 << 40  # enough for the carried responses of a large batch with their routes
@@ -128,7 +129,7 @@ class OpenResponses:
         return dataclasses.replace(
             whole,
             prompt_id=self.prompts[part.draw_index].prompt_id,
-            prompt_ids=self.prompts[part.draw_index].token_ids,
+            prompt_ids=_prompt_ids(self.prompts[part.draw_index], part),
             finish_reason=FinishReason.CUT if is_cut else part.finish_reason,
             # the next part begins with the passes over these tokens, under its own policy
             routes=None if is_cut else whole.routes,
@@ -152,6 +153,10 @@ def _group(prompt: Prompt, responses: Iterable[ScoredResponse]) -> ScoredGroup:
     rows = sorted(responses, key=lambda row: row.rollout.sample_index)
     rollouts, rewards, details = zip(*rows, strict=True)
     return ScoredGroup(prompt=prompt, rollouts=rollouts, rewards=rewards, details=details)
+
+
+def _prompt_ids(prompt: Prompt, rollout: Rollout) -> tuple[int, ...]:
+    return prompt.token_ids[: len(prompt.token_ids) - rollout.num_replaced]
 
 
 def join_parts(before: Rollout, part: Rollout) -> Rollout:
@@ -215,7 +220,9 @@ def save_carried(folder: Path, carried: Sequence[ScoredGroup], rank: int) -> Non
 
 def _as_row(rollout: Rollout) -> Mapping[str, object]:
     """Return a response as values that `torch.load` accepts with weights_only."""
-    return dataclasses.asdict(rollout) | {"finish_reason": str(rollout.finish_reason)}
+    turns = tuple(map(tuple, rollout.turns))
+    names = {"finish_reason": str(rollout.finish_reason), "turns": turns}
+    return dataclasses.asdict(rollout) | names
 
 
 def load_carried(
@@ -233,8 +240,11 @@ def load_carried(
     groups = []
     for draw, parts in sorted(by_draw.items()):
         prompt = prompt_at(draw)
-        known = {"prompt_id": prompt.prompt_id, "prompt_ids": prompt.token_ids}
-        whole = [p._replace(rollout=dataclasses.replace(p.rollout, **known)) for p in parts]
+        whole = []
+        for part in parts:
+            ids = _prompt_ids(prompt, part.rollout)
+            rollout = dataclasses.replace(part.rollout, prompt_id=prompt.prompt_id, prompt_ids=ids)
+            whole.append(part._replace(rollout=rollout))
         groups.append(_group(prompt, whole))
     return tuple(groups)
 
@@ -255,6 +265,7 @@ def _from_row(row: dict[str, Any]) -> Rollout:
     version = row.pop("policy_version", None)
     row["versions"] = row["versions"] or ((version, row["token_ids"].numel()),)
     row["finish_reason"] = FinishReason(row["finish_reason"])
+    row["turns"] = tuple(TurnCredit(*turn) for turn in row.get("turns", ()))
     row["kept"] = row["kept"] and KeptTokens(**row["kept"])
     return Rollout(**row)
 

@@ -67,6 +67,7 @@ class RolloutLog:
                     }
                     if rollout.transcript:
                         row |= dataclasses.asdict(rollout.transcript)
+                        row["turn_lengths"] = [turn.num_tokens for turn in rollout.turns]
                     if rollout.loss_mask is not None:
                         row["loss_mask"] = rollout.loss_mask.int().tolist()
                     if len(rollout.versions) > 1:  # a carried response

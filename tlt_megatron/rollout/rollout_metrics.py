@@ -23,6 +23,7 @@ def token_sums(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     counts = [r.generated(r.kept.counts).double() for r in rollouts if r.kept is not None]
     routes = [r.routes for r in rollouts if r.routes is not None]
     turns = [r.transcript.num_turns for r in rollouts if r.transcript]
+    rewards = [each for r in rollouts if r.transcript for each in r.transcript.turn_rewards]
     return {
         "logprob": math.fsum(float(r.generated(r.logprobs).double().sum()) for r in rollouts),
         "drafted_passes": sum(len(r.accept_lengths) for r in rollouts),
@@ -35,6 +36,8 @@ def token_sums(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "conversations": len(turns),
         "turns": sum(turns),
         "most_turns": max(turns, default=0),
+        "rewarded_turns": len(rewards),
+        "turn_rewards": math.fsum(rewards),
         **_by_position(rollouts),
     }
 
@@ -93,6 +96,8 @@ def rollout_metrics(
     if total["conversations"]:
         metrics["rollout/num_turns/mean"] = total["turns"] / total["conversations"]
         metrics["rollout/num_turns/max"] = float(max(each["most_turns"] for each in sums))
+    if total["rewarded_turns"]:
+        metrics["rollout/turn_reward/mean"] = total["turn_rewards"] / total["rewarded_turns"]
     if total["drafted_passes"]:
         metrics["rollout/spec_token_share"] = total["accepted"] / float(lengths.sum())
     for octave in (name.removeprefix("passes from ") for name in names if "passes from" in name):

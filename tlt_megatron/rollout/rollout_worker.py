@@ -108,7 +108,7 @@ class RolloutWorker:
         batch = rules.select(complete)
         sums = gather_json(token_sums(batch), self.replicas)
         metrics = rollout_metrics(batch, sums, rules.max_prompt_tokens, rules.right_score)
-        metrics |= rules.metrics(complete, len(rounds))
+        metrics |= rules.metrics(complete, len(rounds)) | self.rewards.weight_metrics()
         if metrics.get("rollout/filler_groups") == rules.num_prompts and self.replicas.is_first:
             log.warning(
                 "step %d: all %d groups are fillers: within none did responses differ in"
@@ -208,16 +208,17 @@ class RolloutWorker:
             if talk := rollout.transcript:
                 if talk.has_failed:
                     return
-                replies = talk.messages[len(prompt.messages) or 1 :]
+                replies = talk.messages[talk.num_prompt_messages :]
                 text = "\n".join(str(message["content"]) for message in replies)
                 info = {**prompt.extra_info, "messages": talk.messages}
                 prompt = dataclasses.replace(prompt, extra_info=info)
-            self.rewards.submit(key, prompt, text)
+            self.rewards.submit(key, prompt, text, talk)
 
         def keep(part: Rollout, features: Tensor) -> None:
             assert drafter is not None
             num_prompt_tokens = len(responses.prompts[part.draw_index].token_ids)
-            drafter.add_features(part, features, len(part.prompt_ids) - num_prompt_tokens)
+            num_before = max(0, len(part.prompt_ids) - num_prompt_tokens)
+            drafter.add_features(part, features, num_before)
 
         status.expect_responses(sum(len(p.sample_indices(responses.params)) for p in mine))
         generate = (self.conversations or self.engine).generate
@@ -245,6 +246,9 @@ class RolloutWorker:
             has_failed = part.transcript is not None and part.transcript.has_failed
             is_scored = not has_failed and not responses.is_cut(part)
             outcome = outcomes[part.key] if is_scored else Outcome()
+            if outcome.failure:  # the reward is 0, and so is that of each turn
+                turns = tuple(turn._replace(reward=0.0) for turn in part.turns)
+                part = dataclasses.replace(part, turns=turns)
             parts.append(ScoredResponse(part, outcome.score, outcome.details))
         return parts, self._take_counts(outcomes.values()), passes
 

@@ -31,6 +31,7 @@ from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.rollout.batch_rules import BatchRules
 from tlt_megatron.rollout.conversations import Conversations
 from tlt_megatron.rollout.evaluation import Evaluator
+from tlt_megatron.rollout.open_conversation import with_tools
 from tlt_megatron.rollout.phases import Phases
 from tlt_megatron.rollout.rollout_log import RolloutLog
 from tlt_megatron.rollout.rollout_worker import RolloutWorker
@@ -108,11 +109,10 @@ def build_run(site: Site) -> Run:
         with errors_named(saved.folder / STATE_FILE):
             sampler.check_state(saved.state["sampler"])
     held_out = load_held_out(config.data, tokenizer, world, limit=config.eval.num_prompts)
-    if config.rollout.environment:
-        _check_conversations(
-            tokenizer, [*prompts.rows, *chain(*(each.rows for each in held_out.values()))]
-        )
     rewards.wait_ready()
+    if config.rollout.environment:
+        everyone = [*prompts.rows, *chain(*(each.rows for each in held_out.values()))]
+        _check_conversations(tokenizer, everyone, rewards.environment.tools)
 
     seed_everything(config.run.seed)
     groups = initialize_model_parallel(config.parallel, world, config.run.seed)
@@ -174,8 +174,12 @@ def build_run(site: Site) -> Run:
     return run
 
 
-def _check_conversations(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
-    """Refuse a tokenizer with which no conversation goes on after the first turn."""
+def _check_conversations(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], tools: Sequence[Mapping[str, object]]
+) -> None:
+    """Refuse a tokenizer with which no conversation goes on after the first turn, and prompts that
+    cannot have the tools of an environment.
+    """
     if not tokenizer.stop_token_ids:
         raise ValueError(
             "rollout.environment: the model folder names no eos token, which must end each turn"
@@ -188,11 +192,16 @@ def _check_conversations(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Non
                 " set: the reward function gets the conversation under this name"
             )
         if prompt.messages:
-            kwargs = prompt.template_kwargs
+            kwargs = with_tools(prompt.template_kwargs, tools)
             named = {
                 key: key if isinstance(value, list) else value for key, value in kwargs.items()
             }
             arguments.setdefault(repr(named), kwargs)
+        elif tools:
+            raise ValueError(
+                f"prompt_id={prompt.prompt_id!r}: must be a list of messages, because rollout.environment has tools,"
+                " which only a chat template writes"
+            )
     for kwargs in arguments.values():
         tokenizer.check_turns(kwargs)
 

@@ -254,7 +254,9 @@ class EmbeddedEngine:
         intake = Intake(prompts, params, more_prompts)
         longest_later = 0
         if intake.is_open:
-            known = max((len(p.token_ids) + p.limit(params) for p in prompts), default=0)
+            # those before `first_position` are observations already
+            lengths = (len(p.token_ids) - p.first_position + p.limit(params) for p in prompts)
+            known = max(lengths, default=0)
             longest_later = known + self._section.observation_tokens
         keeps_features = on_features is not None
         cache = self._ready_cache(prompts, params, longest_later, keeps_features=keeps_features)
