@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.faults.case import compare
 from tests.faults.lab import copy_stopped
-from tests.tiny_task import FEATURES, make_tiny_task, run_forked, write_environment
+from tests.tiny_task import FEATURES, make_tiny_task, run_forked, write_environment, write_tools
 
 ON_A_MIXTURE = {"experts", "routing replay"}
 ONE_RANK = ("parallel.expert=1", "parallel.context=1")
@@ -27,10 +27,15 @@ BASE = (
     " optimizer.eps=1e-5"  # so that Adam does not enlarge the rounding of another layout
 )
 # Two values of one setting: there is no run of both.
-EXCLUSIVE = (("KL in the loss", "KL in the reward"), ("conversations", "environment"))
+EXCLUSIVE = (
+    ("KL in the loss", "KL in the reward"),
+    ("conversations", "environment"),
+    ("conversations", "tools"),
+    ("environment", "tools"),
+)
 # Features that one run cannot have. The last pairs are refused by name.
 CUT = "partial rollouts"
-APART = (*EXCLUSIVE, (CUT, "conversations"), (CUT, "environment"))
+APART = (*EXCLUSIVE, (CUT, "conversations"), (CUT, "environment"), (CUT, "tools"))
 # `make test` checks the pairs of `draw(SEED)`. PAIRS_SEED draws others.
 SEED = int(os.environ.get("PAIRS_SEED", "0"))
 
@@ -49,6 +54,7 @@ def make_tasks(root: Path) -> Tasks:
     for kind in ("qwen2", "qwen3_moe"):
         configs.append(make_tiny_task(root / kind, kind=kind))
         write_environment(root / kind)
+        write_tools(root / kind)
     return Tasks(dense=configs[0], mixture=configs[1])
 
 

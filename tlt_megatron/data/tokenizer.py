@@ -58,7 +58,7 @@ class Tokenizer:
         self.hf = hf
         self._date = datetime.fromisoformat(template_date) if template_date else None
         self.stop_token_ids = tuple(sorted(set(stop_token_ids)))
-        self._path = path
+        self.folder = path
         self._fast = hf.backend_tokenizer if isinstance(hf, PreTrainedTokenizerFast) else None
         if self._fast is not None:  # tokenizer.json may turn both on
             self._fast.no_truncation()
@@ -144,7 +144,7 @@ class Tokenizer:
             return prompt
         if not self.has_chat_template:
             raise ValueError(
-                f"the tokenizer in {self._path} has no chat template, which a list of messages needs: "
+                f"the tokenizer in {self.folder} has no chat template, which a list of messages needs: "
                 "give string prompts, or put chat_template.jinja into the folder"
             )
         self._check_template_kwargs(template_kwargs)
@@ -158,7 +158,7 @@ class Tokenizer:
                 messages, add_generation_prompt=True, tokenize=False, **given
             )
         except Exception as error:  # a template is a program of the folder
-            raise ValueError(f"the chat template of {self._path} refuses it: {error}") from error
+            raise ValueError(f"the chat template of {self.folder} refuses it: {error}") from error
         assert isinstance(text, str)  # the text of one conversation
         return text
 
@@ -169,7 +169,7 @@ class Tokenizer:
                 raise ValueError(f"chat_template_kwargs.{name}: is set by the trainer")
             if not self._has_argument(name):
                 raise ValueError(
-                    f"the chat template of {self._path} has no argument {name!r}, so it would have no effect"
+                    f"the chat template of {self.folder} has no argument {name!r}, so it would have no effect"
                 )
 
     def _has_argument(self, name: str) -> bool:
@@ -215,7 +215,7 @@ class Tokenizer:
         long = self.render([prompt, *turn, *turn], template_kwargs).split(_TURN)
         if (len(short), len(long)) != (2, 3) or short[-1] != long[-1]:
             raise ValueError(
-                f"the chat template of {self._path} leaves out a turn, or what it writes after a turn depends on those before,"
+                f"the chat template of {self.folder} leaves out a turn, or what it writes after a turn depends on those before,"
                 f" so an observation cannot be appended to the tokens before it: {short!r} with one turn, {long!r} with two."
                 " Give string prompts, or change chat_template.jinja"
             )
@@ -229,7 +229,7 @@ class Tokenizer:
             written = self.decode([stop, *added], skip_special_tokens=False).removeprefix(end)
             if whole[-len(added) :] != added and written != short[-1].removeprefix(end):
                 raise ValueError(
-                    f"the tokenizer in {self._path} splits a text that follows the token {end!r} in another way than within"
+                    f"the tokenizer in {self.folder} splits a text that follows the token {end!r} in another way than within"
                     f" a conversation, so an observation cannot be appended: {written!r} instead of {short[-1]!r}"
                 )
 
@@ -317,7 +317,20 @@ class Tokenizer:
             is_kept = head == whole[: len(head)] and (anchor != before or head == [last_token])
             if is_kept:
                 return whole[len(head) :]
-        raise ValueError(f"the tokenizer in {self._path} cannot continue a text by {text!r}")
+        raise ValueError(f"the tokenizer in {self.folder} cannot continue a text by {text!r}")
+
+    def cut(self, text: str, num_tokens: int) -> str:
+        """Return the text, cut behind as many tokens if it has more."""
+        token_ids = self.encode_texts([text])[0]
+        if len(token_ids) <= num_tokens:
+            return text
+        kept = self.decode(token_ids[:num_tokens], skip_special_tokens=False)
+        return kept.rstrip("\ufffd")  # a part of a character
+
+    @property
+    def tool_template(self) -> str:
+        """Return the chat template that writes prompts with tools; "" without one."""
+        return str(self.hf.get_chat_template(tools=[{}])) if self.has_chat_template else ""
 
     def decode_turn(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn or response with its special tokens, but without the one that
