@@ -138,6 +138,13 @@ test-sglang: setup-sglang  ## the real SGLang engine on a CPU, with stand-ins fo
 	@PYTHONPATH=tests/sglang/stand_ins $(SGLANG_PY) -W ignore -m pytest -W ignore tests/sglang
 	@TRITON_INTERPRET=1 $(SGLANG_PY) -m pytest tests/kernels  # this environment has triton
 
+TRITON = triton==3.6.0 numpy==2.3.5
+
+test-triton: setup-sglang  ## the kernels under an older Triton too, whose interpreter needs NumPy below 2.4
+	@echo "test-triton: $(TRITON), pytest"
+	@$(SGLANG_PY) -m pip install -q --no-deps --upgrade --target "build/$(TRITON)" $(TRITON)
+	@TRITON_INTERPRET=1 PYTHONPATH="build/$(TRITON)" $(SGLANG_PY) -m pytest tests/kernels
+
 bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) -m tools.tiny_models.make_tiny_policy --out build/tiny_policy
 	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter

@@ -27,8 +27,9 @@ from tlt_megatron.runtime.environment_variables import program_name
 from tlt_megatron.runtime.log import FILE_ONLY, configure_logging, log_file
 from tlt_megatron.runtime.parent import end_with_parent
 from tlt_megatron.runtime.stop import StopRequest, describe_failure
+from tlt_megatron.runtime.typed_command import resume_command
 from tlt_megatron.trainer.before.command_line import read_command
-from tlt_megatron.trainer.saving.run_folder import RunFolder
+from tlt_megatron.trainer.saving.run_folder import CHECKPOINTS, RunFolder
 
 if TYPE_CHECKING:
     from tlt_megatron.trainer.run import Run
@@ -163,7 +164,19 @@ class _Launch:
             where = f" (traceback: {log_file(self._run_dir, self._rank)})" if code == 1 else ""
         if self._stop.end(code, line):
             print(f"{program_name()}: {line}{where}", file=sys.stderr, flush=True)
+            if self._run is not None:
+                self._say_how_to_go_on()
         return code
+
+    def _say_how_to_go_on(self) -> None:
+        from tlt_megatron.trainer.saving.manifest import is_checkpoint_root
+
+        assert self._run_dir is not None
+        saved = is_checkpoint_root(self._run_dir / CHECKPOINTS)
+        if saved or self._config.checkpoint.resume in ("auto", "never"):
+            way = "resume with" if saved else "nothing is saved yet; start again with"
+            command = resume_command(self._run_dir)
+            print(f"{program_name()}: {way}:\n{command}", file=sys.stderr, flush=True)
 
     def _phase(self) -> str:
         if self._run is None:

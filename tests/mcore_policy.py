@@ -29,6 +29,7 @@ from tlt_megatron.mcore import cpu
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 from tlt_megatron.mcore.initialize import initialize_model_parallel
 from tlt_megatron.mcore.policy_model import McorePolicyModel
+from tlt_megatron.mcore.reference_model import McoreReferenceModel
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import ProcessGroups, group_of
@@ -72,6 +73,7 @@ def build_policy(
     num_updates: int = 1,
     dtype: str = "float32",
     keep_reference: bool = False,
+    reference: Path | None = None,
     lora_rank: int = 0,
     lora_alpha: float = 32.0,
     lora_targets: Sequence[str] = LORA_TARGETS,
@@ -80,6 +82,16 @@ def build_policy(
     """On every forked rank of `layout`."""
     world = group_of(dist.group.WORLD)
     groups = initialize_model_parallel(layout.parallel, world, seed=1)
+    layers: dict[str, Any] = {
+        "parallel": layout.parallel,
+        "mcore": McoreSection(**mcore),
+        "groups": groups,
+        "device": select_device("cpu"),
+    }
+    second = None
+    if reference is not None:
+        section = ModelSection(path=str(reference), dtype=dtype)
+        second = McoreReferenceModel(model=section, **layers)
     policy = McorePolicyModel(
         model=ModelSection(
             path=str(model_path),
@@ -88,13 +100,11 @@ def build_policy(
             lora_alpha=lora_alpha,
             lora_targets=[*lora_targets],
         ),
-        parallel=layout.parallel,
-        mcore=McoreSection(**mcore),
         optimizer=optimizer,
         num_updates=num_updates,
-        groups=groups,
-        device=select_device("cpu"),
         keep_reference=keep_reference,
+        reference=second,
+        **layers,
     )
     return policy, groups
 

@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from operator import itemgetter
@@ -81,7 +82,8 @@ class Search(Environment):
         self.state += sum(turn.token_ids)
         message = {"role": "tool", "content": "12+" * (self.state % 3)}
         is_done = self.state % 5 == 4
-        return Step([message], reward=self.state % 4 / 4 - 0.25, is_done=is_done)
+        stop = ["7", "1+"] if self.state % 2 else None
+        return Step([message], reward=self.state % 4 / 4 - 0.25, is_done=is_done, stop=stop)
 
     def end(self):
         return {"score": self.state % 2 / 2, "state": self.state}
@@ -196,6 +198,15 @@ logging: {{rollouts: true, progress: lines}}
 run: {{num_steps: 3}}
 """)
     return config
+
+
+def write_teacher(task: Path, kind: str = "qwen2", num_layers: int = 4, seed: int = 5) -> Path:
+    """Write teacher/, a model of another size with the tokenizer of the folder `task`."""
+    ids = {"eos_token_id": 1, "pad_token_id": 0}
+    teacher = make_tiny_hf(task / "teacher", kind, vocab_size=48, num_layers=num_layers, seed=seed, **ids)  # fmt: skip
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(task / "model" / name, teacher)
+    return teacher
 
 
 def write_environment(task: Path) -> str:

@@ -87,6 +87,18 @@ class Job:
         assert len(lines) == 1, f"{part!r} is in {len(lines)} lines:\n{self.output}"
         return lines[0]
 
+    def go_on(self, words: str) -> None:
+        """Run the command that it printed in the line after the one with `words`, to the end."""
+        lines = self.output.splitlines()
+        command = lines[lines.index(self.line(words)) + 1]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+        (self.folder / "hold").unlink(missing_ok=True)
+        with self._output.open("a") as output:
+            ended = subprocess.run(
+                ["bash", "-c", command], cwd=REPO, env=environment, stdout=output, stderr=output
+            )
+        assert ended.returncode == 0, self.output
+
     def wait_until(self, holds: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not holds():

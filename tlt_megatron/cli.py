@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tlt_megatron.runtime.environment_variables import name_program
+from tlt_megatron.runtime.typed_command import note_command
 from tlt_megatron.version import __version__
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -215,6 +216,7 @@ def _train(arguments: Sequence[str]) -> int:
     if "--config" not in command:
         raise ValueError("CONFIG is missing: name a .yaml file (tlt init writes one)")
     name_program("tlt train")
+    note_command(["train", *arguments])
     return os.execv(command[0], command)
 
 

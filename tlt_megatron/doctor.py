@@ -15,8 +15,10 @@ import platform
 import re
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tlt_megatron.rewards.sandbox import find_level
+from tlt_megatron.runtime.typed_command import pip_command, tlt_command
 
 PINS = {"megatron-core": ("0.16.1", "0.19.2"), "sglang": ("0.5.23",)}
 
@@ -43,7 +45,8 @@ def examine() -> list[Finding]:
     findings.append(_megatron(has_torch))
     if has_torch:
         findings += [_memory(), _gpus()]
-    how = f"only for rollout.engine=sglang: pip install sglang=={PINS['sglang'][0]} (make setup-sglang on a CPU)"
+    install = pip_command(f"sglang=={PINS['sglang'][0]}")
+    how = f"only for rollout.engine=sglang: {install} (make setup-sglang on a CPU)"
     sglang = _package("sglang", how, name="SGLang", is_needed=False)
     findings += [_transformer_engine(has_torch), _apex(), sglang, _sandbox()]
     return findings
@@ -63,9 +66,9 @@ def main() -> int:
     present = {f.name for f in findings if not f.advice}
     policy = "Megatron on GPUs" if "GPUs" in present else "Megatron on CPU (gloo)"
     engines = "embedded and sglang" if "SGLang" in present else "embedded"
-    print(
-        f"This machine runs: policy: {policy}; rollout.engine: {engines}. Try it: make quickstart, or tlt init"
-    )
+    print(f"This machine runs: policy: {policy}; rollout.engine: {engines}")
+    is_checkout = Path("launch/torchrun.py").is_file()
+    print(f"try: {'make quickstart' if is_checkout else tlt_command('init', '--help')}")
     return 0
 
 
@@ -93,11 +96,11 @@ def _torch() -> Finding:
     finding = _package("torch", "")
     numbers = re.match(r"(\d+)\.(\d+)", finding.found)
     is_known = numbers is not None and (2, 11) <= tuple(map(int, numbers.groups())) < (2, 15)
-    return replace(finding, advice="" if is_known else "pip install 'torch>=2.11,<2.15'")
+    return replace(finding, advice="" if is_known else pip_command("torch>=2.11,<2.15"))
 
 
 def _megatron(has_torch: bool) -> Finding:
-    finding = _package("megatron-core", "pip install megatron-core==0.16.1")
+    finding = _package("megatron-core", pip_command("megatron-core==0.16.1"))
     if finding.advice or not has_torch:
         return finding
     from tlt_megatron.mcore.model import import_problem
@@ -123,7 +126,8 @@ def _gpus() -> Finding:
 
 
 def _transformer_engine(has_torch: bool) -> Finding:
-    how = "GPUs only: pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]>=2.9,<2.12'"
+    package = "transformer-engine[core_cu13,pytorch]>=2.9,<2.12"
+    how = f"GPUs only: {pip_command('--no-build-isolation', package)}"
     version = _version("transformer-engine")
     if not version or not has_torch:
         return Finding(name="Transformer Engine", found=version or "not installed", advice=how)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from tlt_megatron.stop_strings import StopStrings
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -24,7 +26,7 @@ Message = Mapping[str, object]  # in a chat: at least the texts role and content
 class FinishReason(StrEnum):
     """Why a response ended."""
 
-    STOP = "stop"  # a stop token was sampled; it is the last token of the response
+    STOP = "stop"  # the last token is a stop token, or completes a stop string
     LENGTH = "length"  # max_new_tokens was reached
     CUT = "cut"  # it has not ended: a later generation round continues it (partial rollouts)
 
@@ -44,6 +46,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: StopStrings | None = None  # also end a response; made by `Tokenizer.stop_strings`
     seed: int = 0  # the run's; a request's noise also depends on (draw_index, sample_index)
 
     def __post_init__(self) -> None:
@@ -82,7 +85,7 @@ class Prompt:
 
     `prompt_id` names the row of the data set in reports. `draw_index` counts the draws of a run and
     keys the sampling noise. So a prompt gets new responses in a later epoch, and a rerun or a
-    resume repeats every token.
+    resume repeats every token. A turn of a conversation is a prompt too, so `stop` can be its own.
     """
 
     prompt_id: str
@@ -99,11 +102,17 @@ class Prompt:
     first_position: int = 0  # noise position of their first token: the tokens that they continue
     num_samples: int | None = None  # responses; None: as many as the call asks for
     max_new_tokens: int | None = None  # limit of each response; None: that of the call
+    stop: StopStrings | None = None  # that end its responses; None: those of the call
 
     def sample_indices(self, params: SamplingParams) -> range:
         """Return the sample_index of each response in a call with `params`."""
         num_samples = params.num_samples if self.num_samples is None else self.num_samples
         return range(self.first_sample, self.first_sample + num_samples)
+
+    def stop_in(self, params: SamplingParams) -> StopStrings | None:
+        """Return the stop strings of a response in a call with `params`; None: there are none."""
+        stop = params.stop if self.stop is None else self.stop
+        return stop if stop is not None and stop.strings else None
 
     def limit(self, params: SamplingParams) -> int:
         """Return the most tokens of a response."""

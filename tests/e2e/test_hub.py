@@ -35,6 +35,8 @@ def hub(config: Path, tmp_path: Path) -> Iterator[FakeHub]:
     model = shutil.copytree(config.parent / "model", tmp_path / "policy")
     (model / "onnx").mkdir()
     (model / "onnx" / "model.safetensors").write_bytes(b"another format of the same weights")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     with serve(FakeHub(models={"tiny/policy": model}, datasets={"tiny/sums": data})) as hub:
         yield hub
 
@@ -65,6 +67,9 @@ def test_a_run_fetches_once_and_repeats_offline(hub: FakeHub, config: Path, tmp_
     downloads = hub.downloads()
     assert downloads.count("model.safetensors") == 1, downloads
     assert downloads.count("train.jsonl") == 1, downloads
+    assert downloads.count("tool_use.jinja") == 1, downloads
+    exported = tmp_path / "0" / "hf" / "additional_chat_templates" / "tool_use.jinja"
+    assert exported.read_text() == "{{ tools }}"
     first, again = (rollouts(tmp_path / name) for name in ("0", "1"))
     assert first == again
     assert first[0]["prompt"].endswith("+1=")

@@ -54,13 +54,14 @@ def start(task: Path, start_job: Callable[..., Job]) -> Callable[..., Job]:
 
 
 def test_ctrl_c_under_plain_torchrun_saves_although_it_fails(start: Callable[..., Job]) -> None:
-    job = start("plain", is_plain=True)
+    job = start("plain, it's", is_plain=True)
     job.wait_until_held()
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.process.wait(timeout=LIMIT_S) == 1
     job.line("SIGINT: the run stops")
-    job.line("saved step 0 of 3; resume with: --resume auto run.dir=")
     assert saved_step(job.run_dir) == 0
+    job.go_on("saved step 0 of 3; resume with:")
+    assert saved_step(job.run_dir) == 3
 
 
 def check_loopback(job: Job) -> None:
@@ -123,6 +124,8 @@ def test_an_error_of_a_rank_is_one_line_and_ends_all(start: Callable[..., Job]) 
     logs = [path.read_text() for path in sorted((job.run_dir / "logs").glob("node_*/*"))]
     assert sum("Traceback" in text for text in logs) >= 1
     assert sum("the run ends: " in text or "Traceback" in text for text in logs) == 2
+    job.go_on("nothing is saved yet; start again with:")
+    assert saved_step(job.run_dir) == 3
 
 
 def test_bad_input_that_one_rank_finds_ends_all_before_it_has_closed(

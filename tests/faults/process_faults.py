@@ -48,7 +48,7 @@ def stop_request(case: Case) -> None:
     done = moment.done + (moment.phase == "update")  # an update that has begun is completed
     if case.expect_saved(done) < NUM_STEPS:
         case.expect_line(job, f"{number.name}: the run stops")
-        case.expect_line(job, r"saved step \d of \d; resume with: --resume auto run\.dir=")
+        case.expect_line(job, r"saved step \d of \d; resume with:$")
     case.resume(at_least=done)
 
 

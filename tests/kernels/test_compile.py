@@ -18,7 +18,8 @@ pytest.importorskip(
 
 def test_kernels_compile(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(REPO), "TRITON_CACHE_DIR": str(tmp_path)}
+    path = os.pathsep.join(entry for entry in (os.environ.get("PYTHONPATH"), str(REPO)) if entry)
+    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}  # of the same Triton
     words = ["-m", "tests.kernels.compile_kernels", "89", "90", "--only", "7B", "head 256"]
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", *words], env=environment, capture_output=True, text=True

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.engines.sglang.connection import TARGET
 from tlt_megatron.engines.sglang.sglang_engine import MEMORY_TAGS, SglangEngine
 from tlt_megatron.models.hf_io import checksum_tensors
+from tlt_megatron.stop_strings import StopStrings
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
 
 
@@ -63,6 +65,19 @@ def test_tokens_and_logprobs_are_those_of_the_embedded_engine(
     check_same(found, answers(start_embedded(policy_folder), PARAMS[name]))
     if name != "greedy":
         assert {r.finish_reason for r in found} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def test_responses_end_at_stop_strings_as_in_the_embedded_engine(
+    engine: SglangEngine, policy_folder: Path
+) -> None:
+    """Four tokens share a letter. SGLang does not know the strings: its answers are cut."""
+    stop = StopStrings(("bc", "k", "dba"), lambda token_id: bytes([97 + token_id // 4]))
+    params = replace(PARAMS["cut"], stop=stop)
+    found = answers(engine, params)
+    check_same(found, answers(start_embedded(policy_folder), params))
+    whole = answers(engine, PARAMS["cut"])
+    pairs = list(zip(found, whole, strict=True))
+    assert sum(len(one.token_ids) < len(other.token_ids) for one, other in pairs) > len(pairs) / 4
 
 
 @pytest.mark.parametrize("name", PARAMS)

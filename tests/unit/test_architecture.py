@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = {
-    "saved_files": -1,
+    **dict.fromkeys(("saved_files", "stop_strings"), -1),
     **dict.fromkeys(("types", "config", "runtime", "version"), 0),
     **dict.fromkeys(("models", "speculation", "data", "rewards"), 1),
     **dict.fromkeys(("engines", "mcore", "drafter"), 2),

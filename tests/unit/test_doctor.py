@@ -36,7 +36,9 @@ def test_doctor_says_what_runs_here() -> None:
     assert done.returncode == 0, done.stderr
     for name in ("Python", "torch", "megatron-core", "GPUs", "SGLang"):
         assert f" {name} " in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("This machine runs: policy: Megatron")
+    runs, command = done.stdout.splitlines()[-2:]
+    assert runs.startswith("This machine runs: policy: Megatron")
+    assert command == "try: make quickstart"
     assert done.stderr == ""
 
 

@@ -39,21 +39,21 @@ class Response:
         self.scores: list[TokenScore] = []
 
     def add(self, tokens: DrawnTokens, accept_lengths: Sequence[int]) -> None:
-        """Add tokens, up to the one that completes a stop string. Then the response has ended."""
+        """Add new tokens."""
         self.accept_lengths = list(accept_lengths)
         for values in zip(*(tensor.tolist() for tensor in tokens), strict=True):
             token_id, logprob, policy_logprob = values
             self.token_ids.append(token_id)
             self.logprobs.append(logprob)
             self.policy_logprobs.append(policy_logprob)
-            if self.text is not None and self.text.add(token_id):
-                self.finish_reason = FinishReason.STOP
-                break
+            if self.text is not None:
+                self.text.add(token_id)
 
     def end(self, reason: FinishReason) -> None:
         """Note that all tokens are there."""
-        is_stopped = self.text is not None and self.text.end()
-        self.finish_reason = FinishReason.STOP if is_stopped else reason
+        if self.text is not None:
+            self.text.end()
+        self.finish_reason = reason
 
     def score(self, engine: EmbeddedEngine, num_top: int) -> None:
         """Let the engine score prompt and response."""
@@ -214,15 +214,9 @@ class LiveBatch:
         """See `Clients`."""
         with self.lock:
             job = self._jobs.get(key)
-            if job is None:  # cancelled during the pass
-                return
-            response = job.responses[key]
-            response.add(tokens, accept_lengths)
-            self._news[job] = None
-            if response.finish_reason is None:
-                return
-            self._stopped.append(key)
-        self._end(key, job)
+            if job is not None:  # else cancelled during the pass
+                job.responses[key].add(tokens, accept_lengths)
+                self._news[job] = None
 
     def finish(self, key: ResponseKey, reason: FinishReason) -> None:
         """See `Clients`."""
@@ -230,11 +224,8 @@ class LiveBatch:
             job = self._jobs.get(key)
             if job is None:
                 return
-            job.responses[key].end(reason)
-        self._end(key, job)
-
-    def _end(self, key: ResponseKey, job: Job) -> None:
-        response = job.responses[key]
+            response = job.responses[key]
+            response.end(reason)
         if job.num_top is not None:
             response.score(self._engine, job.num_top)
         with self.lock:

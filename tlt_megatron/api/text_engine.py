@@ -8,7 +8,7 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.api.live_batch import Job, LiveBatch, Response
-from tlt_megatron.api.prompt_input import PromptReader, TextPrompt, as_prompts, check_text
+from tlt_megatron.api.prompt_input import PromptReader, TextPrompt, as_prompts
 from tlt_megatron.api.response_text import ResponseText
 from tlt_megatron.config.draft_folder import check_drafter
 from tlt_megatron.config.hub import fetch_model
@@ -224,15 +224,11 @@ class Engine:
         `is_read`: the text is needed while it grows, also without stop strings. `num_top`: see
         `Job`.
         """
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        for index, text in enumerate(stops):
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop[{index}]={text!r:.80}: must be a text that is not empty")
-            check_text(text, f"stop[{index}]")
+        params = replace(params, stop=self.tokenizer.stop_strings(stop))
 
         def make_text() -> ResponseText | None:
-            is_needed = is_read or stops
-            return ResponseText(self.tokenizer.decode, stops) if is_needed else None
+            is_needed = is_read or stop
+            return ResponseText(self.tokenizer.decode, params.stop) if is_needed else None
 
         prompts = [self._prompt(*each, params) for each in enumerate(encoded)]
         return Job(prompts, params, make_text, on_news, num_top=num_top)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_megatron.config.model_folder import EMBEDDING, HEAD, check_shapes, name_setting
-from tlt_megatron.config.model_shape import ModelConfig, rope_config
+from tlt_megatron.config.model_shape import ModelConfig, check_not_of_run, rope_config
 from tlt_megatron.config.ranges import read_number, read_size, require
 from tlt_megatron.config.weight_files import (
     StoredTensor,
@@ -291,6 +291,7 @@ def check_drafter(
     """
     folder = Path(path)
     try:
+        check_not_of_run(key, path, "hf_drafter")
         settings = read_draft_settings(
             folder, num_layers=policy.num_layers, needs_whole_head=needs_whole_head
         )

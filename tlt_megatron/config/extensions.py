@@ -37,6 +37,7 @@ REGISTRY = {
         math="rewards.builtin:score_math",
         exact="rewards.builtin:score_exact",
         environment="rewards.environment_answer:score_conversation",
+        none="rewards.no_reward:score_none",
     ),
     "rollout.environment": _point("messages data_source ground_truth extra_info"),
     "rollout.tools": _point(

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -46,7 +47,8 @@ _MADE_BY = {
     "build/tiny_drafter": "make drafter",
     "build/smollm2": "make small-llm",
 }
-_LEFT_OUT = ("*/*", "consolidated*")  # other formats of the same weights
+# Other formats of the same weights: all folders but additional_chat_templates.
+_LEFT_OUT = ("[!a]*/*", "a[!d]*/*", "consolidated*")
 
 
 def fetch_model(key: str, name: str, patterns: tuple[str, ...] = WHOLE) -> Path:
@@ -149,7 +151,7 @@ def push_folder(folder: Path, name: str) -> str:
         reason = one_line(error, 300)
         raise ValueError(
             f"--push-to-hub {name}: {folder} is written, but not uploaded: {reason}. Log in by `hf auth login`,"
-            f" then: hf upload {name} {folder}"
+            f" then: {shlex.join(['hf', 'upload', name, str(folder)])}"
         ) from error
 
 
@@ -287,6 +289,8 @@ def _found(config: RunConfig, patterns: tuple[str, ...]) -> dict[str, str | list
     names = {"model.path": config.model.path}
     if config.has_critic:
         names["critic.path"] = config.critic.path
+    if config.has_reference:
+        names["reference.path"] = config.reference.path
     if config.speculation.enabled:
         names["speculation.drafter"] = config.speculation.drafter
     models = {key: str(fetch_model(key, name, patterns)) for key, name in names.items() if name}
@@ -301,7 +305,8 @@ def _found(config: RunConfig, patterns: tuple[str, ...]) -> dict[str, str | list
 
 def _unreachable(key: str, name: str, kind: str, command: str, error: Exception) -> ValueError:
     reason = one_line(error, 300) or type(error).__name__
-    advice = f"on a machine with a network: {command} --local-dir FOLDER, then copy FOLDER here and set {key} to it"
+    local = command.rpartition("/")[2]
+    advice = f"on a machine with a network: {command} --local-dir {local}, then copy {local} here and set {key} to it"
     if Path(name).parent.is_dir():  # so it is a path, most likely
         advice = f"the folder {Path(name).parent} is here, and has no {Path(name).name}"
     return ValueError(

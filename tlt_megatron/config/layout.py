@@ -44,7 +44,7 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         is_trained = not config.model.lora_rank or {*config.model.lora_targets} <= {*attention}
         rule = f"some of {', '.join(attention)}, because {config.model.path} has experts"
         config.model.require(is_trained, "lora_targets", rule)
-    for path in config.trained_paths:
+    for path in config.layout_paths:
         _check_cuts(config, path)
         slack = sglang_slack(config) if path == config.model.path else 0
         _check_positions(config, path, slack)

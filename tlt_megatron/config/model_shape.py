@@ -148,12 +148,35 @@ class ModelConfig:
         return self.experts is not None and layer in self.experts.layers
 
 
+def check_not_of_run(key: str, path: str | Path, part: str) -> None:
+    """Raise ValueError if `path` is a run or a checkpoint of one, and say which folder to give: its
+    `part`, hf or hf_drafter.
+    """
+    folder = Path(path)
+    if not str(path) or (folder / "config.json").is_file():
+        return
+    is_run = (folder / "config.yaml").is_file()
+    if is_run and (folder / part).is_dir():
+        raise ValueError(f"{key}={str(path)!r}: is a run: give {folder / part}")
+    is_saved = any(
+        (folder / name).exists()
+        for name in ("manifest.json", "latest_checkpointed_iteration.txt", "common.pt")
+    )
+    if is_run or is_saved:
+        advice = f"tlt convert --from {path} --to FOLDER makes a model of its checkpoint"
+        if part != "hf":
+            advice = "give the folder drafter of one of its checkpoints"
+        kind = f"a run without {part}" if is_run else "a checkpoint"
+        raise ValueError(f"{key}={str(path)!r}: is {kind}: {advice}")
+
+
 def load_model_config(path: str | Path, key: str = "model.path") -> ModelConfig:
     """Read `config.json` in the folder `path`. ValueError for an unsupported family or option.
 
     `key` is the setting that holds the path.
     """
     file = Path(path) / "config.json"
+    check_not_of_run(key, path, "hf")
     rule = "a folder with config.json and safetensors (GGUF cannot be trained)"
     require(bool(str(path)) and file.is_file(), key, str(path), rule)
     hf = read_json(file)

@@ -69,7 +69,8 @@ class RewardSection(Section):
 
     # math | exact | environment | path/to/file.py:function | package.module:function, or several of
     # them with their weights in the reward, which is the weighted sum: {math: 1.0, exact: 0.2}.
-    # environment is the sum of what an environment gives for turns and at its end
+    # environment: the sum of what an environment gives for turns and at its end. none: every reward
+    # is 0, for algorithm.distill_coef; rows need no label then
     function: str | dict[str, float] = "math"
     # a score from which a response counts as right: in pass@k, maj@k and rollout/solve_all
     right_score: float = 1.0
@@ -91,6 +92,11 @@ class RewardSection(Section):
     def names(self) -> list[str]:
         """Return the name of every function, without its place."""
         return [spec.rpartition(":")[2] for spec in self.weights]
+
+    @property
+    def is_none(self) -> bool:
+        """Return whether nothing is scored."""
+        return self.function == "none"
 
     @property
     def is_built_in(self) -> bool:
@@ -140,10 +146,13 @@ class AlgorithmSection(Section):
     # responses cut at rollout.max_new_tokens have no part in the loss, only in the advantages
     mask_truncated: bool = False
     entropy_coef: float = 0.0  # > 0 rewards entropy
-    kl_coef: NonNegative = 0.0  # 0: no reference policy
+    kl_coef: NonNegative = 0.0  # times KL to the reference (section `reference`)
     kl_placement: Annotated[str, one_of("loss", "reward")] = "loss"  # where the KL is subtracted
     # auto: k1 in the reward, k3 in the loss. k1 needs kl_placement: reward
     kl_estimator: Annotated[str, one_of("k1", "k2", "k3", "auto")] = "auto"
+    # on-policy distillation: this times log p - log q, of policy and reference, is subtracted from
+    # the advantage of each token; with reward.function: none it is all that is learned
+    distill_coef: NonNegative = 0.0
     tis_cap: float = 0.0  # truncated importance sampling: cap of train/rollout; 0: off, else >= 1
     # of one token, of the whole response, or the geometric mean over its tokens
     rollout_is: Annotated[str, one_of("token", "sequence", "geometric")] = "token"
@@ -181,11 +190,15 @@ class AlgorithmSection(Section):
     def has_logprob_pass(self) -> bool:
         """Return whether log-probs are computed in a separate pass before the update.
 
-        A batch's only update computes the same numbers; a KL penalty in the reward needs them
-        earlier.
+        A batch's only update computes the same numbers; a KL penalty in the reward and a
+        distillation need them earlier.
         """
         num_updates = self.num_epochs * self.num_minibatches
-        return num_updates > 1 or self.has_kl_reward
+        return num_updates > 1 or self.has_kl_reward or self.distill_coef > 0
+
+    @property
+    def has_reference(self) -> bool:
+        return self.kl_coef > 0 or self.distill_coef > 0
 
     @property
     def has_kl_reward(self) -> bool:
@@ -203,10 +216,10 @@ class AlgorithmSection(Section):
         """Return whether responses of zero advantage are skipped in the update, if the loss says
         that they have no gradient (`policy_loss.is_zero_without_advantage`).
 
-        Entropy and KL can give them a gradient, and a critic learns from all responses. Then all
-        are computed.
+        Entropy and the reference can give them a gradient, and a critic learns from all responses.
+        Then all are computed.
         """
-        return not (self.entropy_coef or self.kl_coef or self.has_critic)
+        return not (self.entropy_coef or self.has_reference or self.has_critic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +235,17 @@ class OptimizerSection(Section):
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of Adam's moments
     eps: Positive = 1e-8  # of Adam
     clip_grad: NonNegative = 1.0  # of the global gradient norm; 0: off
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceSection(Section):
+    """The frozen model of `algorithm.kl_coef` and `algorithm.distill_coef`."""
+
+    # folder or Hub id of a model of any size with the policy's tokenizer; empty: the policy as it
+    # was before training
+    path: str = ""
+    # RL steps after which the policy's weights replace the reference's, again and again; 0: never
+    refresh_steps: NonNegativeInt = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ The launcher calls it, so that a mistake is reported at once and in one line.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tlt_megatron.config.extensions import (
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.model_shape import ModelConfig
 from tlt_megatron.config.own_layer import OWN, check_own_layer
+from tlt_megatron.config.same_tokenizer import tokenizer_difference
 from tlt_megatron.config.schema import RunConfig
 
 
@@ -26,7 +28,9 @@ def check_files(config: RunConfig) -> None:
     """Raise a ValueError of one line for what a run would hit later. Loads no weights."""
     policy = check_model("model.path", config.model.path)
     if config.has_critic and config.critic.path:
-        _check_critic(config.critic.path, policy)
+        _check_vocabulary("critic.path", config.critic.path, policy)
+    if config.has_reference and config.reference.path:
+        _check_reference(config, policy)
     if config.speculation.enabled and config.speculation.is_learned:
         if config.speculation.drafter == OWN:
             _check_own(config, policy)
@@ -93,12 +97,26 @@ def _check_trackers(names: Sequence[str]) -> None:
             )
 
 
-def _check_critic(path: str, policy: ModelConfig) -> None:
-    found = check_model("critic.path", path, needs_tokenizer=False).vocab_size
-    if found < policy.vocab_size:
+def _check_vocabulary(key: str, path: str, policy: ModelConfig) -> ModelConfig:
+    model = check_model(key, path, needs_tokenizer=key == "reference.path")
+    if model.vocab_size < policy.vocab_size:
         raise ValueError(
-            f"critic.path={path!r}: vocab_size={found} must be >= {policy.vocab_size}, the policy's"
+            f"{key}={path!r}: vocab_size={model.vocab_size} must be >= {policy.vocab_size}, the policy's"
         )
+    return model
+
+
+def _check_reference(config: RunConfig, policy: ModelConfig) -> None:
+    path, refresh_steps = config.reference.path, config.reference.refresh_steps
+    model = _check_vocabulary("reference.path", path, policy)
+    if problem := tokenizer_difference(Path(config.model.path), Path(path)):
+        raise ValueError(f"reference.path={path!r}: must have the policy's tokenizer: {problem}")
+    same = replace(model, max_position_embeddings=policy.max_position_embeddings)
+    config.reference.require(
+        not refresh_steps or same == policy,
+        "refresh_steps",
+        f"0, because config.json of {path} is not the policy's",
+    )
 
 
 def _check_own(config: RunConfig, policy: ModelConfig) -> None:

@@ -19,6 +19,7 @@ from tlt_megatron.config.policy_sections import (
     ModelSection,
     OptimizerSection,
     ParallelSection,
+    ReferenceSection,
     RewardSection,
 )
 from tlt_megatron.config.ranges import (
@@ -32,6 +33,7 @@ from tlt_megatron.config.ranges import (
     one_of,
 )
 from tlt_megatron.config.rules import check_rules
+from tlt_megatron.stop_strings import check_stop_strings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,8 @@ class RolloutSection(Section):
     temperature: Annotated[float, Range(lambda value: 0 < value <= 10, "in (0, 10]")] = 1.0
     top_p: Fraction = 1.0  # 1 keeps all
     top_k: NonNegativeInt = 0  # 0 keeps all
+    # strings that end a response or a turn, also within a token, whose text stays whole
+    stop: list[str] = field(default_factory=list)
     # partial rollouts, not lossless: most tokens of a response in a generation round; 0: off
     partial_rollout_tokens: NonNegativeInt = 0
     over_sampling_prompts: NonNegativeInt = 0  # drawn per step of partial rollouts; 0: num_prompts
@@ -114,6 +118,9 @@ class RolloutSection(Section):
     # of all observations of a conversation, with the messages and tools of its start; one that does
     # not fit ends it
     max_observation_tokens: PositiveInt = 1024
+
+    def check(self) -> None:
+        check_stop_strings(self.stop, "rollout.stop")
 
     @property
     def observation_tokens(self) -> int:
@@ -157,6 +164,11 @@ class EvalSection(Section):
     temperature: Annotated[float, Range(lambda value: 0 <= value <= 10, "in [0, 10]")] = 1.0
     top_p: float | None = None  # (0, 1]; null: rollout.top_p
     top_k: int | None = None  # 0 keeps all, 1 is greedy; null: rollout.top_k
+    stop: list[str] | None = None  # []: no stop strings; null: rollout.stop
+
+    def check(self) -> None:
+        if self.stop is not None:
+            check_stop_strings(self.stop, "eval.stop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +215,7 @@ class RunConfig:
     spot: SpotSection = field(default_factory=SpotSection)
     sglang: SglangSection = field(default_factory=SglangSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    reference: ReferenceSection = field(default_factory=ReferenceSection)
     critic: CriticSection = field(default_factory=CriticSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     mcore: McoreSection = field(default_factory=McoreSection)
@@ -211,14 +224,29 @@ class RunConfig:
     logging: LoggingSection = field(default_factory=LoggingSection)
 
     @property
-    def trained_paths(self) -> list[str]:
-        """Return the folders of the models that are trained: the policy's, and the critic's."""
-        return [self.model.path, *([self.critic_path] if self.has_critic else [])]
+    def layout_paths(self) -> list[str]:
+        """Return the folders of the models that `parallel` cuts: policy, critic, reference."""
+        second = self.reference.path if self.has_reference else ""
+        critic = self.critic_path if self.has_critic else ""
+        return [self.model.path, *filter(None, (critic, second))]
 
     @property
     def has_critic(self) -> bool:
         """Return whether the run loads a critic. An evaluation, a run of 0 steps, needs none."""
         return self.algorithm.has_critic and self.run.num_steps > 0
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether the run has a reference policy. An evaluation needs none."""
+        return self.algorithm.has_reference and self.run.num_steps > 0
+
+    @property
+    def second_path(self) -> str:
+        """Return the folder of the reference if that is a second model beside the policy, else
+        "": a reference that is replaced cannot be the policy's initial weights.
+        """
+        is_second = bool(self.reference.path or self.reference.refresh_steps)
+        return (self.reference.path or self.model.path) if self.has_reference and is_second else ""
 
     @property
     def critic_path(self) -> str:

@@ -115,7 +115,12 @@ def _permutation(seed: int, epoch: int, num_rows: int) -> list[int]:
 
 
 def load_prompts(
-    path: str | Path, tokenizer: Tokenizer, section: DataSection, world: Group = SINGLE
+    path: str | Path,
+    tokenizer: Tokenizer,
+    section: DataSection,
+    world: Group = SINGLE,
+    *,
+    needs_label: bool = True,
 ) -> PromptSet:
     """Read, check and tokenize all rows of a .jsonl or .parquet file.
 
@@ -123,11 +128,15 @@ def load_prompts(
     the same error. Prompts longer than `section.max_prompt_tokens` are left out and reported, never
     cut. ValueError names the file, the row (from 1), the key and the allowed values.
     """
-    return call_on_first(lambda: _read_prompts(Path(path), tokenizer, section), world)
+    return call_on_first(
+        lambda: _read_prompts(Path(path), tokenizer, section, needs_label=needs_label), world
+    )
 
 
-def _read_prompts(path: Path, tokenizer: Tokenizer, section: DataSection) -> PromptSet:
-    found = list(read_rows(path, section))
+def _read_prompts(
+    path: Path, tokenizer: Tokenizer, section: DataSection, *, needs_label: bool
+) -> PromptSet:
+    found = list(read_rows(path, section, needs_label=needs_label))
     if not found:
         raise ValueError(f"{path}: holds no rows, must hold at least one")
     encoded = tokenizer.encode_texts([_render(path, row, tokenizer, section) for row in found])

@@ -36,12 +36,12 @@ class Row(NamedTuple):
     conversions: list[str]  # what was converted or may be a mistake, for a warning
 
 
-def read_rows(path: Path, section: DataSection) -> Iterator[Row]:
+def read_rows(path: Path, section: DataSection, *, needs_label: bool = True) -> Iterator[Row]:
     """Yield all rows in file order. ValueError at the first row that cannot be used."""
     seen: dict[tuple[str, str], int] = {}  # data_source, prompt_id -> row
     for number, raw in read_raw_rows(path):
         try:
-            row = _read_row(raw, number, path.stem, section)
+            row = _read_row(raw, number, path.stem, section, needs_label=needs_label)
             _check_id(row, seen)
         except ValueError as error:
             raise ValueError(f"{path} row {number}: {error}") from error
@@ -58,7 +58,9 @@ def _check_id(row: Row, seen: dict[tuple[str, str], int]) -> None:
         )
 
 
-def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
+def _read_row(
+    raw: object, number: int, stem: str, section: DataSection, *, needs_label: bool
+) -> Row:
     if not isinstance(raw, dict):
         raise ValueError(f"is a {type(raw).__name__}, must be an object with keys")
     conversions: list[str] = []
@@ -76,7 +78,7 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
         draw_index=0,
         token_ids=(),
         data_source=_data_source(raw),
-        ground_truth=_label(raw, section.label_key, conversions),
+        ground_truth=_label(raw, section.label_key, conversions) if needs_label else "",
         extra_info=_extra_info(raw, conversions),
         messages=() if isinstance(text, str) else tuple(text),
         template_kwargs=template_kwargs,

@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, object] = MappingProxyType({})
 _MAX_NAMED = 6  # tokens in a message
+_MOST_STOPS = 64  # sets of stop strings whose steps are kept
 _TAG = re.compile(r"[<\[]/?\w+[>\]]")  # <think>, [THINK]; not <|im_start|>
 # goes before a template, whose arguments can be no functions; a date that stands before it wins
 _PIN_DATE = (
@@ -146,14 +148,15 @@ class Tokenizer:
             raise ValueError(
                 f"the tokenizer in {self.folder} has no chat template, which a list of messages needs: "
                 "give string prompts, or put chat_template.jinja into the folder"
+                f"{', not chat_template.json' * (self._path / 'chat_template.json').is_file()}"
             )
         self._check_template_kwargs(template_kwargs)
         messages: list[Any] = [dict(message) for message in prompt]
         given: dict[str, Any] = dict(template_kwargs)
-        if self._pinned_date:
-            template = self.hf.get_chat_template(tools=given.get("tools"))
-            given["chat_template"] = self._pinned_date + template
         try:
+            if self._pinned_date:
+                template = self.hf.get_chat_template(tools=given.get("tools"))
+                given["chat_template"] = self._pinned_date + template
             text = self.hf.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **given
             )
@@ -250,14 +253,10 @@ class Tokenizer:
         ]
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
-    def _as_text(self, value: object) -> object:
-        """Return a value of a message with a cut in every name of a control token."""
-        if not isinstance(value, str):
-            return value
-        return self._control_tokens.sub(lambda name: f"{name[0][0]}{_CUT}{name[0][1:]}", value)
-
     def _as_texts(self, message: Message) -> Message:
-        return {key: self._as_text(value) for key, value in message.items()}
+        """Return a message with a cut in every name of a control token."""
+        cut = functools.partial(self._control_tokens.sub, lambda n: f"{n[0][0]}{_CUT}{n[0][1:]}")
+        return {k: cut(v) if isinstance(v, str) else v for k, v in message.items()}
 
     def encode_observation(
         self,
@@ -282,7 +281,8 @@ class Tokenizer:
         # the template ends a turn with the stop token, which the policy drew itself
         text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
         first, *rest = text.split(_CUT)
-        return (*self._encode_after(last_token, first), *self._encode_cut(rest))
+        parts = [self._encode_after(last_token, first)]
+        return tuple(chain(*parts, *(self._encode_after(None, part) for part in rest)))
 
     def encode_start(
         self,
@@ -290,16 +290,12 @@ class Tokenizer:
         messages: Sequence[Message],
         template_kwargs: Mapping[str, object] = NOTHING,
     ) -> tuple[int, ...]:
-        """Return the tokens of a chat prompt and of `messages` that an environment adds to it.
-
-        Names of control tokens in those are plain text. ValueError as in `encode`.
-        """
+        """Return the tokens of a chat prompt and of messages that an environment adds to it. In
+        those, names of control tokens are plain text. ValueError as in `encode`."""
         text = self.render([*prompt, *map(self._as_texts, messages)], template_kwargs)
         first, *rest = text.split(_CUT)
-        return (*self.encode_texts([first])[0], *self._encode_cut(rest))
-
-    def _encode_cut(self, texts: Sequence[str]) -> list[int]:
-        return [token for text in texts for token in self._encode_after(None, text)]
+        parts = self.encode_texts([first])
+        return tuple(chain(*parts, *(self._encode_after(None, part) for part in rest)))
 
     @functools.cached_property
     def _marks_begin(self) -> bool:
@@ -318,19 +314,6 @@ class Tokenizer:
             if is_kept:
                 return whole[len(head) :]
         raise ValueError(f"the tokenizer in {self.folder} cannot continue a text by {text!r}")
-
-    def cut(self, text: str, num_tokens: int) -> str:
-        """Return the text, cut behind as many tokens if it has more."""
-        token_ids = self.encode_texts([text])[0]
-        if len(token_ids) <= num_tokens:
-            return text
-        kept = self.decode(token_ids[:num_tokens], skip_special_tokens=False)
-        return kept.rstrip("\ufffd")  # a part of a character
-
-    @property
-    def tool_template(self) -> str:
-        """Return the chat template that writes prompts with tools; "" without one."""
-        return str(self.hf.get_chat_template(tools=[{}])) if self.has_chat_template else ""
 
     def decode_turn(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn or response with its special tokens, but without the one that
@@ -367,6 +350,9 @@ def load_tokenizer(path: str | Path, template_date: str = "") -> Tokenizer:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises Exception itself for a file of a newer version
+        for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
+            if (folder / name).is_file():
+                read_json(folder / name)
         reason = " ".join(str(error).split())
         is_config = reason.startswith("Validation error for field")  # config.json was read first
         part = "config.json" if is_config else "its tokenizer"

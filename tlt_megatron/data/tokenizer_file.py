@@ -42,6 +42,14 @@ def as_in_file(hf: PreTrainedTokenizerBase, folder: Path) -> PreTrainedTokenizer
     truth = tokenizers.Tokenizer.from_file(str(folder / FILE))
     truth.no_truncation()
     truth.no_padding()
+    if hf.eos_token is not None and truth.token_to_id(str(hf.eos_token)) is None:
+        log.warning(
+            "%s: %s does not hold the eos token %s: it gets the new id %s, which no model was trained to draw",
+            folder,
+            FILE,
+            hf.eos_token,
+            hf.eos_token_id,
+        )
     text = _differing_text(hf, truth)
     if text is None:
         return hf

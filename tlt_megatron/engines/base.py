@@ -106,6 +106,9 @@ class RolloutEngine(Protocol):
     ) -> list[RolloutGroup]:
         """Answer all prompts and return one group per prompt, in the order of the prompts.
 
+        A response ends with a stop token, with the token that completes one of the strings of
+        `Prompt.stop_in(params)`, or at its limit.
+
         `on_finish` receives each response when it ends, `on_features` with the states that a
         drafter trains on, [prompt + response - 1, F]. An engine in another process may never call
         `on_features`. If `should_stop`, called about once per pass, returns True, GenerationStopped

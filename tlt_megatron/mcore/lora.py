@@ -198,6 +198,12 @@ def has_adapters(chunks: Sequence[nn.Module]) -> bool:
     return next(adapted_linears(chunks), None) is not None
 
 
+def merged_weights(chunk: nn.Module) -> dict[str, Tensor]:
+    """Return the merged weights of a chunk's adapted linears, under the names of its state."""
+    linears = adapted_linears([chunk])
+    return {f"{name}.weight": linear.merged_weight() for name, linear in linears}
+
+
 def adapters_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a chunk's state that belong to adapters."""
     return {name: value for name, value in state.items() if f".{A}." in name or f".{B}." in name}

@@ -1,5 +1,5 @@
-"""Checkpoints of policy and critic in Megatron's torch_dist format: save at one tensor x pipeline x
-data layout, load at another.
+"""Checkpoints of policy, critic and reference in Megatron's torch_dist format: save at one tensor x
+pipeline x data layout, load at another.
 
 Called by trained_model.py. A folder holds `__<rank>_0.distcp` (tensors), `.metadata` (their index),
 `common.pt` (plain values) and `metadata.json`. Writing is synchronous and in this process.
@@ -50,9 +50,10 @@ class ShardWriter(FileSystemWriter):
 
 
 def save_checkpoint(
-    path: Path, stage: Sequence[GPTModel], optimizer: PolicyOptimizer, groups: ProcessGroups
+    path: Path, stage: Sequence[GPTModel], optimizer: PolicyOptimizer | None, groups: ProcessGroups
 ) -> None:
     """Write weights, optimizer and schedule to `path`, a new or empty folder that all ranks see.
+    A frozen model has weights alone.
 
     A collective of all ranks. When it returns on any rank, all files are on disk (fsynced).
     RuntimeError if a weight is not finite, OSError if a rank cannot write.
@@ -92,7 +93,9 @@ def write_common(path: Path, common: dict[str, Any]) -> None:
         sync_path(path / name)
 
 
-def load_checkpoint(path: Path, stage: Sequence[GPTModel], optimizer: PolicyOptimizer) -> None:
+def load_checkpoint(
+    path: Path, stage: Sequence[GPTModel], optimizer: PolicyOptimizer | None
+) -> None:
     """Restore what `save_checkpoint` wrote, at this or another layout. All
     ranks must call it.
 
@@ -125,17 +128,20 @@ def load_checkpoint(path: Path, stage: Sequence[GPTModel], optimizer: PolicyOpti
 
 
 def _load_into(
-    stage: Sequence[GPTModel], optimizer: PolicyOptimizer, state: dict[str, Any], path: Path
+    stage: Sequence[GPTModel], optimizer: PolicyOptimizer | None, state: dict[str, Any], path: Path
 ) -> None:
     try:
         loaded = load_state(state, path)
     except CheckpointException as error:
         raise ValueError(f"checkpoint {path} is not loaded: {first_failure(error)}") from None
-    amount(loaded["lr_schedule"]["num_steps"])
+    if optimizer is not None:
+        amount(loaded["lr_schedule"]["num_steps"])
     for number, chunk in enumerate(stage):
         extra = {n: value for n, value in chunk.state_dict().items() if n.endswith(_EXTRA)}
         frozen = chunk.state_dict() if has_adapters([chunk]) else {}
         chunk.load_state_dict(frozen | loaded["model"][number] | extra)
+    if optimizer is None:
+        return
     load_optimizer_state(optimizer.megatron, loaded["optimizer"])
     optimizer.scheduler.num_steps = 0  # its load adds the saved position to the current one
     optimizer.scheduler.load_state_dict(loaded["lr_schedule"])
@@ -143,7 +149,7 @@ def _load_into(
 
 
 def _sharded_state(
-    stage: Sequence[GPTModel], optimizer: PolicyOptimizer, *, is_loading: bool
+    stage: Sequence[GPTModel], optimizer: PolicyOptimizer | None, *, is_loading: bool
 ) -> dict[str, Any]:
     """Return everything as Megatron sharded tensors: data to save, or a template to load into."""
     from megatron.core import parallel_state
@@ -156,15 +162,15 @@ def _sharded_state(
     model_state = dict(chunks)  # shards are stored under their own names, those of the whole model
     if has_adapters(stage):  # the frozen weights are in the folder model.path
         model_state = {i: adapters_of(state) for i, state in model_state.items()}
-    return {
-        "model": model_state,
-        "optimizer": sharded_optimizer_state(
+    dtype = str(next(stage[0].parameters()).dtype).removeprefix("torch.")
+    # what must be equal when the checkpoint is loaded
+    state: dict[str, Any] = {"model": model_state, "identity": {"model.dtype": dtype}}
+    if optimizer is not None:
+        state["optimizer"] = sharded_optimizer_state(
             optimizer.megatron, model_state, metadata, is_loading=is_loading
-        ),
-        "lr_schedule": optimizer.scheduler.state_dict(),
-        # what must be equal when the checkpoint is loaded
-        "identity": {"model.dtype": str(next(stage[0].parameters()).dtype).removeprefix("torch.")},
-    }
+        )
+        state["lr_schedule"] = optimizer.scheduler.state_dict()
+    return state
 
 
 def _require_finite(stage: Sequence[GPTModel], groups: ProcessGroups) -> None:

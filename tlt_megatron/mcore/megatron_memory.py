@@ -184,6 +184,19 @@ class Sharding:
         )
 
 
+def reference_claims(sizes: ModelSizes, sharding: Sharding, path: str) -> list[MemoryClaim]:
+    """Return the claims of a reference that is a second model: in host memory but for its passes.
+    On a CPU it is in one place.
+    """
+    num_bytes = sharding.parameters(sizes) * sharding.item_bytes
+    lower, used_in = f"reference.path={path!r}", {Phase.START, Phase.UPDATE}
+    on_device = MemoryClaim("second model", num_bytes, used_in, lower=lower)
+    in_host = MemoryClaim("second model, away", num_bytes, in_host=True, lower=lower)
+    if sharding.is_cuda:
+        return [on_device, in_host]
+    return [MemoryClaim("second model", num_bytes, lower=lower)]
+
+
 def policy_claims(
     sizes: ModelSizes,
     critic: ModelSizes | None,

@@ -1,20 +1,22 @@
 """The policy and the critic on Megatron-core, one per rank: see policy/interfaces.py.
 
-If asked, the policy keeps a host copy of the initial weights as the reference policy. The critic is
-of the same architecture with a value head. Every method is a collective of all ranks.
+If asked, the policy keeps a host copy of the initial weights as the reference policy, or asks a
+second model. The critic is of the same architecture with a value head. Every method is a collective
+of all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.mcore.export import iter_hf_weights
 from tlt_megatron.mcore.lora import gather_adapters, without_adapters
+from tlt_megatron.mcore.reference_model import McoreReferenceModel
 from tlt_megatron.mcore.routing_replay import RoutingReplay
 from tlt_megatron.mcore.schedule import label_logprobs, run_forward, token_values
 from tlt_megatron.mcore.trained_model import TrainedModel
@@ -42,6 +44,11 @@ class Recorder(Protocol):
 class McorePolicyModel(TrainedModel):
     """A trainable policy over this rank's shard of the Hugging Face folder `model.path`."""
 
+    def __init__(self, *, reference: McoreReferenceModel | None = None, **settings: Any) -> None:
+        """`reference`: the reference policy, if it is a second model. See TrainedModel."""
+        super().__init__(**settings)
+        self._second = reference
+
     def infer_logprobs(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -50,11 +57,13 @@ class McorePolicyModel(TrainedModel):
         reference: bool = False,
         tap: Recorder | None = None,
     ) -> list[TokenLogprobs]:
-        """See PolicyModel. `reference` needs `keep_reference`."""
+        """See PolicyModel. `reference` needs `keep_reference` or a second model."""
         if not reference:
             with self._tapping(tap, micro_batches):
                 return self._infer(micro_batches, temperature, self._replay)
         assert tap is None  # a drafter learns from the policy alone
+        if self._second is not None:
+            return self._second.infer_logprobs(micro_batches, temperature)
         if self._has_adapters:
             with without_adapters(self._stage):
                 return self._infer(micro_batches, temperature)
@@ -77,6 +86,11 @@ class McorePolicyModel(TrainedModel):
         with self._tapping(tap, micro_batches):
             predict = label_logprobs(temperature, self._groups)
             return self._forward_backward(micro_batches, predict, loss_fn)
+
+    def refresh_reference(self) -> None:
+        """See PolicyModel."""
+        assert self._second is not None
+        self._second.copy_from(self._stage)
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter_hf_weights(self._stage, self._config, self._groups)

@@ -206,14 +206,16 @@ def companions(folder: Path) -> list[Path]:
     generation config.
     """
     files = [f for f in folder.iterdir() if f.suffix in (".json", ".txt", ".model", ".jinja")]
-    return [
-        file for file in files if file.name not in (INDEX_NAME, "made_with.json", ADAPTER_CONFIG)
-    ]
+    left_out = (INDEX_NAME, "made_with.json", ADAPTER_CONFIG)
+    further = sorted(folder.glob("additional_chat_templates/*.jinja"))
+    return [*(file for file in files if file.name not in left_out), *further]
 
 
 def _copy_companions(source: Path, path: Path, dtype: torch.dtype, names: Collection[str]) -> None:
     for file in companions(source):
-        shutil.copy2(file, path / file.name)
+        copy = path / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy2(file, copy)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     if config.get("num_nextn_predict_layers") and not stored_layers(

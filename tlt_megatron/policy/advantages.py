@@ -59,6 +59,27 @@ def compute_advantages(
     return _with_observations(own, found), returns and _with_observations(own, returns)
 
 
+def distill(
+    own: Sequence[Rollout],
+    advantages: Mapping[RolloutKey, Tensor],
+    logprobs: Mapping[RolloutKey, Tensor],
+    ref_logprobs: Mapping[RolloutKey, Tensor],
+    coef: float,
+    dp: Group,
+) -> tuple[dict[RolloutKey, Tensor], dict[str, float]]:
+    """Return the advantages less coef * (log p - log q) at each token of the policy, and metrics.
+
+    The expectation of log p - log q over the policy's tokens is the reverse KL, so a policy that
+    follows these advantages comes near the reference. All are [T] of the responses `own`. A
+    collective of the data-parallel ranks.
+    """
+    ratios = {r.key: r.generated(logprobs[r.key] - ref_logprobs[r.key]) for r in own}
+    ratios = _with_observations(own, ratios)
+    (found,) = gather_statistics(own, [ratios], dp)
+    changed = {key: advantages[key] - coef * ratio_T for key, ratio_T in ratios.items()}
+    return changed, {"actor/reverse_kl": found.mean}
+
+
 def zero_advantages(
     scored: Sequence[ScoredGroup], section: AlgorithmSection, dp: Group
 ) -> set[RolloutKey]:

@@ -36,7 +36,19 @@ class Tap(Protocol):
         ...
 
 
-class TrainedModel(Protocol):
+class SavedModel(Protocol):
+    """What a checkpoint holds. Every method is a collective of the model's ranks."""
+
+    def save(self, path: Path) -> None:
+        """Write weights, and optimizer and schedule if there are any, into the empty folder `path`
+        (torch_dist).
+        """
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote, at this or another layout."""
+
+
+class TrainedModel(SavedModel, Protocol):
     """What is trained, on this rank. Every method is a collective of the model's ranks.
 
     Tensor-, context- and pipeline-parallel peers pass the same micro-batches. Each data-parallel
@@ -59,12 +71,6 @@ class TrainedModel(Protocol):
     def enter_device(self) -> None:
         """Be ready for log-probs and updates again."""
 
-    def save(self, path: Path) -> None:
-        """Write weights, optimizer and schedule into the empty folder `path` (torch_dist)."""
-
-    def load(self, path: Path) -> None:
-        """Restore what `save` wrote, at this or another layout."""
-
 
 class PolicyModel(TrainedModel, Protocol):
     """A trainable policy over this rank's shard."""
@@ -79,8 +85,9 @@ class PolicyModel(TrainedModel, Protocol):
     ) -> list[TokenLogprobs]:
         """Run forward only; the result is on every pipeline stage, on the CPU.
 
-        `reference` uses the frozen initial weights. `tap` gets the hidden states of the pass and
-        does not change the result. It must be passed on all ranks or on none.
+        `reference` uses the frozen initial weights, or those of another folder. `tap` gets
+        the hidden states of the pass and does not change the result. It must be passed on all ranks
+        or on none.
         """
         ...
 
@@ -99,6 +106,9 @@ class PolicyModel(TrainedModel, Protocol):
         call it several times before `optimizer_step`.
         """
         ...
+
+    def refresh_reference(self) -> None:
+        """Give the reference, which must be a second model, the policy's weights."""
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full (unsharded) tensors under their Hugging Face names, on every rank."""

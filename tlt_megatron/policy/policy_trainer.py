@@ -17,6 +17,7 @@ from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.advantages import (
     advantage_metrics,
     compute_advantages,
+    distill,
     zero_advantages,
 )
 from tlt_megatron.policy.batching import (
@@ -153,7 +154,7 @@ class PolicyTrainer:
             metrics = self._compare_engines(packs, known, version)
         elif tap is not None and plan.skipped:
             self._tap_skipped(plan.minibatches[0], tap)  # one update: one mini-batch
-        if section.kl_coef:
+        if section.has_reference:
             batches = [pack.batch for pack in packs]
             reference = self.model.infer_logprobs(batches, self.temperature, reference=True)
             ref_logprobs = by_key(packs, [r.logprobs for r in reference])
@@ -161,6 +162,12 @@ class PolicyTrainer:
         if section.has_kl_reward:
             penalties = self._kl_penalties(old_logprobs, ref_logprobs)
         advantages, returns = compute_advantages(plan.scored, section, own, penalties, values, dp)
+        if section.distill_coef:
+            assert old_logprobs is not None
+            assert ref_logprobs is not None
+            coef = section.distill_coef
+            advantages, found = distill(own, advantages, old_logprobs, ref_logprobs, coef, dp)
+            metrics |= found
         return Inference(
             version=version,
             plan=plan,

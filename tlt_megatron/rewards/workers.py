@@ -148,8 +148,7 @@ class RewardPool:
 
     def take_repeated(self) -> int:
         """Return the conversations that were repeated since the last call."""
-        count, self._workers.num_repeated = self._workers.num_repeated, 0
-        return count
+        return self._workers.take_repeated()
 
     def open(self, prompt: Prompt, sample_index: int) -> HostedConversation:
         """Return a conversation with an environment that is a class."""
@@ -278,7 +277,9 @@ class _Workers:
             lambda: WorkerProcess(weights, environment, folder, self._log_output)
         )
         self.loaded = Loaded()
-        self.num_repeated = 0  # conversations whose worker ended, so that another one repeated them
+        self._num_repeated = (
+            0  # conversations whose worker ended, so that another one repeated them
+        )
 
     async def start(self, num_workers: int) -> None:
         self.loaded = (await self._seats.open(num_workers)).loaded
@@ -327,7 +328,7 @@ class _Workers:
         async with self._seats.room(seat) as seat:
             worker = await self._seats.worker_of(seat)
             if worker is not talk.worker:
-                self.num_repeated += bool(talk.calls)
+                self._num_repeated += bool(talk.calls)
                 talk.worker, talk.seat = worker, seat
                 for past_function, past, answer in talk.calls:
                     call = past_function, {"conversation": talk.number, "arguments": past}
@@ -338,6 +339,11 @@ class _Workers:
                         return Outcome(failure="error", detail=_NOT_REPEATABLE)
             call = function, {"conversation": talk.number, "arguments": arguments}
             return await worker.call(*call, self._timeout_s)
+
+    def take_repeated(self) -> int:
+        """See `RewardPool.take_repeated`."""
+        count, self._num_repeated = self._num_repeated, 0
+        return count
 
     async def report(self, function: str, prompt_id: str, where: str, why: str) -> None:
         """Log a failure once for each prompt, or raise RuntimeError if it is fatal."""

@@ -32,6 +32,7 @@ from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.rollout.open_conversation import (
     OpenConversation,
+    cut_text,
     num_shared,
     seed_of,
     with_tools,
@@ -231,7 +232,12 @@ class Conversations:
             token_ids = (*token_ids, *added)
         num_kept = num_shared(prompt.token_ids, token_ids)
         num_added, limit = len(token_ids) - num_kept, self.section.max_observation_tokens
-        if num_added > limit or not num_kept:
+        if not num_kept:
+            raise ValueError(
+                "the prompt with its messages and tools begins with another token than the prompt of the row, which must"
+                " begin with a system message"
+            )
+        if num_added > limit:
             raise ValueError(
                 f"its messages and tools take {num_added} tokens: at most rollout.max_observation_tokens={limit}"
             )
@@ -321,6 +327,7 @@ class Conversations:
                 is_chat=bool(prompt.messages),
                 template_kwargs=conversation.template_kwargs,
             )
+            stop = None if answer.stop is None else self.tokenizer.stop_strings(answer.stop)
         except ValueError as error:
             why = f"its observation cannot be encoded: {error}"
             self._fail(conversation, last.sample_index, why)
@@ -339,6 +346,7 @@ class Conversations:
             first_position=conversation.num_generated + num_observed,
             num_samples=1,
             max_new_tokens=room,
+            stop=prompt.stop if stop is None else stop,
         )
 
     def _cut(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -347,7 +355,7 @@ class Conversations:
         if not limit:
             return messages
         return [
-            {**each, "content": self.tokenizer.cut(str(each["content"]), limit)}
+            {**each, "content": cut_text(self.tokenizer, str(each["content"]), limit)}
             if each["role"] == "tool"
             else each
             for each in messages

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import HostedConversation
 from tlt_megatron.rollout.open_responses import join_parts
@@ -96,6 +97,15 @@ def with_tools(
     names = {name_of(tool) for tool in known}
     further = [tool for tool in tools if name_of(tool) not in names]
     return {**template_kwargs, "tools": [*known, *further]} if further else template_kwargs
+
+
+def cut_text(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
+    """Return the text, cut behind as many tokens if it has more."""
+    token_ids = tokenizer.encode_texts([text])[0]
+    if len(token_ids) <= num_tokens:
+        return text
+    kept = tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=False)
+    return kept.rstrip("\ufffd")  # a part of a character
 
 
 def name_of(tool: Mapping[str, Any]) -> object:

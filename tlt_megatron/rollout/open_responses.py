@@ -96,6 +96,7 @@ class OpenResponses:
 
     def _continue(self, prompt: Prompt, so_far: Rollout) -> Prompt:
         num_tokens = so_far.token_ids.numel()
+        stop = prompt.stop_in(self.params)
         return dataclasses.replace(
             prompt,
             token_ids=(*prompt.token_ids, *so_far.token_ids.tolist()),
@@ -103,6 +104,7 @@ class OpenResponses:
             first_position=num_tokens,
             num_samples=1,
             max_new_tokens=min(self._round_tokens, self.params.max_new_tokens - num_tokens),
+            stop=None if stop is None else stop.after(so_far.token_ids.tolist()),
         )
 
     def _so_far(self, part: Rollout) -> Rollout | None:

@@ -15,18 +15,19 @@ from tlt_megatron.config.extensions import load_code, load_extension, named_code
 from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.own_layer import OWN, note_own_layer
 from tlt_megatron.config.rules import warnings_of
-from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.config.schema import DataSection, RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_held_out, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.model import fp8_fields
 from tlt_megatron.mcore.policy_model import McoreCriticModel, McorePolicyModel
+from tlt_megatron.mcore.reference_model import McoreReferenceModel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.health import TrainingHealth
+from tlt_megatron.policy.interfaces import SavedModel
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
-from tlt_megatron.rewards.tool_calls import find_form
 from tlt_megatron.rewards.worker_process import ToolUseSpec
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.rollout.batch_rules import BatchRules
@@ -47,7 +48,11 @@ from tlt_megatron.runtime.status import StatusWriter
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.runtime.trackers import Tracker
 from tlt_megatron.saved_files import errors_named
-from tlt_megatron.trainer.before.conversation_checks import check_conversations, check_tools
+from tlt_megatron.trainer.before.conversation_checks import (
+    check_conversations,
+    check_tools,
+    form_of,
+)
 from tlt_megatron.trainer.build_drafter import build_drafter
 from tlt_megatron.trainer.flops import make_utilization
 from tlt_megatron.trainer.loop import RLTrainer
@@ -101,13 +106,9 @@ def build_run(site: Site) -> Run:
     model_config = load_model_config(config.model.path)
     about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
     resumes_drafter = saved is not None and compare_run(saved, about, is_warning=world.is_first)
-    data = config.data
-    if config.rollout.tools:
-        rewards.wait_ready()
-        check_tools(tokenizer, rewards.environment.tools, data.chat_template_kwargs)
-        tools = {"tools": [*rewards.environment.tools]}  # a row's own replace them
-        data = replace(data, chat_template_kwargs={**tools, **data.chat_template_kwargs})
-    prompts = load_prompts(data.train, tokenizer, data, world)
+    data = _data_with_tools(config, tokenizer, rewards)
+    needs_label = not config.reward.is_none
+    prompts = load_prompts(data.train, tokenizer, data, world, needs_label=needs_label)
     if world.is_first:
         for line in tokenizer.notes(has_strings=not all(row.messages for row in prompts.rows)):
             log.warning("%s", line)
@@ -130,10 +131,13 @@ def build_run(site: Site) -> Run:
     phases = worker.phases
     worker.engine.sleep()  # until the first publication: models start and restore in its memory
     with phases("SETUP", "setup"):
-        model, critic = _build_models(config, groups, site.device)
+        model, critic, reference = _build_models(config, groups, site.device)
+        saved_models: dict[str, SavedModel | None] = {"policy": model, "critic": critic}
+        if config.reference.refresh_steps:
+            saved_models["reference"] = reference
         checkpoints = CheckpointManager(
             root=run_dir / CHECKPOINTS,
-            models={"policy": model} | ({"critic": critic} if critic else {}),
+            models={name: each for name, each in saved_models.items() if each},
             keep=config.checkpoint.keep,
             world=world,
             about=about,
@@ -154,6 +158,7 @@ def build_run(site: Site) -> Run:
         worker=worker,
         policy_trainer=_build_policy_trainer(config, model, critic, groups),
         drafter=drafter,
+        refresh_steps=config.reference.refresh_steps if reference else 0,
     )
     is_saved = False  # a fork has another run folder, without the history
     if saved and folder:
@@ -190,6 +195,19 @@ def _environment_of(config: RunConfig) -> str | ToolUseSpec:
     return ToolUseSpec(tools=rollout.tools, errors=rollout.tool_errors, timeout_s=timeout_s)
 
 
+def _data_with_tools(config: RunConfig, tokenizer: Tokenizer, rewards: RewardPool) -> DataSection:
+    """Return config.data, in which the chat template gets the tools of rollout.tools. A row's own
+    tools replace them.
+    """
+    data = config.data
+    if not config.rollout.tools:
+        return data
+    rewards.wait_ready()
+    tools = rewards.environment.tools
+    check_tools(tokenizer, tools, data.chat_template_kwargs)
+    return replace(data, chat_template_kwargs={"tools": [*tools], **data.chat_template_kwargs})
+
+
 def _check_extensions(config: RunConfig) -> None:
     """Refuse a user's function or class that cannot be used, before models are built."""
     for key, spec in named_code(config):
@@ -219,7 +237,7 @@ def _build_worker(
     stack.callback(progress.close)
     conversations = None
     if config.rollout.has_conversations:
-        form = find_form(tokenizer.tool_template)
+        form = form_of(tokenizer)
         conversations = Conversations(engine, rewards, tokenizer, config.rollout, form)
     return RolloutWorker(
         engine=engine,
@@ -305,11 +323,13 @@ def _sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         stop_token_ids=tokenizer.stop_token_ids,
+        stop=tokenizer.stop_strings(rollout.stop),
         seed=config.run.seed,
     )
 
 
 def _eval_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
+    stop = config.rollout.stop if config.eval.stop is None else config.eval.stop
     return SamplingParams(
         num_samples=config.eval.num_samples,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -317,31 +337,37 @@ def _eval_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
         top_p=config.rollout.top_p if config.eval.top_p is None else config.eval.top_p,
         top_k=config.rollout.top_k if config.eval.top_k is None else config.eval.top_k,
         stop_token_ids=tokenizer.stop_token_ids,
+        stop=tokenizer.stop_strings(stop),
         seed=config.run.seed + EVAL_SEED_OFFSET,
     )
 
 
 def _build_models(
     config: RunConfig, groups: ProcessGroups, device: Device
-) -> tuple[McorePolicyModel, McoreCriticModel | None]:
+) -> tuple[McorePolicyModel, McoreCriticModel | None, McoreReferenceModel | None]:
     """Build the models. Each leaves the device before the next one comes."""
     layout: dict[str, Any] = {"parallel": config.parallel, "mcore": config.mcore}
     layout |= {"groups": groups, "device": device}
+    critic = reference = None
+    if config.second_path:
+        reference = McoreReferenceModel(
+            model=replace(config.model, path=config.second_path), **layout
+        )
     policy = McorePolicyModel(
         model=config.model,
         optimizer=config.optimizer,
         num_updates=config.num_updates,
-        keep_reference=config.algorithm.kl_coef > 0,
+        keep_reference=config.has_reference and reference is None,
+        reference=reference,
         **layout,
     )
     policy.leave_device()
-    if not config.has_critic:
-        return policy, None
-    model = replace(config.model, path=config.critic_path)
-    optimizer = config.critic.optimizer(config.optimizer)
-    critic = McoreCriticModel(model=model, optimizer=optimizer, **layout)
-    critic.leave_device()
-    return policy, critic
+    if config.has_critic:
+        model = replace(config.model, path=config.critic_path)
+        optimizer = config.critic.optimizer(config.optimizer)
+        critic = McoreCriticModel(model=model, optimizer=optimizer, **layout)
+        critic.leave_device()
+    return policy, critic, reference
 
 
 def _build_policy_trainer(

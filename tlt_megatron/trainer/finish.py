@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.durable import replace_text
 from tlt_megatron.runtime.progress import Progress, format_number
 from tlt_megatron.runtime.timeline import merge_timelines
+from tlt_megatron.runtime.typed_command import resume_command, tlt_command
 from tlt_megatron.saved_files import read_json
 from tlt_megatron.trainer.model_card import base_model, model_card
 from tlt_megatron.trainer.run import Run
@@ -83,8 +82,8 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     if run.is_stopped:
         progress.close()
         log.info(
-            "saved step %d of %d; resume with: --resume auto run.dir=%s",
-            *(trainer.step, config.run.num_steps, run_dir),
+            "saved step %d of %d; resume with:\n%s",
+            *(trainer.step, config.run.num_steps, resume_command(run_dir)),
         )
         return
     merge_timelines(run_dir)
@@ -104,17 +103,16 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
 
 def _print_next(config: RunConfig, run_dir: Path, progress: Progress, *, has_drafter: bool) -> None:
     """Print commands that go on from the run. They run as they are printed."""
-    tlt, folder = Path(sys.executable).with_name("tlt"), shlex.quote(str(run_dir))
-    words = [f"report {folder}", f"watch {folder}"]
+    commands: list[tuple[object, ...]] = [("report", run_dir), ("watch", run_dir)]
     if config.checkpoint.export_hf:
-        trust = " --trust-run" if foreign_code(config) else ""
-        data = shlex.quote((config.data.eval_files or {"": config.data.train}).popitem()[1])
-        words += [f"chat {folder}", f"evaluate {folder} --data {data}{trust}"]
+        trust = ["--trust-run"] if foreign_code(config) else []
+        data = (config.data.eval_files or {"": config.data.train}).popitem()[1]
+        commands += [("chat", run_dir), ("evaluate", run_dir, "--data", data, *trust)]
     if has_drafter:
-        served = shlex.quote(f"{run_dir}-drafter")
-        words.append(f"export-drafter --from {folder} --to {served} --format sglang")
-    for number, command in enumerate(words):
-        progress.message(f"{'      ' if number else 'next: '}{tlt} {command}")
+        names = ("--from", run_dir, "--to", f"{run_dir}-drafter", "--format", "sglang")
+        commands.append(("export-drafter", *names))
+    for number, words in enumerate(commands):
+        progress.message(f"{'      ' if number else 'next: '}{tlt_command(*words)}")
 
 
 def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:

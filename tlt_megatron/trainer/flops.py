@@ -71,14 +71,14 @@ class Utilization:
     """Makes the metrics perf/mfu/* of a run whose GPUs are known."""
 
     model: ModelConfig
+    reference: ModelConfig
     num_epochs: int  # passes of an update over its batch
     peak: float  # FLOP/s of all ranks
 
     def metrics(self, inference: Inference, step: Mapping[str, float]) -> dict[str, float]:
         """Return perf/mfu/actor and perf/mfu/actor_infer, each where its pass ran.
 
-        `step` are the other metrics of the step. Responses that the update skips are not counted. A
-        pass of the reference before the update counts as one of the policy.
+        `step` are the other metrics of the step. Responses that the update skips are not counted.
         """
         lengths = {
             rollout.key: rollout.num_tokens
@@ -91,8 +91,9 @@ class Utilization:
             count = 3 * self.num_epochs * forward_flops(self.model, updated)
             flops["actor"] = count / step["timing_s/update_actor"]
         if inference.old_logprobs is not None:
-            num_passes = 1 if inference.ref_logprobs is None else 2
-            count = num_passes * forward_flops(self.model, list(lengths.values()))
+            has_reference = inference.ref_logprobs is not None
+            passes = [self.model, *[self.reference] * has_reference]
+            count = sum(forward_flops(model, list(lengths.values())) for model in passes)
             flops["actor_infer"] = count / step["timing_s/old_log_prob"]
         return {f"perf/mfu/{name}": rate / self.peak for name, rate in flops.items()}
 
@@ -104,6 +105,7 @@ def make_utilization(config: RunConfig, gpu_name: str, num_ranks: int) -> Utiliz
         return None
     return Utilization(
         model=load_model_config(config.model.path),
+        reference=load_model_config(config.second_path or config.model.path),
         num_epochs=config.algorithm.num_epochs,
         peak=peak * num_ranks,
     )

@@ -50,6 +50,7 @@ class RLTrainer:
     worker: RolloutWorker  # its engine holds the policy
     policy_trainer: PolicyTrainer
     drafter: DrafterLifecycle | None  # None without spot training
+    refresh_steps: int = 0  # steps between refreshes of the reference; 0: it never changes
     step: int = field(default=0, init=False)  # RL steps done; also the version of the policy
     critic_from: int = field(default=0, init=False)  # the step at which the critic began, if any
     # responses that the last step left over (partial rollouts)
@@ -139,6 +140,8 @@ class RLTrainer:
             metrics = {}
             if self._has_policy_update:
                 metrics = self.policy_trainer.update(inference, tap)
+            if self.refresh_steps and (self.step + 1) % self.refresh_steps == 0:
+                model.refresh_reference()
         model.leave_device()
         return metrics
 

@@ -121,7 +121,7 @@ class RunReport:
     def _tell_no_spread(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn once of steps in a row without a response that is better than others."""
         lowest, highest = (metrics.get(f"critic/rewards/{name}") for name in ("min", "max"))
-        has_spread = lowest is None or lowest != highest
+        has_spread = lowest is None or lowest != highest or "actor/reverse_kl" in metrics
         self._num_without_spread = 0 if has_spread else self._num_without_spread + 1
         if self._num_without_spread == _NO_SPREAD_STEPS and self.world.is_first:
             log.warning(

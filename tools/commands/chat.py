@@ -5,8 +5,8 @@
     tlt chat http://127.0.0.1:8000
 
 A run or a model is loaded here; an address is that of `tlt serve` or of another server with
-OpenAI's protocol. Without a chat template a line is a prompt of its own. An empty line or Ctrl-D
-ends it.
+OpenAI's protocol. Without a chat template a line is a prompt of its own. A conversation that is
+longer than the model takes loses its oldest turns. An empty line or Ctrl-D ends it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 from tools.commands.saved_run import model_and_drafter
 
+_NEW_TOKENS = 512
 Answer = Callable[[list[dict[str, str]]], tuple[str, str]]  # messages -> text, what it took
 
 
@@ -56,8 +57,15 @@ def _of_engine(options: argparse.Namespace, sampling: dict[str, Any]) -> Answer:
 
     def answer(messages: list[dict[str, str]]) -> tuple[str, str]:
         started = time.perf_counter()
-        prompt = messages if engine.tokenizer.has_chat_template else messages[-1]["content"]
-        (found,) = engine.generate([prompt], max_new_tokens=options.max_new_tokens, **sampling)
+        room = 0
+        while room < 1:
+            prompt = messages if engine.tokenizer.has_chat_template else messages[-1]["content"]
+            room = engine.max_tokens - len(engine.encode([prompt])[0])
+            if len(messages) == 1:
+                break
+            del messages[: 2 * (room < 1)]
+        most = options.max_new_tokens or max(1, min(_NEW_TOKENS, room))
+        (found,) = engine.generate([prompt], max_new_tokens=most, **sampling)
         seconds, lengths = time.perf_counter() - started, found.accept_lengths
         took = f"{len(found.token_ids)} tokens, {len(found.token_ids) / seconds:.0f} tokens/s"
         if lengths:
@@ -69,7 +77,8 @@ def _of_engine(options: argparse.Namespace, sampling: dict[str, Any]) -> Answer:
 
 def _of_server(options: argparse.Namespace, sampling: dict[str, Any]) -> Answer:
     def answer(messages: list[dict[str, str]]) -> tuple[str, str]:
-        body = {"messages": messages, "max_tokens": options.max_new_tokens, **sampling}
+        most = {"max_tokens": options.max_new_tokens} if options.max_new_tokens else {}
+        body = {"messages": messages, **most, **sampling}
         request = urllib.request.Request(
             f"{options.model.rstrip('/')}/v1/chat/completions",
             json.dumps(body).encode(),
@@ -92,7 +101,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("model", metavar="RUN_OR_MODEL_OR_URL")
     parser.add_argument("--drafter", help="default: the run's")
-    parser.add_argument("--max-new-tokens", type=int, default=512)
+    rest = f"default: what fits, here at most {_NEW_TOKENS}"
+    parser.add_argument("--max-new-tokens", type=int, help=rest)
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     return parser.parse_args()
 

@@ -37,6 +37,7 @@ from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.typed_command import tlt_command
 from tlt_megatron.trainer.before.memory_ledger import make_ledger
 
 TEMPLATES = Path(__file__).with_name("new_run")
@@ -82,11 +83,11 @@ def main(arguments: list[str] | None = None) -> None:
     if note := note_own_layer(found, load_model_config(found)):
         print(f"\n{note}")
     print(f"\nwritten to {options.out}: {', '.join(names)}. Edit reward.py, then:")
-    config, script = (
-        shlex.quote(f"{options.out / name}") for name in ("config.yaml", "train.sbatch")
-    )
-    start = f"tlt train {config} --nproc-per-node {options.gpus or 2}"
-    print(start if options.gpus <= NODE_GPUS else f"sbatch {script}")
+    config, ranks = options.out / "config.yaml", options.gpus or 2
+    if ranks <= NODE_GPUS:
+        print(tlt_command("train", config, "--nproc-per-node", ranks))
+    else:
+        print(shlex.join(["sbatch", str(options.out / "train.sbatch")]))
 
 
 def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import yaml
 
 from tlt_megatron.config.load import load_config, read_sections
 from tlt_megatron.config.other_names import our_name
+from tlt_megatron.runtime.typed_command import tlt_command
 from tlt_megatron.saved_files import read_text
 from tools.commands import their_settings as theirs
 
@@ -75,15 +76,27 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"to be changed before a run: {problem}", file=sys.stderr)
     if problems:
         return 2
-    num_nodes, num_ranks = (
+    nodes, gpus = (
         next((given[k] for k in ks if k in given), None) for ks in (theirs.NODES, theirs.GPUS)
     )
-    # A script may leave both to variables of its cluster, which are not printed as they are.
-    num_nodes, num_ranks = ("N" if "$" in str(n) else n for n in (num_nodes, num_ranks))
-    nodes = f" --nnodes {num_nodes}" if num_nodes not in (None, 1) else ""
-    print(f"tlt plan {out} --ranks N --memory GIB   # does it fit a GPU?")
-    print(f"tlt train {out} --nproc-per-node {num_ranks or 'N'}{nodes}")
+    _print_next(out, str(nodes or 1), str(gpus))
     return 0
+
+
+def _print_next(out: Path, num_nodes: str, num_gpus: str) -> None:
+    """Print commands that plan and start the run. A number that the source leaves to a variable of
+    its cluster, or has not, is a guess: 1 node, 8 GPUs, 80 GiB.
+    """
+    is_open = not (num_nodes.isdecimal() and num_gpus.isdecimal())
+    nodes = int(num_nodes) if num_nodes.isdecimal() else 1
+    gpus = int(num_gpus) if num_gpus.isdecimal() else 8
+    plan = tlt_command("plan", out, "--ranks", nodes * gpus, "--memory", 80)
+    print(f"{plan}   # put {'your GPUs and ' * is_open}their GiB here")
+    train = tlt_command("train", out, "--nproc-per-node", gpus)
+    if nodes > 1:
+        train += f" --nnodes {nodes} --node-rank 0 --master-addr $(hostname)"
+        train += f"   # and its like on {nodes - 1} other nodes"
+    print(train)
 
 
 def read(path: Path) -> dict[str, Any]:

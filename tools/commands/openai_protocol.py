@@ -42,9 +42,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
 
-StopText = Annotated[str, Field(max_length=256)]
-
-
 class StreamOptions(BaseModel, extra="forbid"):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
@@ -61,7 +58,7 @@ class Sampling(BaseModel):
     top_k: Annotated[int, Field(ge=-1)] = 0  # not OpenAI's; 0 and -1 keep all
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] = Field(default_factory=list)
+    stop: str | list[str] = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 

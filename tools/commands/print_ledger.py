@@ -169,8 +169,12 @@ def _candidate(files: list[str], words: list[str], ranks: int, name: str = "") -
             if ranks not in _RANKS:
                 raise ValueError(f"--compare {word}: must be >= 1 and <= {_RANKS[-1]}")
     config, _ = load_fetched_config(files, overrides, patterns=CONFIG)
-    for key, path in (("model.path", config.model.path), ("critic.path", config.critic_path)):
-        if key == "model.path" or config.has_critic:
+    for key, path, is_used in (
+        ("model.path", config.model.path, True),
+        ("critic.path", config.critic_path, config.has_critic),
+        ("reference.path", config.reference.path, bool(config.second_path)),
+    ):
+        if is_used and (path or key == "model.path"):
             check_model(key, path, needs_weights=False, needs_tokenizer=False)
     check_layout(config, ranks)
     kind = "cpu" if config.run.device == "cpu" else "cuda"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tlt_megatron.config.load import read_sections
 from tlt_megatron.config.own_layer import OWN
+from tlt_megatron.runtime.typed_command import tlt_command
 
 
 def run_of(path: Path) -> Path | None:
@@ -25,9 +26,8 @@ def model_and_drafter(source: str) -> tuple[str, str | None]:
     if not (run / "config.yaml").is_file():
         return source, None
     if not (run / "hf").is_dir():
-        raise ValueError(
-            f"{source}: has no hf/; tlt convert --from {source} --to FOLDER makes a model of its checkpoint"
-        )
+        convert = tlt_command("convert", "--from", source, "--to", run / "hf")
+        raise ValueError(f"{source}: has no hf/; {convert} makes a model of its checkpoint")
     drafter = run / "hf_drafter"
     if drafter.is_dir():
         return str(run / "hf"), str(drafter)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from tlt_megatron.config.hub import fetch_model
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.own_layer import OWN, check_own_layer
+from tlt_megatron.runtime.typed_command import pip_command
 from tools.commands.export_drafter import export_drafter, find_drafter, load_target, server_command
 from tools.commands.saved_run import model_and_drafter
 
@@ -42,7 +43,7 @@ def main() -> None:
         os.execvp(command[0], command)
     for name in ("fastapi", "uvicorn"):
         if find_spec(name) is None:
-            raise ValueError(f"{name} is not installed: pip install 'tlt_megatron[serve]'")
+            raise ValueError(f"{name} is not installed: {pip_command('tlt_megatron[serve]')}")
     with _bind(options.host, options.port) as place:
         _serve(options, model, drafter, place)
 

@@ -66,7 +66,7 @@ def companion_differences(model: Path, folder: Path, data: DataSection | None) -
                 f"{folder} has not the chat template of {model} with data.chat_template_kwargs"
             )
     for file in companions(model):
-        copy = folder / file.name
+        copy = folder / file.relative_to(model)
         is_same = copy.is_file() and copy.read_bytes() == file.read_bytes()
         is_compared = pinned is not None and file.suffix == ".jinja"
         # the dtype in config.json may change

@@ -128,10 +128,9 @@ def main(arguments: list[str] | None = None) -> None:
         server = WatchServer(runs, options.port)
     except (OSError, OverflowError) as error:
         raise ValueError(f"--port {options.port}: {error}; must be free") from None
-    with server:
+    with server, contextlib.suppress(KeyboardInterrupt):
         print(f"watch: http://{_HOST}:{server.port}/ (Ctrl-C ends it)", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
+        server.serve_forever()
 
 
 if __name__ == "__main__":

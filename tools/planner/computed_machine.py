@@ -133,8 +133,11 @@ class ComputedMachine:
         token_s = 2 * params / (self.gpu.peak * self.ranks)  # for a forward pass
         if phase == "gen_rest":
             return prompts * token_s
-        if phase == "old_log_prob" and algorithm.has_logprob_pass:
-            return trained * token_s
+        if phase == "old_log_prob":
+            second = self.config.second_path or self.config.model.path
+            reference = ModelSizes(load_model_config(second)).total / params
+            passes = algorithm.has_logprob_pass + reference * self.config.has_reference
+            return passes * trained * token_s
         if phase == "update_actor":
             passes = 4 if self.config.mcore.recompute == "full" else 3
             return passes * algorithm.num_epochs * trained * token_s

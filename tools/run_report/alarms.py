@@ -83,7 +83,7 @@ def _reward_fell(rows: Sequence[Row]) -> str:
 
 def _no_spread(rows: Sequence[Row]) -> str:
     lowest, highest = (_last(rows, f"critic/rewards/{name}") for name in ("min", "max"))
-    if not lowest or lowest != highest:
+    if not lowest or lowest != highest or _last(rows, "actor/reverse_kl"):  # or it is distilled
         return ""
     return (
         f"All responses of a step have had the same reward for {_NUM_STEPS} steps "

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tlt_megatron.runtime.typed_command import pip_command
 from tlt_megatron.saved_files import errors_named
 from tools.run_report.data import RunData
 from tools.run_report.figure import Panel
@@ -25,7 +26,7 @@ try:
     import jinja2
     import plotly.offline
 except ModuleNotFoundError as error:
-    needed = f'needs the package {error.name}: pip install "tlt_megatron[report]"'
+    needed = f"needs the package {error.name}: {pip_command('tlt_megatron[report]')}"
     raise ValueError(needed) from None
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from tlt_megatron.api.response_text import ResponseText
+from tlt_megatron.stop_strings import StopStrings
 
 
 def by_bytes(token_ids: Sequence[int]) -> str:
@@ -26,16 +27,20 @@ def by_fallback(token_ids: Sequence[int]) -> str:
     return _FALLBACK.decode(list(token_ids))
 
 
-def read(decode, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, list[str], int]:
+def read(
+    decode,
+    token_ids: Sequence[int],
+    stop: Sequence[str] = (),
+    pieces_of=lambda token: bytes([token]),
+) -> tuple[str, list[str], int]:
     """The text, what was given out after each token, and the number of tokens until the end."""
-    text, pieces, count = ResponseText(decode, stop), list[str](), 0
-    for token_id in token_ids:
-        count += 1
-        if text.add(token_id):
-            break
+    strings = StopStrings(stop, pieces_of)
+    text, pieces = ResponseText(decode, strings), list[str]()
+    count = strings.run(b"", token_ids)[0]  # as the engine ends it
+    for token_id in token_ids[:count]:
+        text.add(token_id)
         pieces.append(text.take(is_ended=False))
-    else:
-        text.end()
+    text.end()
     return text.text, [*pieces, text.take(is_ended=True)], count
 
 
@@ -67,4 +72,26 @@ def test_it_ends_before_the_first_stop_string(whole: str, stop: list[str]) -> No
 
 
 def test_a_possible_begin_of_a_stop_string_is_held_back() -> None:
-    assert read(by_bytes, b"a\nb\n\nc", ["\n\n"]) == ("a\nb", ["a", "", "\nb", "", ""], 5)
+    assert read(by_bytes, b"a\nb\n\nc", ["\n\n"]) == ("a\nb", ["a", "", "\nb", "", "", ""], 5)
+
+
+@given(
+    st.lists(st.sampled_from(["a", "ab", "b€", "é", "<x>"]), max_size=40),
+    st.lists(
+        st.sampled_from(["ba", "€", "<x>", "a<x>", "b<x>é", "aab", "x"]), min_size=1, max_size=3
+    ),
+)
+def test_a_special_token_stops_with_its_name_and_is_no_part_of_the_text(
+    tokens: list[str], stop: list[str]
+) -> None:
+    """The text is what is visible of the bytes before the first complete string."""
+    names = dict(enumerate(tokens))
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return "".join(names[i] for i in token_ids if names[i] != "<x>")
+
+    text, pieces, count = read(decode, list(names), stop, lambda token: names[token].encode())
+    whole = "".join(tokens[:count])
+    places = [whole.find(each) for each in stop if each in whole]
+    assert text == whole[: min(places, default=None)].replace("<x>", "").replace("<", "")
+    assert "".join(pieces) == text

@@ -199,3 +199,40 @@ def test_a_door_refuses_a_form_by_name(
         enter(model, tmp_path)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("door", [door for door in DOORS if door != "tlt serve"])
+@pytest.mark.parametrize("part", ["", "checkpoints", "checkpoints/iter_0000001"])
+def test_a_door_takes_a_run_or_names_the_folder_to_give(
+    door: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, (enter, key) = tmp_path / "run", DOORS[door]
+    saved = run / "checkpoints" / "iter_0000001"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    (saved.parent / "latest_checkpointed_iteration.txt").write_text("1")
+    (run / "config.yaml").write_text("{}")
+    write_model(run / "hf", model_type="gpt2")  # no door computes with it
+    write_drafter(tmp_path / "drafter")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    (tmp_path / "run.yaml").write_text(json.dumps({"data": {"train": f"{tmp_path}/rows.jsonl"}}))
+    told = rf"^{key}='?{run / part}'?: is a (run: give {run}/hf|checkpoint: tlt convert --from {run / part} --to)"
+    if not part and door in ("tlt chat", "tlt evaluate", "tlt serve --engine"):
+        told = rf"^{key}='?{run}/hf'?: config\.json model_type='gpt2'"
+    if door == "tlt convert":
+        told = r"must be a Hugging Face model|damaged|manifest|--model"
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match=told):
+        enter(run / part, tmp_path)
+
+
+def test_a_run_as_a_drafter_names_the_folder_to_give(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_drafter(tmp_path / "run" / "hf_drafter")
+    (tmp_path / "run" / "config.yaml").write_text("{}")
+    told = rf"^drafter='{tmp_path}/run': is a run: give {tmp_path}/run/hf_drafter$"
+    with pytest.raises(ValueError, match=told):
+        Engine(tmp_path / "model", drafter=tmp_path / "run")
+    (tmp_path / "run" / "hf_drafter").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"is a run without hf_drafter: give the folder drafter"):
+        Engine(tmp_path / "model", drafter=tmp_path / "run")

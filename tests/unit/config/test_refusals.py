@@ -121,6 +121,34 @@ def drafter(**config: object) -> Callable[[Path], object]:
     return lambda folder: write_drafter(folder / "drafter", **config)
 
 
+def teacher(change: str = "", **config: object) -> Callable[[Path], object]:
+    """Write a second model whose tokenizer is another one in this part."""
+
+    def write(folder: Path) -> None:
+        write_model(folder / "teacher", **config)
+        pieces: dict = {"vocab": {"a": 0, "b": 1, "<eos>": 2}, "merges": [], "type": "BPE"}
+        for name in ("model", "teacher"):
+            parts: dict = {
+                "added_tokens": [],
+                "normalizer": None,
+                "pre_tokenizer": None,
+                "model": dict(pieces),
+            }
+            if name == "teacher" and change == "ids":
+                parts["model"]["vocab"] = {"a": 0, "b": 2, "<eos>": 1}
+            elif name == "teacher" and change == "fewer":
+                parts["model"]["vocab"] = {"a": 0, "b": 1}
+            elif name == "teacher" and change == "normalizer":
+                parts["normalizer"] = {"type": "NFC"}
+            (folder / name / "tokenizer.json").write_text(json.dumps(parts))
+        if change == "file":
+            (folder / "teacher/tokenizer.json").rename(folder / "teacher/tokenizer.model")
+
+    return write
+
+
+TEACHER = ("reference.path={0}/teacher", "algorithm.distill_coef=1")
+NOT_SAME = r"reference\.path='[^']*/teacher': must have the policy's tokenizer: "
 MODEL = r"model\.path='[^']*/model': "
 CASES = [
     # config.json
@@ -184,6 +212,18 @@ CASES = [
     Case("own layer with a tensor too many", r"drafter='own': \S+: its files lack model\.mtp_layers\.0\.token_layernorm\.weight, .* and hold tensors that a layer for MTP .*: model\.mtp_layers\.0\.x", own_layer, OWN),
     Case("own layer by EAGLE-3", r"drafter\.algorithm='eagle3': must be eagle or hass where speculation\.drafter='own'", overrides=(*OWN, "drafter.algorithm=eagle3")),
     Case("drafter by its old key", r"drafter\.path='x': unknown key; drafter\.path: here speculation\.drafter$", overrides=("drafter.path=x",)),
+    # a second model
+    Case("absent reference", r"reference\.path='/absent': must be a folder", overrides=("reference.path=/absent", "algorithm.kl_coef=0.1")),
+    Case("reference without a tokenizer", r"reference\.path='[^']*/teacher': must hold a tokenizer", lambda f: (teacher()(f), remove("teacher/tokenizer.json")(f)), TEACHER),
+    Case("reference with other ids", NOT_SAME + r"the token 'b' is 1 in the policy's, and 2 there", teacher("ids"), TEACHER),
+    Case("reference with fewer tokens", NOT_SAME + r"the token '<eos>' is 2 in the policy's, and not there", teacher("fewer"), TEACHER),
+    Case("reference with another normalizer", NOT_SAME + r"normalizer of tokenizer\.json differs", teacher("normalizer"), TEACHER),
+    Case("reference with another file", NOT_SAME + r"tokenizer\.json differs", teacher("file"), TEACHER),
+    Case("reference with a smaller vocabulary", r"reference\.path='[^']*/teacher': vocab_size=24 must be >= 32, the policy's", teacher(vocab_size=24), TEACHER),
+    Case("reference of another shape that is replaced", r"reference\.refresh_steps=2: must be 0, because config\.json of \S+/teacher is not the policy's", teacher(num_hidden_layers=3), (*TEACHER, "reference.refresh_steps=2")),
+    Case("no reward without a distillation", r"reward\.function='none': must be a function where algorithm\.distill_coef=0", overrides=("reward.function=none",)),
+    Case("dynamic sampling without a reward", r"algorithm\.filter_groups='score': must be none where reward\.function='none'", overrides=("reward.function=none", "algorithm.distill_coef=1", "algorithm.filter_groups=score")),
+    Case("evaluation without a reward", r"data\.eval='x\.jsonl': must be empty where reward\.function='none'", overrides=("reward.function=none", "algorithm.distill_coef=1", "data.eval=x.jsonl")),
     # run folder and prompts
     Case("run.dir under a file", r"run\.dir='[^']*/train\.jsonl/run': cannot be written: .*Not a directory", overrides=("run.dir={0}/train.jsonl/run",)),
     Case("no prompts", r"data\.train='': must be an existing", overrides=("data.train=",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import string
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from tlt_megatron.data.prompts import PromptSet, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer as OurTokenizer
 from tlt_megatron.data.tokenizer import load_tokenizer
 
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
@@ -74,3 +76,9 @@ def load(tokenizer: OurTokenizer, tmp_path: Path) -> Callable[..., PromptSet]:
         return load_prompts(path, tokenizer, DataSection(**section))
 
     return load
+
+
+@pytest.fixture
+def folder(tokenizer_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the tokenizer's folder, to be changed."""
+    return shutil.copytree(tokenizer_folder, tmp_path / "model")

@@ -2,26 +2,16 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.unit.data.conftest import write_rows
+from tests.unit.data.conftest import MESSAGES, write_rows
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.prompts import load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
-
-
-@pytest.fixture
-def folder(tokenizer_folder: Path, tmp_path: Path) -> Path:
-    """A copy of the tokenizer's folder, to be changed."""
-    return shutil.copytree(tokenizer_folder, tmp_path / "model")
-
-
-MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
 
 
 def test_stop_tokens_are_eos_and_those_of_both_configs(folder: Path) -> None:
@@ -244,31 +234,6 @@ def test_rewards_see_the_special_tokens_of_a_response_but_not_its_end(
     assert all("marks <think>, </think> as special" in note for note in notes)
 
 
-def test_a_template_that_writes_the_date_writes_the_given_one(folder: Path) -> None:
-    """Llama 3.2 and Mistral Small do so."""
-    (folder / "chat_template.jinja").write_text(
-        "\n{%- if strftime_now is defined %}{% set date = strftime_now('%d %b %Y, %H:%M') %}{% endif %}"
-        "{% for m in messages %}{{ strftime_now('%Y-%m-%d') }} {% endfor %}{{ date }}!"
-    )
-    text = load_tokenizer(folder, "2024-07-26").render(MESSAGES)
-    assert text == "2024-07-26 2024-07-26 26 Jul 2024, 00:00!"
-    assert load_tokenizer(folder).render(MESSAGES) != text
-
-
-def test_pinned_arguments_are_defaults_of_each_template(folder: Path) -> None:
-    """A model may have a template of its own for tools."""
-    names = {
-        "default": "\n {{ a }}{{ messages[0].content }}",
-        "tool_use": "{{ tools[0].n }}{{ b.x }}{{ a }}",
-    }
-    tokenizer = load_tokenizer(folder)
-    tokenizer.hf.chat_template = names  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.pin_template(folder, {"a": "'\u20ac%}\n", "b": {"x": None}, "if": 1})
-    pinned = load_tokenizer(folder)
-    assert pinned.render(MESSAGES) == "\n '\u20ac%}\nbe brief"
-    assert pinned.render(MESSAGES, {"tools": [{"n": 1}], "a": 3}) == "1None3"
-
-
 def write_own(folder: Path, kind: str, tokenizer_class: str, **config: object) -> None:
     """Write a BPE tokenizer of bytes, or one as SentencePiece's, under the name of a class."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
@@ -324,6 +289,25 @@ def test_texts_are_split_as_tokenizer_json_says_whatever_class_is_named(
         assert loaded.decode(ids) == truth.decode(ids)
         assert loaded.decode(ids).lstrip() == text.lstrip()
     assert loaded.stop_token_ids == (2,)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["[]", "{", ""])
+def test_a_file_that_is_no_object_is_named(name: str, text: str, folder: Path) -> None:
+    (folder / name).write_text(text)
+    with pytest.raises(
+        ValueError, match=rf"/{name}: (cannot be read as JSON|must hold a JSON obj)"
+    ):
+        load_tokenizer(folder)
+
+
+def test_an_eos_token_that_no_file_holds_is_named(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|nothing|>"}))
+    load_tokenizer(folder)
+    assert "tokenizer.json does not hold the eos token <|nothing|>" in caplog.text
 
 
 def test_a_null_in_config_json_is_not_the_tokenizers_fault(folder: Path) -> None:

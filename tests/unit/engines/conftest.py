@@ -28,11 +28,16 @@ from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device, select_device
 from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
+from tlt_megatron.stop_strings import StopStrings
 from tlt_megatron.types import Prompt, RolloutGroup
 
 MakeEngine = Callable[..., EmbeddedEngine]
 VOCAB_SIZE = 48
 checksum = checksum_tensors  # as a sender of weights computes it
+# The texts of the tokens: one to three letters, so that stop strings begin and end within them.
+TEXTS = [
+    random.Random(token).choice(["a", "b", "ab", "ba", "cab", "€"]) for token in range(VOCAB_SIZE)
+]
 
 
 def weight_bytes(model: Transformer) -> int:
@@ -151,6 +156,11 @@ def make_prompts(*lengths: int, seed: int = 0, first_draw: int = 0) -> list[Prom
         )
         for number, length in enumerate(lengths)
     ]
+
+
+def stop_at(*strings: str) -> StopStrings:
+    """Stop strings over TEXTS."""
+    return StopStrings(strings, lambda token_id: TEXTS[token_id].encode())
 
 
 def tokens_of(groups: Sequence[RolloutGroup]) -> list[list[int]]:

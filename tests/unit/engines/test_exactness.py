@@ -23,6 +23,7 @@ from tests.unit.engines.conftest import (
     engine_over,
     make_drafter,
     speculate,
+    stop_at,
 )
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
@@ -42,6 +43,7 @@ STRATEGIES = [
 CHAIN, TREE, NGRAMS = (SpeculationStrategy.parse(text) for text in ("4_1_4", "4_4_16", "ngram_4"))
 DRAFTERS = ("trained", "random", "always_wrong", "always_right", "broken")
 SELECTORS = ("fixed", "beg_mab", "cost_model", "restless")
+STOPS = (None, None, stop_at(), stop_at("aab"), stop_at("€a", "bcab", "abab"))
 NUM_COMPOSITIONS, NUM_REQUESTS = 2, 32  # for each drafter with each selector; 1,280 requests in all
 # Noise all but decides what is drawn at this temperature, so a drafter that knows a little is
 # nearly always right.
@@ -79,11 +81,12 @@ def draw_composition(
         top_p=draw.choice((1.0, 0.9, 0.5)),
         top_k=draw.choice((0, 0, 3, 12)),
         stop_token_ids=draw.choice(((), (5,), (1, 7, 11, 30))),
+        stop=draw.choice(STOPS),
         seed=draw.randrange(1000),
     )
     num_prompts = NUM_REQUESTS // num_samples
     prompts = [
-        replace(prompt, max_new_tokens=draw.randint(1, limit))
+        replace(prompt, max_new_tokens=draw.randint(1, limit), stop=draw.choice(STOPS))
         for prompt in draw_prompts(num_prompts, draw.choice((1, 12, 50)), draw)
     ]
     settings = {

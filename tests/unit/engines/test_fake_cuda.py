@@ -26,6 +26,7 @@ from tests.unit.engines.conftest import (
     make_drafter,
     make_prompts,
     speculate,
+    stop_at,
     tokens_of,
 )
 from tlt_megatron.config.draft_folder import default_aux_layer_ids
@@ -181,7 +182,8 @@ def test_a_step_is_few_launches_and_one_read_back(
     more.
     """
     engine, gpu = make_engine(tiny_path, device, strategy), device.gpu
-    params = SamplingParams(num_samples=2, max_new_tokens=20, seed=5, **cut)
+    stop = stop_at("€€€b")  # which does not come
+    params = SamplingParams(num_samples=2, max_new_tokens=20, stop=stop, seed=5, **cut)
     counts: list[tuple[int, int]] = []
 
     def count() -> bool:

@@ -21,10 +21,13 @@ from tlt_megatron.rollout.open_responses import load_carried, save_carried
 from tlt_megatron.rollout.rollout_worker import Collected
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.speculation.sampling import request_seed, sample
+from tlt_megatron.stop_strings import StopStrings
 from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams, ScoredGroup
 
+# Four tokens share a letter, so a string may begin in one round and end in the next.
+STRINGS = StopStrings(("bcd", "fgh", "kk"), lambda token_id: bytes([97 + token_id // 4]))
 PARAMS = SamplingParams(
-    num_samples=3, max_new_tokens=40, top_p=0.95, stop_token_ids=(3, 4, 5), seed=7
+    num_samples=3, max_new_tokens=40, top_p=0.95, stop_token_ids=(3, 4, 5), stop=STRINGS, seed=7
 )
 RULES = BatchRules(num_prompts=4, round_tokens=6, num_drawn=6)
 NUM_STEPS = 5
@@ -113,6 +116,11 @@ def test_tokens_and_logprobs_are_those_of_the_policies_that_drew_them(
             expected = getattr(drawn, f"{name}_B")
             torch.testing.assert_close(getattr(rollout, name), expected, rtol=0, atol=1e-5)
         assert rollout.kept.counts.numel() == len(versions)
+        ids = rollout.token_ids.tolist()
+        count, state = STRINGS.run(b"", ids)
+        assert count == len(ids)
+        has_stopped = state is None or ids[-1] in PARAMS.stop_token_ids
+        assert (rollout.finish_reason is FinishReason.STOP) == has_stopped
 
 
 def test_routes_are_those_of_the_pass_that_drew_the_newest_tokens(tmp_path: Path) -> None:

@@ -57,11 +57,11 @@ def migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Migrate:
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        ("verl.sh", "8 --nnodes 2"),
-        ("verl.yaml", "N"),
+        ("verl.sh", "8 --nnodes 2 --node-rank 0 --master-addr $(hostname)"),
+        ("verl.yaml", "8"),
         ("slime.sh", "4"),
-        ("open_verl.sh", "N"),  # a script that leaves values open, and values without a counterpart
-        ("open_slime.sh", "N"),
+        ("open_verl.sh", "8"),  # a script that leaves values open, and values without a counterpart
+        ("open_slime.sh", "8"),
     ],
 )
 def test_a_run_of_theirs_becomes_one_of_ours(migrate: Migrate, name: str, ranks: str) -> None:
@@ -72,7 +72,8 @@ def test_a_run_of_theirs_becomes_one_of_ours(migrate: Migrate, name: str, ranks:
     for line in listed.splitlines():
         assert line in found.printed
         assert line in found.out.read_text()
-    assert found.printed.endswith(f"tlt train {found.out} --nproc-per-node {ranks}\n")
+    command = found.printed.splitlines()[-1].partition("   #")[0]
+    assert command.endswith(f"tlt train {found.out} --nproc-per-node {ranks}")
 
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -252,7 +253,8 @@ def test_variables_of_a_cluster_are_not_printed_as_counts(migrate: Migrate) -> N
     found = migrate(
         f"{ROLLOUT}n=8 trainer.nnodes=${{SLURM_JOB_NUM_NODES}} trainer.n_gpus_per_node=$GPUS"
     )
-    assert found.printed.endswith(" --nproc-per-node N --nnodes N\n")
+    assert found.printed.endswith(f"tlt train {found.out} --nproc-per-node 8\n")
+    assert "--ranks 8 --memory 80   # put your GPUs and their GiB here\n" in found.printed
 
 
 def test_a_config_of_trl_is_refused(migrate: Migrate) -> None:

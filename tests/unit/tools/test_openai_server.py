@@ -160,7 +160,7 @@ def test_neutral_defaults_are_accepted(address: str) -> None:
         ("completions", {"prompt": "1", "n": 10**15}, 400, "n=1000000000000000: "),
         ("completions", {"prompt": ["1"] * 100, "n": 100}, 400, "are 10000 responses"),
         ("completions", {"prompt": "1", "temperature": float("nan")}, 400, "temperature"),
-        ("completions", {"prompt": "1", "stop": ["x"] * 17}, 400, "stop"),
+        ("completions", {"prompt": "1", "stop": ["x"] * 65}, 400, "stop"),
         ("completions", {"prompt": "1", "logprobs": 21}, 400, "logprobs=21: "),
         ("completions", {"prompt": "1", "logprobs": 2, "stream": True}, 400, "stream=True with"),
         ("completions", {"prompt": "1", "best_of": 2}, 400, "best_of=2 is not supported"),

@@ -53,12 +53,19 @@ def claim(ledger: MemoryLedger, name: str) -> int:
     return num_bytes
 
 
+def test_a_second_model_is_on_the_device_in_its_passes_alone(tmp_path: Path) -> None:
+    second = ledger_of(tmp_path, f"{FOLLOWS} algorithm.distill_coef=1")
+    (claim,) = (c for c in second.claims if c.name == "second model")
+    assert (claim.num_bytes, claim.phases) == (TOTAL * 2, {Phase.START, Phase.UPDATE})
+
+
 KV_SLOT = 2 * (2 * 4 * 128 * 28 + 1)  # keys and values of a token in all layers
 SGLANG = 'rollout.engine=sglang sglang.engine_args={"tp_size":4}'
 SMALL = "rollout.num_prompts=1 rollout.num_samples=2 data.max_prompt_tokens=512 rollout.max_new_tokens=512"
 MLP_AGAIN = 'mcore.recompute=selective mcore.transformer={"recompute_modules":["mlp"]}'
 VIRTUAL = "parallel.pipeline=2 parallel.virtual_pipeline=2"
 AWAY = "mcore.offload_in_rollouts=true"
+FOLLOWS = "algorithm.kl_coef=0.1 reference.refresh_steps=5 model.lora_rank=8"
 TLT = "speculation.enabled=true spot.enabled=true"
 TAPPED = (
     f"{TLT} spot.data_bytes=10000000000 rollout.num_prompts=2 rollout.num_samples=8"
@@ -87,6 +94,7 @@ TAPPED = (
         (SMALL, 1, "activations", 2 * 1024 * 28 * KEPT * 2),  # less than a micro-batch
         (SMALL, 1, "logits", 2 * 1024 * 152064 * 4),
         ("algorithm.kl_coef=0.1", 1, "reference policy", TOTAL * 2),
+        (f"{FOLLOWS} parallel.tensor=2", 2, "second model, away", TOTAL * 2 / 2),
         (SGLANG, 4, "engine weights", TOTAL * 2 / 4),
         (SGLANG, 4, "engine KV", 102400 * 1024 * 28 * 2 / 4),
         (SGLANG, 4, "engine graphs", (512 + 1.5 * 2048 + 4 * 128 + 2 * 64) * 2**20),

@@ -69,7 +69,7 @@ def test_a_step_on_known_gpus(tmp_path: Path) -> None:
         phases=phases,
         world=SINGLE,
         metrics=MetricsWriter(tmp_path, {}, resume_step=None),
-        utilization=Utilization(model=MODEL, num_epochs=2, peak=1e6),
+        utilization=Utilization(model=MODEL, reference=MODEL, num_epochs=2, peak=1e6),
     )
     group = scored((3, 5, 4), (1.0, 0.0, 0.0), 8)  # each behind a prompt of two tokens
     inference = SimpleNamespace(

@@ -184,12 +184,17 @@ class DecodeBatch:
         has_ended_B = rows.count >= rows.last
         if params.stop_token_ids:
             has_ended_B |= (sampled.token_ids_B.unsqueeze(1) == self._stop_ids).any(dim=1)
-        if sampled.kept is None:
-            return has_ended_B.tolist()
-        table = torch.cat((sampled.kept, has_ended_B.unsqueeze(1)), dim=1).cpu()
-        for request, ids in zip(requests, kept_ids(table[:, :-1]), strict=True):
-            request.kept.append(ids)
-        return table[:, -1].bool().tolist()
+        columns = [has_ended_B.unsqueeze(1), sampled.token_ids_B.unsqueeze(1)]
+        table = torch.cat([*columns, *([] if sampled.kept is None else [sampled.kept])], dim=1)
+        facts_B2, kept_BX = table.cpu().tensor_split([2], dim=1)
+        if sampled.kept is not None:
+            for request, ids in zip(requests, kept_ids(kept_BX), strict=True):
+                request.kept.append(ids)
+        flags = []
+        for request, (has_ended, token_id) in zip(requests, facts_B2.tolist(), strict=True):
+            request.read([token_id])
+            flags.append(bool(has_ended) or request.has_stop_string)
+        return flags
 
     def grow(self) -> None:
         """Take a page for each row whose next token starts one. Save and remove preempted rows."""
@@ -235,9 +240,15 @@ class DecodeBatch:
         self._state_FB[_FIRST_GROWING:].add_(committed.num_committed_B)
 
     def _take(self, report: Report) -> list[bool]:
-        """Keep what top-p and top-k kept in a step. Return which rows ended."""
-        for request, sets in zip(self.requests, report.kept, strict=False):  # may be []
-            request.kept.extend(sets)
+        """Cut a report where a stop string ends a row. Keep what top-p and top-k kept. Return which
+        rows ended.
+        """
+        for row, token_ids in enumerate(report.token_ids):
+            request = self.requests[row]
+            count = report.num_committed[row] = request.read(token_ids)
+            report.has_ended[row] |= request.has_stop_string
+            if report.kept:
+                request.kept.extend(report.kept[row][:count])
         return report.has_ended
 
     def _place(self) -> None:

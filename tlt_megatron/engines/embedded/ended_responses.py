@@ -16,7 +16,8 @@ from tlt_megatron.types import FinishReason, KeptTokens, Rollout, SamplingParams
 
 
 def finish_reason_of(end: Ended, params: SamplingParams) -> FinishReason:
-    has_stopped = int(end.tokens.token_ids_T[-1]) in params.stop_token_ids
+    last = int(end.tokens.token_ids_T[-1])
+    has_stopped = last in params.stop_token_ids or end.request.has_stop_string
     return FinishReason.STOP if has_stopped else FinishReason.LENGTH
 
 

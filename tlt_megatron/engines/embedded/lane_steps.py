@@ -77,6 +77,7 @@ class Report(NamedTuple):
     has_ended: list[bool]  # whether the last committed token completes the response
     num_committed: list[int]
     num_accepted: list[int]  # drafted tokens, also after the end
+    token_ids: list[list[int]]  # committed
     first_by_depth: list[int]  # summed over rows: see `verify.first_on_path`; 0 for a chain
     # the ids that top-p and top-k kept at each committed token; [] without
     kept: list[list[Tensor]]
@@ -91,7 +92,8 @@ class Committed(NamedTuple):
     logprobs_BS: Tensor
     policy_logprobs_BS: Tensor
     root_B: Tensor  # the last of these tokens
-    report_BX: Tensor  # has_ended, num_committed, num_accepted, S - 1 times is_first, and S tables of kept ids
+    # has_ended, num_committed, num_accepted, S - 1 times is_first, S tokens, S tables of kept ids
+    report_BX: Tensor
 
     @property
     def num_committed_B(self) -> Tensor:
@@ -101,7 +103,8 @@ class Committed(NamedTuple):
         """Wait for the step. This is its only read-back."""
         num_rows, num_slots = self.tokens_BS.shape
         report_BX = self.report_BX.cpu()
-        facts_BX, kept_BX = report_BX.tensor_split([num_slots + 2], dim=1)
+        sizes = [num_slots + 2, 2 * num_slots + 2]
+        facts_BX, tokens_BS, kept_BX = report_BX.tensor_split(sizes, dim=1)
         ended, num_committed, num_accepted, *first = facts_BX.t().tolist()
         kept: list[list[Tensor]] = []
         if kept_BX.shape[1]:
@@ -112,6 +115,7 @@ class Committed(NamedTuple):
             has_ended=[flag == 1 for flag in ended],
             num_committed=num_committed,
             num_accepted=num_accepted,
+            token_ids=[ids[:n] for ids, n in zip(tokens_BS.tolist(), num_committed, strict=True)],
             first_by_depth=[sum(flags) for flags in first],
             kept=kept,
         )
@@ -362,6 +366,7 @@ def _report(tree: DraftTree, verdict: Verdict, rooms_B: Tensor, kept: Tensor | N
     counts = (has_ended_B, verdict.num_committed_B, verdict.num_accepted_B)
     first = path_BS.new_zeros(1).expand_as(path_BS[:, 1:])
     parts = [torch.stack(counts, dim=1), first if tree.is_chain else first_on_path(tree, verdict)]
+    parts.append(verdict.committed_tokens_BS)
     if kept is not None:
         kept_BRX = kept.view(path_BS.shape[0], -1, kept.shape[1])
         index_BSX = path_BS.unsqueeze(2).expand(-1, -1, kept.shape[1])

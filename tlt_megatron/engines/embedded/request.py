@@ -11,6 +11,7 @@ from torch import Tensor
 from tlt_megatron.models.kv_cache import SequenceKv
 from tlt_megatron.speculation.ngram import IndexedText
 from tlt_megatron.speculation.sampling import request_seed
+from tlt_megatron.stop_strings import StopStrings
 from tlt_megatron.types import Prompt, SamplingParams
 
 ResponseKey = tuple[str, int]  # prompt_id and sample_index
@@ -62,6 +63,8 @@ class Request:
     # the ids that top-p and top-k kept at each token so far; empty without them
     kept: list[Tensor] = field(default_factory=list)
     text: IndexedText | None = None  # what the n-gram drafter has of it
+    stop: StopStrings | None = None
+    stop_state: bytes | None = b""  # of `stop`, after the tokens so far
     num_reported: int = 0  # tokens that `DecodeBatch.take_news` has returned
 
     @property
@@ -72,6 +75,18 @@ class Request:
     def num_saved(self) -> int:
         """Return the number of tokens generated before preemption."""
         return 0 if self.saved is None else self.saved.token_ids_T.numel()
+
+    def read(self, token_ids: Sequence[int]) -> int:
+        """Look for stop strings in new tokens. Return how many belong to the response."""
+        if self.stop is None:
+            return len(token_ids)
+        count, self.stop_state = self.stop.run(self.stop_state, token_ids)
+        return count
+
+    @property
+    def has_stop_string(self) -> bool:
+        """Whether a stop string has ended the response."""
+        return self.stop_state is None
 
     @property
     def is_computed(self) -> bool:
@@ -101,6 +116,7 @@ def make_requests(
     for prompt in prompts:
         samples = prompt.sample_indices(params)
         state = PromptState(prompt=prompt, num_unfinished=len(samples))
+        stop = prompt.stop_in(params)
         for sample_index in samples:
             requests.append(
                 Request(
@@ -113,6 +129,8 @@ def make_requests(
                     ),
                     max_new_tokens=prompt.limit(params),
                     kv=SequenceKv(num_prompt=state.num_tokens, prompt=state.pages),
+                    stop=stop,
+                    stop_state=b"" if stop is None else stop.start,
                 )
             )
     return requests

@@ -126,13 +126,16 @@ def make_rollout(
             f" stop_token_ids={params.stop_token_ids} or max_new_tokens={prompt.limit(params)}"
         )
     logprobs = _checked_logprobs(meta["output_token_logprobs"], token_ids, request)
-    policy_logprobs, kept = logprobs, None
+    policy_logprobs, kept = logprobs, []
     if meta.get("output_top_logprobs"):  # see `sglang_noise._write_top`
         chosen = [top[0] for top in meta["output_top_logprobs"]]
         policy_logprobs = _checked_logprobs(chosen, token_ids, request)
-        kept = _kept_tokens([top[1:] for top in meta["output_top_logprobs"]], params)
+        kept = [top[1:] for top in meta["output_top_logprobs"]]
     if params.temperature == 0.0:
         logprobs = torch.zeros_like(logprobs)
+    if (stop := prompt.stop_in(params)) is not None:  # SGLang, without a tokenizer, knows none
+        count, state = stop.run(stop.start, token_ids)
+        token_ids, has_stopped = token_ids[:count], has_stopped or state is None
     # the last passes may commit tokens after the end of the response
     passes = [each for each in meta.get(VERIFY_PASSES, ()) if each[0] < len(token_ids)]
     return Rollout(
@@ -141,16 +144,18 @@ def make_rollout(
         sample_index=sample_index,
         prompt_ids=prompt.token_ids,
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        logprobs=logprobs,
-        policy_logprobs=policy_logprobs,
+        logprobs=logprobs[: len(token_ids)],
+        policy_logprobs=policy_logprobs[: len(token_ids)],
         finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
         versions=((policy_version, len(token_ids)),),
         passes=tuple(
             (len(prompt.token_ids) + start, min(count, len(token_ids) - start))
             for start, count in passes
         ),
-        kept=kept,
-        routes=None if routed is None else _routes(meta["routed_experts"], routed),
+        kept=_kept_tokens(kept[: len(token_ids)], params),
+        routes=None
+        if routed is None
+        else _routes(meta["routed_experts"], routed)[: len(prompt.token_ids) + len(token_ids) - 1],
     )
 
 
@@ -168,7 +173,7 @@ def _kept_tokens(
     rows: Sequence[Sequence[Sequence[float]]], params: SamplingParams
 ) -> KeptTokens | None:
     """Return the ids of (log-probability, token id, text) at each position; None without a cut."""
-    if not params.is_cut:
+    if not rows or not params.is_cut:
         return None
     ids = [int(entry[1]) for row in rows for entry in row]
     counts = [len(row) for row in rows]

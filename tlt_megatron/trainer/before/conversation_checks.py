@@ -87,11 +87,18 @@ def check_tools(
         raise ValueError(
             f"rollout.tools: {template} leaves out messages of the role tool: {advice}"
         )
-    if not find_form(tokenizer.tool_template):
+    if not form_of(tokenizer):
         raise ValueError(
             f"rollout.tools: {template} has calls in a form that is not known (those of Hermes, Qwen, GLM, Llama 3.1"
             f" and Mistral are): {advice}"
         )
+
+
+def form_of(tokenizer: Tokenizer) -> str:
+    """Return the form in which the chat template for tools has their calls; "": it is not known."""
+    if not tokenizer.has_chat_template:
+        return ""
+    return find_form(str(tokenizer.hf.get_chat_template(tools=[{}])))
 
 
 def _names(tool: Mapping[str, Any]) -> Iterator[str]:

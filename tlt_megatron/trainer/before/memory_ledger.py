@@ -15,7 +15,7 @@ from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.drafter.drafter_memory import drafter_parameters, spot_claims
 from tlt_megatron.engines.embedded.memory_plan import num_routes, plan_memory
 from tlt_megatron.engines.sglang.adaptive_policy import adaptive_steps
-from tlt_megatron.mcore.megatron_memory import Sharding, policy_claims
+from tlt_megatron.mcore.megatron_memory import Sharding, policy_claims, reference_claims
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.sizes import ModelSizes
@@ -59,7 +59,7 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
             sizes,
             _critic_sizes(config),
             sharding,
-            has_reference=config.algorithm.kl_coef > 0,
+            has_reference=config.has_reference and not config.second_path,
             batch_tokens=-(-per_update // sharding.num_data_parallel) * longest,
             longest=longest,
             resumes=config.checkpoint.resume != "never",
@@ -75,6 +75,8 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
             lower=f"rollout.max_new_tokens={config.rollout.max_new_tokens}",
         ),
     ]
+    if path := config.second_path:
+        claims += reference_claims(ModelSizes(load_model_config(path)), sharding, path)
     if config.rollout.engine == "sglang":
         claims += _sglang_claims(config, sizes, device)
     else:
@@ -117,6 +119,10 @@ def checkpoint_bytes(config: RunConfig, world_size: int) -> tuple[int, int]:
     models = (ModelSizes(load_model_config(config.model.path)), _critic_sizes(config))
     parts = [sharding.checkpoint_bytes(sizes) for sizes in models if sizes is not None]
     total, fullest = map(sum, zip(*parts, strict=True))
+    if config.second_path and config.reference.refresh_steps:  # weights alone, also with adapters
+        sizes = ModelSizes(load_model_config(config.second_path))
+        total += sizes.total * sharding.item_bytes
+        fullest += sharding.parameters(sizes) * sharding.item_bytes
     return total, fullest
 
 

@@ -102,6 +102,7 @@ def _examine_inputs(config: RunConfig) -> Iterator[Check]:
     paths = {
         "model.path": [config.model.path],
         "critic.path": [config.critic.path] if config.has_critic else [],
+        "reference.path": [config.reference.path] if config.has_reference else [],
         "speculation.drafter": [drafter] if speculation.enabled and drafter != OWN else [],
         "data.train": [config.data.train],
         "data.eval": [*config.data.eval_files.values()],

@@ -85,8 +85,8 @@ def describe_run(
         "run.seed": config.run.seed,
         "data.shuffle": config.data.shuffle,
     }
-    if config.algorithm.kl_coef > 0:
-        identity[_REFERENCE] = fingerprint_weights(config.model.path)
+    if config.has_reference:
+        identity[_REFERENCE] = _describe_reference(config)
     if config.model.lora_rank:  # a checkpoint holds the adapters alone
         identity[_ADAPTERS] = {
             "rank": config.model.lora_rank,
@@ -133,6 +133,16 @@ def compare_run(saved: SavedRun, about: Mapping[str, Any], *, is_warning: bool) 
             "; the drafter starts anew" if is_told else "",
         )
     return fits_drafter
+
+
+def _describe_reference(config: RunConfig) -> str:
+    """Return the fingerprint of the reference's first weights, where they are not those of
+    model.path, and when they change.
+    """
+    path, refresh_steps = config.reference.path, config.reference.refresh_steps
+    text = fingerprint_weights(path or config.model.path)
+    text += " of reference.path" if path else ""
+    return f"{text}, replaced every {refresh_steps} steps" if refresh_steps else text
 
 
 def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:

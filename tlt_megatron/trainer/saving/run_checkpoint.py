@@ -1,10 +1,10 @@
 """Checkpoints of the whole run in Megatron's layout: <root>/iter_0000010/ and a pointer file.
 
-A checkpoint holds policy/ (torch_dist, reshards on load), critic/ in the same format if there is
-one, trainer_state.json, manifest.json, and the folders of the drafter. It is written to a .tmp
-folder, fsynced, given its manifest and renamed; then the pointer moves. So a crash at any time
-leaves the last good checkpoint loadable. A load verifies every file and takes the newest intact
-checkpoint, by the order of writing.
+A checkpoint holds policy/ (torch_dist, reshards on load), critic/ and reference/ in the same format
+where they are trained or replaced, trainer_state.json, manifest.json, and the folders of the
+drafter. It is written to a .tmp folder, fsynced, given its manifest and renamed; then the pointer
+moves. So a crash at any time leaves the last good checkpoint loadable. A load verifies every file
+and takes the newest intact checkpoint, by the order of writing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from tlt_megatron.config.load import check_record
 from tlt_megatron.config.ranges import Count, NonNegative, Section
 from tlt_megatron.policy.batching import balance_by_size
-from tlt_megatron.policy.interfaces import TrainedModel
+from tlt_megatron.policy.interfaces import SavedModel
 from tlt_megatron.runtime.collectives import call_on_first, gather_objects
 from tlt_megatron.runtime.durable import replace_text, sync_path, sync_tree
 from tlt_megatron.runtime.process_groups import Group
@@ -164,7 +164,7 @@ class CheckpointManager:
     """Saves and restores. Every method is a collective; only rank 0 renames and deletes."""
 
     root: Path
-    models: Mapping[str, TrainedModel]  # "policy", and "critic" if there is one
+    models: Mapping[str, SavedModel]  # "policy", "critic" if any, "reference" if it changes
     keep: int  # newest checkpoints that are kept; 0: all
     world: Group
     about: Mapping[str, object] = field(default_factory=dict)  # added to every state (identity.py)
@@ -205,8 +205,8 @@ class CheckpointManager:
     def restore(self, saved: SavedRun) -> Path:
         """Load the weights and the optimizer states of `saved` into the models. Returns its folder.
 
-        If the folder is this run's, first finishes a save that a crash has cut off. A critic that
-        is not in the checkpoint starts anew.
+        If the folder is this run's, first finishes a save that a crash has cut off. A critic or a
+        reference that is not in the checkpoint starts anew.
         """
         folder = saved.folder
         if folder.parent.resolve() == self.root.resolve():
