@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from tlt_megatron.config.extensions import MCP
+from tlt_megatron.rewards.tool_calls import ToolFailed
 
 # The server ends with the worker, also if that is killed.
 _START = (
@@ -57,8 +58,6 @@ class McpServer:
         """Return the function that calls a tool."""
 
         def run(arguments: Mapping[str, Any], deadline: float) -> object:
-            from tlt_megatron.rewards.tool_set import ToolFailed
-
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ToolFailed("Error: no time is left for further calls of this turn")

@@ -26,6 +26,10 @@ _DECODER = json.JSONDecoder()
 _SHOWN = 60  # characters of a call in an error
 
 
+class ToolFailed(Exception):
+    """A call failed for a reason that the model should read."""
+
+
 def find_form(template: str) -> str:
     """Return the form of calls that a chat template teaches: tags (Hermes, Qwen, GLM), mistral or
     llama; "" for another one.

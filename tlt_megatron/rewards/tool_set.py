@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 
 from tlt_megatron.config.extensions import MCP, UNSAFE_PYTHON, load_extension
 from tlt_megatron.rewards.environment import Environment, Step, ToolCall, Turn
+from tlt_megatron.rewards.mcp_server import McpServer
 from tlt_megatron.rewards.reward import is_async
 from tlt_megatron.rewards.sandbox import find_level, run_python
+from tlt_megatron.rewards.tool_calls import ToolFailed
 from tlt_megatron.rewards.worker_process import ToolUseSpec
 from tlt_megatron.runtime.log import encodable
 
@@ -39,10 +41,6 @@ _PYTHON_SCHEMA = {
         "required": ["code"],
     },
 }
-
-
-class ToolFailed(Exception):
-    """A call failed for a reason that the model should read."""
 
 
 class Tool(NamedTuple):
@@ -155,8 +153,6 @@ def _load(entry: str, timeout_s: float) -> Iterator[Tool]:
             )
         yield Tool(_PYTHON_SCHEMA, _python_at(level))
     elif entry.startswith(MCP):
-        from tlt_megatron.rewards.mcp_server import McpServer
-
         server = McpServer(entry, timeout_s)
         for function in server.functions:
             yield Tool(function, server.caller(function["name"]))
