@@ -148,7 +148,7 @@ class Tokenizer:
             raise ValueError(
                 f"the tokenizer in {self.folder} has no chat template, which a list of messages needs: "
                 "give string prompts, or put chat_template.jinja into the folder"
-                f"{', not chat_template.json' * (self._path / 'chat_template.json').is_file()}"
+                f"{', not chat_template.json' * (self.folder / 'chat_template.json').is_file()}"
             )
         self._check_template_kwargs(template_kwargs)
         messages: list[Any] = [dict(message) for message in prompt]
