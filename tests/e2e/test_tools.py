@@ -93,7 +93,7 @@ def test_a_server_of_mcp_has_tools(task: Path, tmp_path: Path) -> None:
         ("rollout.tools=[pyhton]", "rollout.tools='pyhton': must be one of python, python_without_sandbox"),
         ("rollout.tools=[{task}/none.py:f]", "no such file"),
         ("rollout.tools=[{task}/tools.py:score]", "needs type hints, and a docstring"),
-        ("rollout.tools=[mcp:/none/server]", "the server does not start"),
+        ("rollout.tools=[mcp:/none/server]", "rollout.tools='mcp:/none/server': "),
         ("data.train={task}/train.jsonl", "must be a list of messages, because there are tools"),
         ("data.train={task}/own.jsonl", "its tools other must be in rollout.tools"),
         ("model.path={task}/silent", "the chat template of {task}/silent has no argument 'tools'"),

@@ -148,7 +148,7 @@ def test_the_environment_answers_each_call_and_ends_without_one(file: str) -> No
         (["{file}:later"], "must not be async"),
         (["{file}:lookup", "{file}:lookup"], "there is another tool 'lookup'"),
         (["{file}:gone"], "has no 'gone'"),
-        (["mcp:/none/server"], "the server does not start"),
+        (["mcp:/none/server"], "mcp:/none/server"),
         (["python", "python_without_sandbox"], "there is another tool 'python'"),
     ],
 )
