@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,9 +28,8 @@ from tlt_megatron.runtime.environment_variables import program_name
 from tlt_megatron.runtime.log import FILE_ONLY, configure_logging, log_file
 from tlt_megatron.runtime.parent import end_with_parent
 from tlt_megatron.runtime.stop import StopRequest, describe_failure
-from tlt_megatron.runtime.typed_command import resume_command
 from tlt_megatron.trainer.before.command_line import read_command
-from tlt_megatron.trainer.saving.run_folder import CHECKPOINTS, RunFolder
+from tlt_megatron.trainer.saving.run_folder import RunFolder, how_to_go_on
 
 if TYPE_CHECKING:
     from tlt_megatron.trainer.run import Run
@@ -63,7 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
     stop = StopRequest(rank, is_first_of_node=is_first_of_node)
     stop.listen()
     with closing(folder) if folder else nullcontext():  # this run's until the process ends
-        code = _Launch(config, stop, rank).run(folder)
+        given = [word.partition("=")[0] for word in options.overrides]
+        code = _Launch(config, stop, rank, given).run(folder)
         if folder is not None and code == 2:
             folder.withdraw()
         return code
@@ -80,8 +81,11 @@ def _claim_run_folder(config: RunConfig, name: str) -> RunFolder | None:
 class _Launch:
     """One rank of one run, including its error report."""
 
-    def __init__(self, config: RunConfig, stop: StopRequest, rank: int) -> None:
+    def __init__(
+        self, config: RunConfig, stop: StopRequest, rank: int, given: Sequence[str]
+    ) -> None:
         self._config = config
+        self._given = given
         self._stop = stop
         self._rank = rank
         self._run_dir: Path | None = None
@@ -133,7 +137,7 @@ class _Launch:
             log.info("%s", "\n".join(lines), extra=FILE_ONLY)
             print(ledger.headline(free_bytes), flush=True)
         check_memory(ledger, free_bytes, device.host_free_bytes(), world)
-        site = Site(config, self._run_dir, world, device, stack, self._stop, ledger)
+        site = Site(config, self._run_dir, world, device, stack, self._stop, ledger, self._given)
         with site.heartbeat.explaining(config.run.group_timeout_s):
             self._run = build_run(site)
             self._run.train()
@@ -164,19 +168,10 @@ class _Launch:
             where = f" (traceback: {log_file(self._run_dir, self._rank)})" if code == 1 else ""
         if self._stop.end(code, line):
             print(f"{program_name()}: {line}{where}", file=sys.stderr, flush=True)
-            if self._run is not None:
-                self._say_how_to_go_on()
+            if self._run is not None and self._run_dir is not None:
+                sys.stderr.write(how_to_go_on(self._run_dir, self._config.checkpoint.resume))
+                sys.stderr.flush()
         return code
-
-    def _say_how_to_go_on(self) -> None:
-        from tlt_megatron.trainer.saving.manifest import is_checkpoint_root
-
-        assert self._run_dir is not None
-        saved = is_checkpoint_root(self._run_dir / CHECKPOINTS)
-        if saved or self._config.checkpoint.resume in ("auto", "never"):
-            way = "resume with" if saved else "nothing is saved yet; start again with"
-            command = resume_command(self._run_dir)
-            print(f"{program_name()}: {way}:\n{command}", file=sys.stderr, flush=True)
 
     def _phase(self) -> str:
         if self._run is None:

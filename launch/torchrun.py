@@ -26,6 +26,7 @@ from tlt_megatron.runtime.environment_variables import program_name
 from tlt_megatron.runtime.parent import AGENT_PID, TRAINER_PID
 from tlt_megatron.runtime.stop import SIGNALS
 from tlt_megatron.trainer.before.command_line import read_command
+from tlt_megatron.trainer.saving.run_folder import how_to_go_on
 
 _TAKEN = (*SIGNALS, signal.SIGHUP)
 _LOOK_S = 1.0  # seconds between two checks of the ranks
@@ -46,7 +47,8 @@ def main(arguments: list[str]) -> int:
         return _dry_run(arguments, forwarder.files)
     try:
         # Settings that name the folders in place of ids of the Hub, fetched for this node.
-        fetched = [] if program is None else read_command(program)[1].fetched
+        config, read = (None, None) if program is None else read_command(program)
+        fetched = [] if read is None else read.fetched
     except ValueError as error:
         print(f"{program_name()}: {error}", file=sys.stderr)
         return 2
@@ -75,6 +77,10 @@ def main(arguments: list[str]) -> int:
                 f"torchrun.py: rank {rank} on {socket.gethostname()} (pid {failure.pid}) was ended by {name}",
                 file=sys.stderr,
             )
+            # With other ranks, one of them tells it.
+            is_alone = options.nproc_per_node == "1" and options.nnodes in ("1", "1:1")
+            if is_alone and config is not None and config.run.dir:
+                sys.stderr.write(how_to_go_on(Path(config.run.dir), config.checkpoint.resume))
         return 128 - failure.exitcode
     return 0
 

@@ -53,6 +53,7 @@ FEATURES = {  # overrides of each; {task} is the folder of `write_environment`
     "routing replay": "rollout.routing_replay=true",
     "context parallelism": "parallel.context=2",
     "speculation": " ".join(TLT),
+    "stop strings": "rollout.stop=['<3','4','b','dd'] eval.stop=[]",
     "batch invariance": "rollout.batch_invariant=true rollout.dtype=float32",
 }
 REWARD = '''"""Share of the digits of a response that are below five, in steps of 1/4: neither always 0 nor always 1."""

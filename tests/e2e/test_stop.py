@@ -11,6 +11,7 @@ import base64
 import os
 import pickle
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from tests.tiny_task import REWARD, make_tiny_task
+from tests.tiny_task import REPO, REWARD, make_tiny_task, python
 from tests.torchrun_job import HOLDING, LIMIT_S, Job, saved_step
 from tests.unit.mcore.test_checkpoint_reader import Call
 
@@ -126,6 +127,29 @@ def test_an_error_of_a_rank_is_one_line_and_ends_all(start: Callable[..., Job]) 
     assert sum("the run ends: " in text or "Traceback" in text for text in logs) == 2
     job.go_on("nothing is saved yet; start again with:")
     assert saved_step(job.run_dir) == 3
+
+
+def test_a_run_of_one_rank_that_is_killed_says_how_to_start_again(task: Path) -> None:
+    (task.parent / "kill").touch()
+    (task.parent / "reward.py").write_text(
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if Path(__file__).with_name('kill').exists():\n"
+        "        Path(__file__).with_name('kill').unlink()\n"
+        "        os.kill(os.getppid(), signal.SIGKILL)\n"
+        "    return float(len(solution_str) % 2)\n"
+    )
+    run_dir = task.parent / "killed"
+    words = ("--config", task, f"run.dir={run_dir}", "data.eval=", "reward.num_workers=1")
+    ended = python("launch/torchrun.py", "--standalone", "launch/pretrain_rl.py", *words)
+    assert ended.returncode == 128 + signal.SIGKILL
+    *_, killed, way, command = ended.stderr.splitlines()
+    assert "was ended by SIGKILL" in killed
+    assert way == "pretrain_rl: nothing is saved yet; start again with:"
+    again = subprocess.run(["bash", "-c", command], cwd=REPO, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert saved_step(run_dir) == 3
 
 
 def test_bad_input_that_one_rank_finds_ends_all_before_it_has_closed(

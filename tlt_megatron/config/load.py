@@ -28,6 +28,7 @@ T = TypeVar("T", bound=Section)
 _MAX_FILE_BYTES = 1 << 20
 _MAX_VALUES = 100_000  # of a file with its aliases written out; ten lines can stand for 10^10
 _INT = "tag:yaml.org,2002:int"
+_TEXTS = ("rollout.stop[", "eval.stop[")  # settings whose items are no paths
 
 
 class _Loader(yaml.SafeLoader):
@@ -119,7 +120,9 @@ def read_sections(path: Path) -> dict[str, Any]:
     """Return the sections of a YAML file, unchecked. ValueError names the file."""
     name = f"config={str(path)!r}"
     if not path.is_file():
-        raise ValueError(f"{name}: no such file")
+        raise ValueError(
+            f"{name}: {'is a folder, not a file' if path.is_dir() else 'no such file'}"
+        )
     try:
         text = read_bytes(path, _MAX_FILE_BYTES).decode()
     except (OSError, ValueError) as error:
@@ -233,6 +236,9 @@ def _meant(name: str, value: object, known: set[str]) -> str:
     found = [f"{key}: here {ours}" for key, _ in keys if (ours := our_name(key))]
     near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
     advice = [f"did you mean {near[0]}?"] if near and not found else found
+    section, dot, key = name.partition(".")
+    if dot and {section, name} & known == {section}:  # a.b: v in a file, as on the command line
+        advice = [f"a file has sections: {section}: {{{key}: {value!r}}}"]
     return "; ".join(advice or [f"must be one of {', '.join(sorted(known))}"])
 
 
@@ -276,7 +282,7 @@ def _convert(value: object, hint: Any, name: str) -> object:
 
 def _convert_items(value: object, hint: Any, name: str) -> object:
     items = typing.get_args(hint)
-    if isinstance(value, str) and value.startswith("~/"):
+    if isinstance(value, str) and value.startswith("~/") and not name.startswith(_TEXTS):
         return os.path.expanduser(value)  # a shell does not do it behind the = of a setting
     if isinstance(value, list):
         return [_convert(item, items[0], f"{name}[{i}]") for i, item in enumerate(value)]

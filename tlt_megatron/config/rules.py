@@ -6,7 +6,8 @@ for ranks and models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
@@ -55,6 +56,7 @@ RULES = (
     Rule("algorithm.advantage", lambda c: not c.model.lora_rank or not c.algorithm.has_critic, "one without critic where model.lora_rank={c.model.lora_rank}"),
     Rule("mcore.transformer", lambda c: not c.model.lora_rank or "fp8" not in c.mcore.transformer, "without fp8 where model.lora_rank={c.model.lora_rank}"),
     Rule("data.template_date", lambda c: not c.data.template_date or _is_date(c.data.template_date), "YYYY-MM-DD"),
+    Rule("run.dir", lambda c: not re.match(r"~|.*(\$\{?[A-Za-z_]|[\0-\x1f])", c.run.dir, re.S), "a path as it is on disk: of a shell's words only ~/ is replaced in it"),
     Rule("data.eval", lambda c: all(c.data.eval), "a file or a list of files"),
     Rule("data.eval", lambda c: isinstance(c.data.eval, str) or len(c.data.eval_files) == len(c.data.eval), "files with different names, or in folders with different names"),
     Rule("reward.function", lambda c: _has_each_once(c.reward.names), "functions with different names, not {c.reward.names}"),
@@ -127,17 +129,23 @@ def check_rules(config: RunConfig) -> None:
         check_extension(key, spec)
 
 
-def warnings_of(config: RunConfig) -> list[str]:
+def warnings_of(config: RunConfig, given: Collection[str] = ()) -> list[str]:
     """Return a line for each setting that harms, and one of all settings that have no effect.
 
-    A run of 0 steps, an evaluation, may have those: it takes the settings of a training run.
+    `given` are the settings of the command line: what it turns off may be set in a file. A run of 0
+    steps, an evaluation, may have those too: it takes the settings of a training run.
     """
     found = [text.format(c=config) for is_risky, text in WARNINGS if is_risky(config)]
     default, by_need, named = type(config)(), [], set()
     rows = yaml.safe_load(Path(__file__).with_name("needs.yaml").read_text(encoding="utf-8"))
     for names, need, *shown in rows if config.run.num_steps else ():
         keys = [key for name in names for key in _keys(default, name) if key not in named]
-        changed = [key for key in keys if _value(config, key) != _value(default, key)]
+        is_turned_off = need.partition("=")[0].removesuffix("!") in given
+        changed = [
+            key
+            for key in keys
+            if _value(config, key) != _value(default, key) and (key in given or not is_turned_off)
+        ]
         if changed and not _has_need(config, need):
             by_need.append(f"{', '.join(changed)} (need {shown[0] if shown else need})")
             named.update(changed)

@@ -6,6 +6,7 @@ a number may have fewer digits, and what has no one type is JSON text. All three
 
 from __future__ import annotations
 
+import codecs
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BATCH_ROWS = 1024
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as > writes in a PowerShell
 
 
 def read_raw_rows(path: Path) -> Iterator[tuple[int, object]]:
@@ -49,6 +51,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
+            if number == 1 and line.startswith(_UTF_16):
+                raise ValueError(f"{path}: is UTF-16, must be UTF-8")
             try:
                 raw = parse_json(line)
             except ValueError as error:  # bad JSON or bad UTF-8

@@ -278,8 +278,8 @@ class Tokenizer:
         begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _TURN}]
         messages = [*begin, *map(self._as_texts, messages)]
         text = self.render(messages, template_kwargs).partition(_TURN)[2]
-        # the template ends a turn with the stop token, which the policy drew itself
-        text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
+        if last_token in self.stop_token_ids:  # the template writes it too; no stop string does
+            text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
         first, *rest = text.split(_CUT)
         parts = [self._encode_after(last_token, first)]
         return tuple(chain(*parts, *(self._encode_after(None, part) for part in rest)))

@@ -87,7 +87,7 @@ def build_run(site: Site) -> Run:
     _check_extensions(config)
     fp8_fields(config.mcore, getattr(torch, config.model.dtype))
     if world.is_first:
-        for line in warnings_of(config):
+        for line in warnings_of(config, site.given):
             log.warning("%s", line)
         note = note_own_layer(config.model.path, load_model_config(config.model.path))
         if note and config.speculation.drafter != OWN:

@@ -4,6 +4,7 @@ it, build.py builds on it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ class Site:
     stack: ExitStack  # closes what is built, also after a failed build
     stop: StopRequest
     ledger: MemoryLedger | None = None  # the planned memory
+    given: Collection[str] = ()  # the settings of the command line
 
     def __post_init__(self) -> None:
         limits_s = self.config.run.heartbeat_timeout_s, self.config.run.group_timeout_s

@@ -51,7 +51,10 @@ def _over_steps(run: RunData, row: Json) -> Panel:
         names = run.names_after(prefix) if star else [""] if run.series(metric)[0] else []
         written |= {label.replace("*", name): prefix + name for name in names}
     make = make_bars if row.get("is_stacked") else make_curve
-    log_axis = {"type": "log", "dtick": "D2", "tickformat": ","}
+    values = [v for metric in written.values() for v in run.series(metric)[1] if v]
+    # 1, 2 and 5 of each power of ten: where none of them is in sight, plotly chooses
+    ticks = {"dtick": "D2"} if values and max(values) > 4 * min(values) else {}
+    log_axis = {"type": "log", "tickformat": ",", **ticks}
     return Panel(
         key=row["key"],
         title=row["title"],

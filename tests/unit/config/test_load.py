@@ -95,6 +95,9 @@ def test_overrides_read_strings_booleans_lists_and_nested_tables(tmp_path: Path)
             r"actor_rollout_ref\.actor\.ppo_epochs: here algorithm\.num_epochs; "
             r"actor_rollout_ref\.rollout\.n: here rollout\.num_samples$",
         ),
+        ("run.dir=$HOME/run", r"run\.dir='\$HOME/run': must be a path as it is on disk"),
+        ("run.dir=~nobody/run", r"run\.dir='~nobody/run': must be a path as it is on disk"),
+        ('run.dir="a\\nb"', r"run\.dir='a\\nb': must be a path as it is on disk"),
         ("run.num_steps=ten", r"run\.num_steps='ten': must be int, not str"),
         ("optimizer.lr=fast", r"optimizer\.lr='fast': must be float, not str"),
         ("data.shuffle=1", r"data\.shuffle=1: must be bool, not int"),
@@ -122,6 +125,7 @@ def test_refused_override_names_key_value_and_what_is_allowed(override: str, mes
     [
         ("- a\n- b", r"config='.*run\.yaml': must hold a mapping of sections, not list"),
         ("run: [1, 2]", r"run=\[1, 2\]: must be a section of keys, not list"),
+        ("run.seed: 3", r"run\.seed=3: unknown key; a file has sections: run: \{seed: 3\}"),
         ("run: {", r"config='.*run\.yaml': is not YAML"),
         ("1: {}", r"1=\{\}: unknown key"),
         (b"run: {dir: L\xe4ufe}", r"config='.*run\.yaml': cannot be read: 'utf-8' codec"),
@@ -136,13 +140,23 @@ def test_refused_file_names_key_value_and_what_is_allowed(
         load_config(path)
 
 
+def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes("\ufeff# ä\r\nrun:\r\n  seed: 5\r\n".encode())
+    assert load_config(path).run.seed == 5
+    with pytest.raises(ValueError, match=r"is a folder, not a file"):
+        load_config(tmp_path)
+
+
 def test_paths_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     overrides = ["model.path=~/m", "data.eval=[~/a.jsonl]", "reward.function={~/r.py:f: 1}"]
+    overrides += ['rollout.stop=["~/ $"]']
     config = load_config(None, overrides)
     assert config.model.path == "/home/me/m"
     assert config.data.eval == ["/home/me/a.jsonl"]
     assert config.reward.weights == {"/home/me/r.py:f": 1.0}
+    assert config.rollout.stop == ["~/ $"]
 
 
 def test_override_cannot_pass_through_a_value_of_the_file(tmp_path: Path) -> None:

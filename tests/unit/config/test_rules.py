@@ -61,6 +61,16 @@ def test_settings_without_effect_are_listed_once_with_what_they_need() -> None:
     assert not warnings_of(load_config(None, [*ignored, "run.num_steps=0"]))  # an evaluation
 
 
+def test_a_command_line_may_turn_off_what_a_file_has_set() -> None:
+    off = ["speculation.enabled=false", "spot.enabled=false", "rollout.engine=embedded"]
+    for path in ("quickstart.yaml", "qwen2_5_7b_8gpu.yaml"):
+        config = load_config(EXAMPLES / path, off)
+        keys = [word.partition("=")[0] for word in off]
+        assert "speculation.strategies" in str(warnings_of(config))
+        assert not warnings_of(config, keys)
+        assert "drafter.algorithm" in str(warnings_of(config, [*keys, "drafter.algorithm"]))
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_setting_of_an_example_has_an_effect(path: Path) -> None:
     is_of_a_run = path.stem not in ("bench_step", "tiny_drafter")

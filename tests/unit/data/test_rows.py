@@ -193,6 +193,11 @@ def test_unreadable_files_are_refused(tokenizer: Tokenizer, load: Load, tmp_path
         load("{}", ".parquet")
     with pytest.raises(ValueError, match=r"t\.jsonl: holds no rows"):
         load("")
+    (tmp_path / "wide.jsonl").write_text(json.dumps(ROW), "utf-16")
+    with pytest.raises(ValueError, match=r"wide\.jsonl: is UTF-16, must be UTF-8"):
+        load_prompts(tmp_path / "wide.jsonl", tokenizer, DataSection())
+    (tmp_path / "dos.jsonl").write_bytes(f"\ufeff{json.dumps(ROW)}\r\n".encode())
+    assert len(load_prompts(tmp_path / "dos.jsonl", tokenizer, DataSection()).rows) == 1
     schema = pyarrow.schema([("prompt", pyarrow.string()), ("label", pyarrow.string())])
     pyarrow.parquet.write_table(schema.empty_table(), tmp_path / "e.parquet")
     with pytest.raises(ValueError, match=r"e\.parquet: holds no rows"):

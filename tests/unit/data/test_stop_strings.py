@@ -100,6 +100,16 @@ def test_a_special_token_stops_and_equal_strings_share_their_steps(tokenizer: To
     assert stop.after(written[:1]).start == b""
 
 
+def test_an_observation_after_a_stop_string_ends_the_turn_as_the_template_does(
+    tokenizer: Tokenizer,
+) -> None:
+    """The policy has drawn no <eot>, and its last token, <, is not the begin of one."""
+    messages = [{"role": "user", "content": "5"}]
+    last, eot = (tokenizer.hf.convert_tokens_to_ids(name) for name in ("<", "<eot>"))
+    after = tokenizer.encode_observation(messages, eot, is_chat=True)
+    assert tokenizer.encode_observation(messages, last, is_chat=True) == (eot, *after)
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

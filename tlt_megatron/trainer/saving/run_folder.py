@@ -17,6 +17,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from tlt_megatron.runtime.environment_variables import program_name
+from tlt_megatron.runtime.typed_command import resume_command
 from tlt_megatron.trainer.saving.manifest import is_checkpoint_root
 
 log = logging.getLogger(__name__)
@@ -170,6 +172,17 @@ def resume_path(run_dir: Path, resume: str) -> Path | None:
     if resume == "never":
         return None
     return run_dir / CHECKPOINTS if resume == "auto" else Path(resume)
+
+
+def how_to_go_on(run_dir: Path, resume: str) -> str:
+    """Return two lines with the command that goes on with a run that has failed. "" where it has
+    not saved yet and began from another run's checkpoint: its folder cannot be used again.
+    """
+    is_saved = is_checkpoint_root(run_dir / CHECKPOINTS)
+    if not is_saved and resume not in ("auto", "never"):
+        return ""
+    way = "resume with" if is_saved else "nothing is saved yet; start again with"
+    return f"{program_name()}: {way}:\n{resume_command(run_dir)}\n"
 
 
 def _is_within(path: Path | None, folder: Path) -> bool:

@@ -19,6 +19,7 @@ ROLLOUT_ARGS=(
    --n-samples-per-prompt 8
    --rollout-max-response-len 8192
    --rollout-temperature 0.8
+   --rollout-stop "</s>" "<|im_end|>"
 
    --global-batch-size 128
    --balance-data
