@@ -1,8 +1,5 @@
 """Adapters for environments that were written for other trainers. Each returns a class for
-`rollout.environment`. A file of yours makes the class and gives it a name:
-
-    import skyrl_gym
-    from examples.environments_of_others import from_skyrl
+`rollout.environment`. Copy the one that you need into a file of yours, and give the class a name:
 
     Gsm8k = from_skyrl(lambda row: skyrl_gym.make("gsm8k", env_config={}, extras=row["extra_info"]))
 

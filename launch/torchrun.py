@@ -9,6 +9,7 @@ Ctrl-C kills them.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
@@ -58,7 +59,10 @@ def main(arguments: list[str]) -> int:
 
     from tlt_megatron.runtime.rendezvous import with_rendezvous
 
-    options = with_rendezvous(parse_args([*arguments, *fetched]))
+    options = parse_args([*arguments, *fetched])
+    if _local_ranks(options) is None:
+        return 2
+    options = with_rendezvous(options)
     options.signals_to_handle = "SIGQUIT"
     # Ranks print in one line why they end. This hides torchrun's own report after it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -89,12 +93,15 @@ def _dry_run(arguments: list[str], files: ExitStack) -> int:
     """Check all nodes in place of starting ranks: see `dry_run`."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a missing node prints C++ frames
     from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
-    from torch.distributed.run import determine_local_world_size, parse_args
+    from torch.distributed.run import parse_args
 
     from tlt_megatron.runtime.rendezvous import meeting_place
     from tlt_megatron.trainer.before.dry_run import dry_run
 
     options = parse_args(arguments)
+    num_ranks = _local_ranks(options)
+    if num_ranks is None:
+        return 2
     place = meeting_place(options)
     if place is None:
         backend = options.rdzv_backend
@@ -102,7 +109,6 @@ def _dry_run(arguments: list[str], files: ExitStack) -> int:
             f"torchrun.py: --rdzv-backend {backend}: must be static for --dry-run", file=sys.stderr
         )
         return 2
-    num_ranks = determine_local_world_size(options.nproc_per_node)
     os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
     timeout_s = float(_parse_rendezvous_config(options.rdzv_conf).get("timeout", _NODES_COME_S))
     return dry_run(
@@ -113,6 +119,19 @@ def _dry_run(arguments: list[str], files: ExitStack) -> int:
         out=sys.stdout,
         files=files,
     )
+
+
+def _local_ranks(options: argparse.Namespace) -> int | None:
+    """Return the number of ranks of this node. None, and a line is printed, for bad numbers."""
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    try:
+        parse_min_max_nnodes(options.nnodes)
+        return determine_local_world_size(options.nproc_per_node)
+    except (RuntimeError, ValueError) as error:  # all that torch raises
+        given = f"--nnodes {options.nnodes} --nproc-per-node {options.nproc_per_node}"
+        print(f"{program_name()}: {given}: {error}", file=sys.stderr)
+        return None
 
 
 def _arguments_of_program(arguments: list[str]) -> list[str] | None:

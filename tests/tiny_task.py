@@ -53,6 +53,7 @@ FEATURES = {  # overrides of each; {task} is the folder of `write_environment`
     "routing replay": "rollout.routing_replay=true",
     "context parallelism": "parallel.context=2",
     "speculation": " ".join(TLT),
+    "own layer": " ".join((*TLT, "speculation.drafter=own", "drafter.algorithm=hass")),
     "stop strings": "rollout.stop=['<3','4','b','dd'] eval.stop=[]",
     "batch invariance": "rollout.batch_invariant=true rollout.dtype=float32",
 }
@@ -221,8 +222,8 @@ def write_environment(task: Path) -> str:
 
 
 def write_tools(task: Path) -> None:
-    """Give the policy of the folder `task` a chat template and tokens that are calls, and write
-    tools.py and chat.jsonl.
+    """Give the policy of the folder `task` a chat template, tokens that are calls and room for the
+    schemas, and write tools.py and chat.jsonl.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -230,6 +231,9 @@ def write_tools(task: Path) -> None:
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.add_tokens(list(CALLS))
     tokenizer.save_pretrained(task / "model")
+    model = task / "model" / "config.json"
+    shape = json.loads(model.read_text()) | {"max_position_embeddings": 2048}
+    model.write_text(json.dumps(shape))
     (task / "tools.py").write_text(TOOLS)
     rows = [{"prompt": [{"role": "user", "content": f"{i}="}], "label": "5"} for i in range(24)]
     (task / "chat.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")

@@ -79,6 +79,13 @@ class SamplingParams:
         return self.temperature == 0.0 or (self.temperature == 1.0 and not self.is_cut)
 
 
+class Answer(NamedTuple):
+    """The right response to a prompt, of which a policy imitates the tokens in the mask."""
+
+    token_ids: tuple[int, ...]
+    mask: tuple[bool, ...]  # of token_ids: the turns of the assistant
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One drawn prompt: its tokens and the inputs of its reward function.
@@ -97,6 +104,7 @@ class Prompt:
     messages: tuple[Message, ...] = ()  # the chat; (): the prompt is plain text
     # for the chat template besides the messages: tools, enable_thinking, ...
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    answer: Answer | None = None  # for algorithm.advantage=sft
     # For a prompt that continues a response: `token_ids` end with what the response has so far.
     first_sample: int = 0  # sample_index of the first of its responses
     first_position: int = 0  # noise position of their first token: the tokens that they continue
@@ -174,8 +182,7 @@ class Rollout:
     logprobs: Tensor  # [T] float32
     policy_logprobs: Tensor  # [T] float32
     finish_reason: FinishReason
-    # (policy version, tokens that it drew), oldest first; an observation counts for the turn after
-    # it
+    # (policy version, tokens that it drew), oldest first; observations count for the next turn
     versions: tuple[tuple[int, int], ...]
     # for each verify pass: the tokens before it, prompt included, and the tokens out of it, bonus
     # token included; () for plain decoding
@@ -204,10 +211,8 @@ class Rollout:
 
     @property
     def is_here(self) -> bool:
-        """Return False if another rank has the tokens.
-
-        Then every tensor is on the meta device: it has a length and no content, and there is no
-        `loss_mask`.
+        """Return False if another rank has the tokens: every tensor is on the meta device, with a
+        length and no content, and there is no `loss_mask`.
         """
         return not self.token_ids.is_meta
 

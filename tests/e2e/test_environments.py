@@ -148,8 +148,9 @@ def test_a_step_that_fails_ends_the_run_in_one_line_or_scores_0(
 ) -> None:
     own = settings(task, write_dying(tmp_path, body), "reward.timeout_s=2", "run.num_steps=1")
     said = run_ending(1, 1, task, tmp_path / "raise", *own)
-    [named] = [each for each in said.splitlines() if each.startswith("pretrain_rl: ")]
-    assert "dying.py:Dying' failed on prompt_id=" in named
+    [named] = [each for each in said.splitlines() if "failed on prompt_id=" in each]
+    assert named.startswith("pretrain_rl: ")
+    assert "dying.py:Dying' failed on" in named
     assert "(turn 2 of rollout (" in named
     assert line in said
     (tmp_path / "died").unlink()

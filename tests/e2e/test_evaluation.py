@@ -86,7 +86,7 @@ def test_a_model_is_evaluated_on_several_files(
 
 def test_a_run_without_an_exported_policy_is_told_how_to_get_one(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ValueError, match=r"tlt convert --from .* --to FOLDER"):
+    with pytest.raises(ValueError, match=r"tlt convert --from .* --to .*/hf makes"):
         evaluation_command([str(tmp_path), "--data", "test.jsonl"])
 
 
@@ -95,7 +95,13 @@ def test_what_only_training_needs_is_off_in_an_evaluation(tmp_path: Path) -> Non
     trained = load_config(None, settings)
     (tmp_path / "config.yaml").write_text(dump_config(trained))
     (tmp_path / "hf").mkdir()
-    assert f"model.path={tmp_path}/hf" in evaluation_command([str(tmp_path), "--data", "a.jsonl"])
+    given = [str(tmp_path), "--data", "a.jsonl"]
+    command = evaluation_command(given)
+    assert f"model.path={tmp_path}/hf" in command
+    assert "speculation.enabled=true" not in command
+    drafted = evaluation_command([*given, "--drafter", "own"])
+    assert drafted.index("speculation.enabled=false") < drafted.index("speculation.enabled=true")
+    assert "speculation.drafter=own" in drafted
 
 
 CODE = """

@@ -46,6 +46,16 @@ SPOT = (
 )
 
 
+def check_second_half(resumed: Path, straight: Path, checkpoint: Path) -> None:
+    """Check that a run resumed half-way equals the straight run, and its drafter went on."""
+    assert answers(resumed) == answers(straight)[len(answers(straight)) // 2 :]
+    check_same_weights(resumed, straight)
+    saved = load_file(checkpoint / "drafter" / "training" / "state.safetensors")
+    rows = metric_rows(resumed)
+    made = sum(row["spot/updates"] for row in rows)
+    assert rows[-1]["drafter/num_updates"] == int(saved["num_updates"]) + made > 0
+
+
 @pytest.fixture(scope="module")
 def straight(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps from a drafter with random weights, checkpointed after each."""
@@ -119,12 +129,7 @@ def test_a_resumed_run_goes_on_with_drafter_data_and_policy(
 ) -> None:
     first = straight / "checkpoints" / "iter_0000002"
     run(2, config, tmp_path / "resumed", "run.num_steps=4", *SPOT, f"checkpoint.resume={first}")
-    assert answers(tmp_path / "resumed") == answers(straight)[len(answers(straight)) // 2 :]
-    check_same_weights(tmp_path / "resumed", straight)
-    saved = load_file(first / "drafter" / "training" / "state.safetensors")
-    rows = metric_rows(tmp_path / "resumed")
-    made = sum(row["spot/updates"] for row in rows)
-    assert rows[-1]["drafter/num_updates"] == int(saved["num_updates"]) + made
+    check_second_half(tmp_path / "resumed", straight, first)
 
 
 def test_context_parallel_ranks_draw_the_same_tokens_and_resume_with_them_and_without(

@@ -24,6 +24,8 @@ from tests.faults.lab import LAYOUTS, NUM_STEPS, RUN_LIMIT_S, Lab
 from tests.faults.probe import Moment
 from tests.faults.processes import Job, adopt_orphans, descendants, kill_all, start
 from tests.tiny_task import answers
+from tlt_megatron.config.own_layer import stored_layers
+from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.trainer.saving.manifest import read_pointer
 
@@ -288,12 +290,18 @@ def judge(run: Callable[[Case], None], case: Case) -> Verdict:
 
 
 def compare(
-    run_dir: Path, straight: Path, *, is_beyond: bool = False, is_rounded: bool = False
+    run_dir: Path,
+    straight: Path,
+    *,
+    is_beyond: bool = False,
+    is_rounded: bool = False,
+    trains_own_layer: bool = False,
 ) -> list[str]:
     """What is lost, doubled or other in `run_dir`, in words; empty if it is the straight run.
 
     is_beyond: it went on after the straight run's last step, so its weights are not compared;
-    is_rounded: it was resumed at another layout, where losses and weights are equal to rounding.
+    is_rounded: it was resumed at another layout, where losses and weights are equal to rounding;
+    trains_own_layer: idle ranks train the policy's layer for MTP, as much as time allows.
     """
     import torch
 
@@ -316,7 +324,9 @@ def compare(
     if mine.keys() != straight_ones.keys():
         return [*found, "other weights"]
     rtol, atol = (1e-3, 1e-4) if is_rounded else (0.0, 0.0)
-    for name, tensor in mine.items():
+    trained = stored_layers(load_model_config(straight / "hf"), mine) if trains_own_layer else []
+    for name in mine.keys() - {*trained}:
+        tensor = mine[name]
         if not torch.allclose(tensor, straight_ones[name], rtol=rtol, atol=atol):
             found.append(f"weights differ: {name}")
     return found

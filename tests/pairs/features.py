@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from tests.faults.case import compare
@@ -32,30 +31,28 @@ EXCLUSIVE = (
     ("conversations", "environment"),
     ("conversations", "tools"),
     ("environment", "tools"),
+    ("speculation", "own layer"),
 )
 # Features that one run cannot have. The last pairs are refused by name.
 CUT = "partial rollouts"
 APART = (*EXCLUSIVE, (CUT, "conversations"), (CUT, "environment"))
+# The policies of a dense task and of a mixture's, by whether they have a layer for MTP.
+KINDS = {False: ("qwen2", "qwen3_moe"), True: ("mimo", "glm4_moe")}
 # `make test` checks the pairs of `draw(SEED)`. PAIRS_SEED draws others.
 SEED = int(os.environ.get("PAIRS_SEED", "0"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tasks:
-    """The configs of a dense policy's task and of a mixture's."""
-
-    dense: Path
-    mixture: Path
-
-
-def make_tasks(root: Path) -> Tasks:
-    """Write both below `root`. Their policies end turns early."""
-    configs = []
-    for kind in ("qwen2", "qwen3_moe"):
-        configs.append(make_tiny_task(root / kind, kind=kind))
-        write_environment(root / kind)
-        write_tools(root / kind)
-    return Tasks(dense=configs[0], mixture=configs[1])
+def make_tasks(root: Path) -> dict[str, Path]:
+    """Write the tasks of KINDS below `root`, and return their configs. Their policies end turns
+    early.
+    """
+    configs = {}
+    for has_mtp, kinds in KINDS.items():
+        for kind in kinds:
+            configs[kind] = make_tiny_task(root / kind, kind=kind, has_mtp=has_mtp)
+            write_environment(root / kind)
+            write_tools(root / kind)
+    return configs
 
 
 def all_pairs() -> list[tuple[str, str]]:
@@ -76,13 +73,14 @@ def draw(seed: int) -> list[list[str]]:
             return thirds
 
 
-def check(features: Sequence[str], tasks: Tasks, root: Path) -> tuple[str, list[str]]:
+def check(features: Sequence[str], tasks: Mapping[str, Path], root: Path) -> tuple[str, list[str]]:
     """Run a combination and its references below the empty folder `root`.
 
     Returns the line with which it is refused, or "" if it runs, and in words what differs from the
     references.
     """
-    config = tasks.mixture if ON_A_MIXTURE.intersection(features) else tasks.dense
+    has_own = "own layer" in features
+    config = tasks[KINDS[has_own][bool(ON_A_MIXTURE.intersection(features))]]
     own = [*BASE.split(), *_settings(features, config)]
     straight = root / "straight"
 
@@ -97,7 +95,7 @@ def check(features: Sequence[str], tasks: Tasks, root: Path) -> tuple[str, list[
         return _refusal(features, config, code, said)
     copy_stopped(straight, root / "resumed", 1)
     references = {"resumed": (2, ("--resume", "auto")), "one rank": (1, ONE_RANK)}
-    if "speculation" in features:
+    if has_own or "speculation" in features:
         references["plain"] = 2, PLAIN
     found = []
     for name, (num_ranks, further) in references.items():
@@ -105,7 +103,10 @@ def check(features: Sequence[str], tasks: Tasks, root: Path) -> tuple[str, list[
         if code:
             found.append(f"{name}: exit code {code}: {said[-3000:]}")
         else:
-            differing = compare(root / name, straight, is_rounded=name == "one rank")
+            is_rounded = name == "one rank"
+            differing = compare(
+                root / name, straight, is_rounded=is_rounded, trains_own_layer=has_own
+            )
             found += [f"{name}: {each}" for each in differing]
     return "", found
 

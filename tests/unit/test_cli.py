@@ -5,6 +5,7 @@ a checkout.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -154,6 +155,20 @@ def test_bad_input_is_answered_in_one_line_before_torch(
     done = tlt(*arguments, root=f"{tmp_path}{os.pathsep}{REPO}")
     assert done.returncode == 2
     assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-m tlt_megatron.cli train examples/quickstart.yaml --dry-run --nproc-per-node two",
+        "launch/torchrun.py --nnodes x any.py",
+    ],
+)
+def test_a_number_of_ranks_that_is_none_is_answered_in_one_line(words: str) -> None:
+    done = python(*words.split())
+    assert done.returncode == 2
+    assert re.match(r"(tlt train|pretrain_rl): --nnodes \S+ --nproc-per-node ", done.stderr)
     assert done.stderr.count("\n") == 1
 
 

@@ -61,6 +61,18 @@ class PromptReader:
         return tuple(self._tokenizer.with_first(ids) if isinstance(prompt, str) else ids)
 
 
+def as_number(name: str, value: Any) -> int | float:
+    """Return a sampling setting as a number of Python. ValueError for one of another type."""
+    kind, rule = (float, "a number") if name in ("temperature", "top_p") else (int, "an integer")
+    try:
+        number = kind(value) if kind is float else operator.index(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or isinstance(value, bool | str):
+        raise ValueError(f"{name}={value!r:.80}: must be {rule}")
+    return number
+
+
 def check_text(text: str, name: str) -> None:
     """Raise ValueError for half a surrogate pair, which is no text."""
     try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.api.live_batch import Job, LiveBatch, Response
-from tlt_megatron.api.prompt_input import PromptReader, TextPrompt, as_prompts
+from tlt_megatron.api.prompt_input import PromptReader, TextPrompt, as_number, as_prompts
 from tlt_megatron.api.response_text import ResponseText
 from tlt_megatron.config.draft_folder import check_drafter
 from tlt_megatron.config.hub import fetch_model
@@ -204,9 +204,9 @@ class Engine:
 
     def sampling(self, seed: int | None, **settings: Any) -> SamplingParams:
         """Return settings with the stop tokens of the model. ValueError for a bad one."""
-        seed = secrets.randbits(63) if seed is None else seed
-        stops = self.tokenizer.stop_token_ids
-        return SamplingParams(seed=seed, stop_token_ids=stops, **settings)
+        given = {"seed": secrets.randbits(63) if seed is None else seed, **settings}
+        numbers: dict[str, Any] = {name: as_number(name, value) for name, value in given.items()}
+        return SamplingParams(stop_token_ids=self.tokenizer.stop_token_ids, **numbers)
 
     def job(
         self,

@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tlt_megatron.config.model_folder import EMBEDDING, HEAD, check_shapes, name_setting
+import numpy as np
+
+from tlt_megatron.config.model_folder import (
+    EMBEDDING,
+    HEAD,
+    check_no_adapter,
+    check_shapes,
+    name_setting,
+)
 from tlt_megatron.config.model_shape import ModelConfig, check_not_of_run, rope_config
 from tlt_megatron.config.ranges import read_number, read_size, require
 from tlt_megatron.config.weight_files import (
@@ -70,6 +78,8 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, True),
     "logit_scale": (None, 1),
     "hidden_act": (None, "silu"),
+    # the layers of EAGLE-3 under names that no engine reads for it
+    **dict.fromkeys(("target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config"), (None,)),
 }
 # Other keys of a config.json that have no effect on a drafter, or that are read below.
 _KNOWN = {
@@ -100,7 +110,8 @@ def read_draft_settings(
     False where SGLang runs the drafter and nothing trains it.
     """
     file = Path(path) / "config.json"
-    require(file.is_file(), "speculation.drafter", str(path), "a folder with config.json")
+    if not file.is_file():
+        raise ValueError(f"{path}: must be a folder with config.json")
     raw = read_json(file)
     try:
         return _settings(raw, num_layers, needs_whole_head)
@@ -168,12 +179,14 @@ def _check_options(hf: Mapping[str, Any], eagle: Mapping[str, Any], needs_whole_
     if needs_whole_head:
         options |= dict.fromkeys(("draft_vocab_size", "hot_vocab_size"), (None, hf["vocab_size"]))
     if hf["architectures"] == [ARCHITECTURES["eagle3"]]:
-        options["bias"] = _OFF  # of fc
+        options |= dict.fromkeys(("bias", "fusion_bias"), _OFF)  # of fc
+    else:  # the token ids of fewer rows are EAGLE-3's
+        options["draft_vocab_size"] = (None, hf["vocab_size"])
     for section, where in ((hf, ""), (eagle, "eagle_config.")):
         for name, allowed in options.items():
             value = section.get(name)
             if value not in allowed:
-                shown = " or ".join(repr(each) for each in allowed if each is not None)
+                shown = " or ".join(repr(each) for each in allowed if each is not None) or "null"
                 raise ValueError(f"{where}{name}={value!r} is not supported; only {shown}")
     types = hf.get("layer_types") or []
     are_full = isinstance(types, list) and {*types} <= {"full_attention"}
@@ -292,6 +305,7 @@ def check_drafter(
     folder = Path(path)
     try:
         check_not_of_run(key, path, "hf_drafter")
+        check_no_adapter(folder)
         settings = read_draft_settings(
             folder, num_layers=policy.num_layers, needs_whole_head=needs_whole_head
         )
@@ -319,7 +333,11 @@ def _check_tensors(
 ) -> None:
     """Check the names and shapes, and that what a drafter borrows is that of its policy."""
     is_eagle3 = settings["architectures"] == [ARCHITECTURES["eagle3"]]
-    stored = {own_name(name, is_eagle3): t for name, t in find_tensors(folder).items()}
+    stored: dict[str, StoredTensor] = {}
+    for name, tensor in find_tensors(folder).items():
+        known = stored.setdefault(own_name(name, is_eagle3), tensor)
+        if known is not tensor:
+            raise ValueError(f"{tensor.file.name}: {name} is there twice, under two names")
     ids, kept = stored.pop(_IDS, None), stored.pop(_KEPT, None)
     check_not_quantized(settings, stored)
     num_drafted = settings.get("draft_vocab_size") or settings["vocab_size"]
@@ -337,13 +355,42 @@ def _check_tensors(
     shapes = draft_shapes(settings)
     if not is_whole:
         shapes[_HEAD] = (num_drafted, settings["hidden_size"])
-    check_shapes(settings["architectures"][0], shapes, stored, {"fc.bias"} & {*shapes})
+    if (has_bias := settings.get("bias", settings.get("fusion_bias"))) is False:
+        shapes.pop("fc.bias", None)
+    optional = set() if has_bias else {"fc.bias"} & {*shapes}
+    check_shapes(settings["architectures"][0], shapes, stored, optional)
     if is_whole:
         for name, tensor, byte in ((_IDS, ids, b"\0"), (_KEPT, kept, b"\1")):
             if tensor is not None and read_bytes(tensor).strip(byte):
                 raise ValueError(f"{tensor.file.name}: {name} permutes the rows of a whole head")
     elif ids is None:
         raise ValueError(f"lacks {_IDS}, the token ids of its {num_drafted} rows")
+    else:
+        _check_ids(ids, kept, num_drafted, settings["vocab_size"])
+
+
+def _check_ids(
+    ids: StoredTensor, kept: StoredTensor | None, num_drafted: int, vocab_size: int
+) -> None:
+    """Check that d2t names the rows of a head by rising token ids, and that t2d agrees with it."""
+    kinds = {"I64": "<i8", "I32": "<i4"}
+    if ids.dtype not in kinds or ids.shape != (num_drafted,):
+        raise ValueError(
+            f"{ids.file.name}: {_IDS} is {ids.dtype} {list(ids.shape)}: must be I64 [{num_drafted}]"
+        )
+    found = np.frombuffer(read_bytes(ids), kinds[ids.dtype]) + np.arange(num_drafted)
+    if found[0] < 0 or found[-1] >= vocab_size or (np.diff(found) <= 0).any():
+        raise ValueError(
+            f"{ids.file.name}: {_IDS} plus the row must be rising token ids, 0 to {vocab_size - 1}"
+        )
+    if kept is None:
+        return
+    marks = np.frombuffer(read_bytes(kept), np.uint8)
+    fits = kept.dtype == "BOOL" and kept.shape == (vocab_size,)
+    if not fits or not np.array_equal(np.flatnonzero(marks), found):
+        raise ValueError(
+            f"{kept.file.name}: {_KEPT} must be true for the token ids of {_IDS} alone"
+        )
 
 
 def warn_of_unknown_keys(path: str | Path) -> None:

@@ -53,6 +53,7 @@ REGISTRY = {
         reinforce_plus_plus="rewards.advantage:reinforce_plus_plus",
         reinforce_plus_plus_baseline="rewards.advantage:reinforce_plus_plus_baseline",
         gae="rewards.advantage:gae",
+        sft="rewards.advantage:sft",
     ),
     "algorithm.loss": _point(
         "logprobs old_logprobs batch section",

@@ -50,7 +50,7 @@ def check_model(
     folder = Path(path)
     try:
         if str(path):
-            _check_no_adapter(folder)
+            check_no_adapter(folder)
         config = load_model_config(path, key)
         settings = read_json(folder / "config.json")
         check_not_quantized(settings, {})
@@ -83,7 +83,8 @@ def name_setting(setting: str, folder: Path, error: ValueError) -> ValueError:
     return ValueError(f"{setting}: {text.removeprefix(f'{folder}/').removeprefix(f'{folder}: ')}")
 
 
-def _check_no_adapter(folder: Path) -> None:
+def check_no_adapter(folder: Path) -> None:
+    """Raise ValueError for PEFT's files in a folder."""
     found = [name for name in _ADAPTER_FILES if (folder / name).is_file()]
     if found:
         raise ValueError(

@@ -7,6 +7,7 @@ loaded. Defaults of absent keys are those of transformers.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,8 @@ def check_not_of_run(key: str, path: str | Path, part: str) -> None:
         for name in ("manifest.json", "latest_checkpointed_iteration.txt", "common.pt")
     )
     if is_run or is_saved:
-        advice = f"tlt convert --from {path} --to FOLDER makes a model of its checkpoint"
+        convert = shlex.join(["tlt", "convert", "--from", str(path), "--to", f"{path}/hf"])
+        advice = f"{convert} makes a model of its checkpoint"
         if part != "hf":
             advice = "give the folder drafter of one of its checkpoints"
         kind = f"a run without {part}" if is_run else "a checkpoint"
@@ -272,6 +274,9 @@ def rope_config(hf: Mapping[str, Any], partial_rotary_factor: float = 1.0) -> Ro
     """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     require(isinstance(rope, dict), "rope_parameters", rope, "an object")
+    for name, value in rope.items():
+        rule = "a value for all layers, not one for each type of layer"
+        require(not isinstance(value, dict), f"rope_parameters.{name}", value, rule)
     rope = {"rope_theta": hf.get("rope_theta", _DEFAULT_THETA)} | rope
     kind = rope.get("rope_type", rope.get("type", "default"))
     require(kind in [*ROPE_KINDS], "rope_type", kind, f"one of {', '.join(ROPE_KINDS)}")

@@ -64,8 +64,9 @@ def stored_layers(policy: ModelConfig, names: Iterable[str]) -> list[str]:
 
 
 def note_own_layer(path: str | Path, policy: ModelConfig) -> str | None:
-    """Return a line for a user whose checkpoint has such a layer; None: it has none. config.json
-    tells it where there are no weights.
+    """Return a line that tells a user about the checkpoint's layer, or None if it lacks one.
+
+    config.json says so where there are no weights.
     """
     folder = Path(path)
     count = read_json(folder / "config.json").get("num_nextn_predict_layers")
@@ -94,13 +95,20 @@ def copied_parts(policy: ModelConfig, names: Iterable[str]) -> dict[str, str]:
 
 
 def check_own_layer(
-    path: str | Path, policy: ModelConfig, key: str = "speculation.drafter"
+    path: str | Path,
+    policy: ModelConfig,
+    key: str = "speculation.drafter",
+    *,
+    needs_weights: bool = True,
 ) -> None:
     """Raise ValueError of one line, with the setting `key`, if the checkpoint `path` has no layer
-    for a drafter.
+    for a drafter. Without `needs_weights`, config.json suffices where there are no weights.
     """
     folder, key = Path(path), f"{key}={OWN!r}"
-    tensors = find_tensors(folder)
+    has_weights = needs_weights or any(folder.glob("*.safetensors"))
+    if not has_weights and note_own_layer(path, policy):
+        return
+    tensors = find_tensors(folder) if has_weights else {}
     stored: Mapping[str, StoredTensor] = {n: tensors[n] for n in stored_layers(policy, tensors)}
     if not stored:
         families = ", ".join(name for name, family in FAMILIES.items() if family.mtp)

@@ -126,7 +126,8 @@ class AlgorithmSection(Section):
 
     # Each is a name, path/to/file.py:function or package.module:function.
     # grpo | dr_grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | gae (with a
-    # critic, section `critic`) | import path
+    # critic, section `critic`) | sft (supervised: imitates the answers of data.train; no engine
+    # starts) | import path
     advantage: Annotated[str, named("algorithm.advantage")] = "grpo"
     # keywords that an advantage of yours gets besides `rewards`, such as {power: 0.5}
     advantage_args: dict[str, Any] = field(default_factory=dict)
@@ -175,6 +176,11 @@ class AlgorithmSection(Section):
         return self.advantage == "gae"
 
     @property
+    def is_sft(self) -> bool:
+        """Return whether the policy imitates the answers of the data set."""
+        return self.advantage == "sft"
+
+    @property
     def has_correction(self) -> bool:
         """Return whether the loss is corrected for the rollout engine's distribution."""
         return self.tis_cap > 0 or self.rollout_rs != "none"
@@ -194,7 +200,8 @@ class AlgorithmSection(Section):
         distillation need them earlier.
         """
         num_updates = self.num_epochs * self.num_minibatches
-        return num_updates > 1 or self.has_kl_reward or self.distill_coef > 0
+        is_first = num_updates == 1 and not self.has_kl_reward and self.distill_coef == 0
+        return not (is_first or self.is_sft)
 
     @property
     def has_reference(self) -> bool:

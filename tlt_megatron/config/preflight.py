@@ -33,7 +33,7 @@ def check_files(config: RunConfig) -> None:
         _check_reference(config, policy)
     if config.speculation.enabled and config.speculation.is_learned:
         if config.speculation.drafter == OWN:
-            _check_own(config, policy)
+            check_own(config, policy)
         elif config.speculation.drafter:
             _check_drafter(config, policy)
         elif config.drafter.algorithm == "eagle3":
@@ -119,13 +119,16 @@ def _check_reference(config: RunConfig, policy: ModelConfig) -> None:
     )
 
 
-def _check_own(config: RunConfig, policy: ModelConfig) -> None:
+def check_own(config: RunConfig, policy: ModelConfig, *, needs_weights: bool = True) -> None:
+    """Raise ValueError if the checkpoint's own layer cannot be the drafter. See
+    `check_own_layer`.
+    """
     config.drafter.require(
         config.drafter.algorithm != "eagle3",
         "algorithm",
         "eagle or hass where speculation.drafter='own'",
     )
-    check_own_layer(config.model.path, policy)
+    check_own_layer(config.model.path, policy, needs_weights=needs_weights)
 
 
 def _check_drafter(config: RunConfig, policy: ModelConfig) -> None:

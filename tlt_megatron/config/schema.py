@@ -277,7 +277,7 @@ class RunConfig:
     @property
     def ranks_per_engine(self) -> int:
         """Return the number of ranks whose GPUs one rollout engine uses: SGLang's `tp_size`."""
-        if self.rollout.engine != "sglang":
+        if self.rollout.engine != "sglang" or self.algorithm.is_sft:
             return 1
         return self.sglang.engine_args.get("tp_size", 1)
 

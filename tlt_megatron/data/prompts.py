@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tlt_megatron.config.schema import DataSection
-from tlt_megatron.data.rows import Row, read_rows
+from tlt_megatron.data.answer_tokens import encode_answer
+from tlt_megatron.data.rows import Kind, Row, read_rows
 from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.runtime.collectives import call_on_first
 from tlt_megatron.runtime.process_groups import SINGLE, Group
@@ -120,23 +121,58 @@ def load_prompts(
     section: DataSection,
     world: Group = SINGLE,
     *,
-    needs_label: bool = True,
+    kind: Kind = Kind.SCORED,
+    max_answer_tokens: int = 0,
 ) -> PromptSet:
     """Read, check and tokenize all rows of a .jsonl or .parquet file.
 
     Every rank of `world` must call it; the first one reads, and all return the same set or raise
     the same error. Prompts longer than `section.max_prompt_tokens` are left out and reported, never
-    cut. ValueError names the file, the row (from 1), the key and the allowed values.
+    cut, and so are answers of more than `max_answer_tokens`. ValueError names the file, the row
+    (from 1), the key and the allowed values.
     """
-    return call_on_first(
-        lambda: _read_prompts(Path(path), tokenizer, section, needs_label=needs_label), world
+    if kind is Kind.ANSWERED:
+        read = functools.partial(_read_answered, max_answer_tokens=max_answer_tokens)
+        return call_on_first(lambda: read(Path(path), tokenizer, section), world)
+    return call_on_first(lambda: _read_prompts(Path(path), tokenizer, section, kind), world)
+
+
+def _read_answered(
+    path: Path, tokenizer: Tokenizer, section: DataSection, *, max_answer_tokens: int
+) -> PromptSet:
+    found = list(read_rows(path, section, Kind.ANSWERED))
+    rows: list[Prompt] = []
+    overlong: list[str] = []
+    for row in found:
+        prompt = row.prompt
+        try:
+            ids, answer = encode_answer(
+                tokenizer, row.text, prompt.ground_truth, prompt.template_kwargs
+            )
+        except ValueError as error:
+            raise ValueError(f"{path} row {row.number}: {error}") from error
+        if len(ids) > section.max_prompt_tokens or len(answer.token_ids) > max_answer_tokens:
+            overlong.append(prompt.prompt_id)
+            continue
+        rows.append(dataclasses.replace(prompt, draw_index=len(rows), token_ids=ids, answer=answer))
+    limits = f"{section.max_prompt_tokens} and rollout.max_new_tokens={max_answer_tokens}"
+    _warn(path, found, overlong, limits)
+    if not rows:
+        raise ValueError(
+            f"{path}: no row fits: prompts and answers must have tokens, at most"
+            f" data.max_prompt_tokens={limits}"
+        )
+    return PromptSet(
+        path=str(path),
+        rows=tuple(rows),
+        fingerprint=_digest((_fingerprint(rows), [row.answer for row in rows])),
+        num_left_out=len(overlong),
+        parts=_parts(found, tokenizer, section),
     )
 
 
-def _read_prompts(
-    path: Path, tokenizer: Tokenizer, section: DataSection, *, needs_label: bool
-) -> PromptSet:
-    found = list(read_rows(path, section, needs_label=needs_label))
+def _read_prompts(path: Path, tokenizer: Tokenizer, section: DataSection, kind: Kind) -> PromptSet:
+    found = list(read_rows(path, section, kind))
     if not found:
         raise ValueError(f"{path}: holds no rows, must hold at least one")
     encoded = tokenizer.encode_texts([_render(path, row, tokenizer, section) for row in found])
@@ -179,7 +215,7 @@ def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) ->
         raise ValueError(f"{where} cannot be encoded: {error}") from error
 
 
-def _warn(path: str | Path, found: list[Row], overlong: list[str], limit: int) -> None:
+def _warn(path: str | Path, found: list[Row], overlong: list[str], limit: int | str) -> None:
     by_kind: dict[str, list[int]] = defaultdict(list)
     for row in found:
         for kind in row.conversions:
@@ -194,16 +230,21 @@ def _warn(path: str | Path, found: list[Row], overlong: list[str], limit: int) -
 
 
 def load_held_out(
-    section: DataSection, tokenizer: Tokenizer, world: Group = SINGLE, *, limit: int = 0
+    section: DataSection,
+    tokenizer: Tokenizer,
+    world: Group = SINGLE,
+    *,
+    limit: int = 0,
+    **kind: Any,
 ) -> dict[str, PromptSet]:
     """Return the first `limit` prompts (0: all) of each file of `data.eval`, by its name.
 
-    As `load_prompts`. `draw_index` counts on from file to file.
+    As `load_prompts`, with its `kind`. `draw_index` counts on from file to file.
     """
     found: dict[str, PromptSet] = {}
     num_prompts = 0
     for name, path in section.eval_files.items():
-        whole = load_prompts(path, tokenizer, section, world)
+        whole = load_prompts(path, tokenizer, section, world, **kind)
         rows = tuple(
             dataclasses.replace(prompt, draw_index=num_prompts + index)
             for index, prompt in enumerate(whole.rows[: limit or None])

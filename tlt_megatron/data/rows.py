@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from decimal import Decimal
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,14 @@ _OF_TEMPLATE = {"tools": list, "documents": list, "chat_template_kwargs": dict}
 _SHOWN_CHARACTERS = 60  # that an error message shows of a prompt
 
 
+class Kind(Enum):
+    """What a row needs besides its prompt."""
+
+    SCORED = "a label"
+    UNSCORED = "nothing"
+    ANSWERED = "a label that is the answer, or messages that end with it"
+
+
 class Row(NamedTuple):
     """One row, checked but not tokenized."""
 
@@ -36,12 +45,12 @@ class Row(NamedTuple):
     conversions: list[str]  # what was converted or may be a mistake, for a warning
 
 
-def read_rows(path: Path, section: DataSection, *, needs_label: bool = True) -> Iterator[Row]:
+def read_rows(path: Path, section: DataSection, kind: Kind = Kind.SCORED) -> Iterator[Row]:
     """Yield all rows in file order. ValueError at the first row that cannot be used."""
     seen: dict[tuple[str, str], int] = {}  # data_source, prompt_id -> row
     for number, raw in read_raw_rows(path):
         try:
-            row = _read_row(raw, number, path.stem, section, needs_label=needs_label)
+            row = _read_row(raw, number, path.stem, section, kind)
             _check_id(row, seen)
         except ValueError as error:
             raise ValueError(f"{path} row {number}: {error}") from error
@@ -58,16 +67,20 @@ def _check_id(row: Row, seen: dict[tuple[str, str], int]) -> None:
         )
 
 
-def _read_row(
-    raw: object, number: int, stem: str, section: DataSection, *, needs_label: bool
-) -> Row:
+def _read_row(raw: object, number: int, stem: str, section: DataSection, kind: Kind) -> Row:
     if not isinstance(raw, dict):
         raise ValueError(f"is a {type(raw).__name__}, must be an object with keys")
     conversions: list[str] = []
     for key in _OTHER_MEDIA:
         if raw.get(key):
             raise ValueError(f"{key} is not empty: the policy reads and writes text alone")
-    text = _text(raw, section.input_key, conversions)
+    has_answers = kind is Kind.ANSWERED
+    key = "messages" if has_answers and raw.get("messages") else section.input_key
+    text = _text(raw, key, conversions, may_be_answered=has_answers)
+    is_answered = not isinstance(text, str) and text[-1]["role"] == "assistant"
+    label = ""
+    if kind is not Kind.UNSCORED and not (has_answers and is_answered):
+        label = _label(raw, section.label_key, conversions)
     template_kwargs: dict[str, object] = {}
     if isinstance(text, str):
         _check_string(raw, section, conversions)
@@ -78,7 +91,7 @@ def _read_row(
         draw_index=0,
         token_ids=(),
         data_source=_data_source(raw),
-        ground_truth=_label(raw, section.label_key, conversions) if needs_label else "",
+        ground_truth=label,
         extra_info=_extra_info(raw, conversions),
         messages=() if isinstance(text, str) else tuple(text),
         template_kwargs=template_kwargs,
@@ -151,7 +164,9 @@ def _parsed(key: str, text: str) -> Any:
         raise ValueError(f"{key}={text[:_SHOWN_CHARACTERS]!r} must be JSON: {error}") from error
 
 
-def _text(raw: dict[str, object], key: str, conversions: list[str]) -> str | list[Message]:
+def _text(
+    raw: dict[str, object], key: str, conversions: list[str], *, may_be_answered: bool
+) -> str | list[Message]:
     value = _look_up(raw, key)
     if value is None:
         raise ValueError(
@@ -176,7 +191,7 @@ def _text(raw: dict[str, object], key: str, conversions: list[str]) -> str | lis
                 f"{key}[{index}]={message!r} must be a message with the strings role and content"
             )
         messages.append(message)
-    if messages[-1]["role"] == "assistant":
+    if messages[-1]["role"] == "assistant" and not may_be_answered:
         raise ValueError(
             f"{key} ends with a turn of the assistant, must end with one that it answers"
         )

@@ -13,7 +13,7 @@ import inspect
 import keyword
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
@@ -23,8 +23,10 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tlt_megatron.config.model_shape import read_eos_token_ids
+from tlt_megatron.data.token_bytes import TokenBytes
 from tlt_megatron.data.tokenizer_file import as_in_file
 from tlt_megatron.saved_files import read_json
+from tlt_megatron.stop_strings import StopStrings, check_stop_strings
 from tlt_megatron.types import Message
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,9 @@ _PIN_DATE = (
     "{% for part, value in date_parts.items() %}{% set text.now = text.now | replace(part, value) %}{% endfor %}"
     "{{ text.now }}{% endmacro +%}"
 )
-_DATE_PARTS = [f"%{sign}{part}" for part in "aAbBcdeHIjmMpSuUVwWxXyYzZfDFT" for sign in ("", "-")]
+_DATE_PARTS = [
+    f"%{sign}{part}" for part in "aAbBcCdDeFfgGhHIjklmMnpPrRsStTuUVwWxXyYzZ" for sign in ("", "-")
+]
 _TURN = "(turn)"  # stands for a turn of the policy, whose tokens are never encoded again
 # Texts that may stand before another one, of which at least one does not merge with it.
 _ANCHORS = ("\n", "a", ".", "0", "\u00e9")
@@ -81,10 +85,8 @@ class Tokenizer:
     def encode(
         self, prompt: str | Sequence[Message], template_kwargs: Mapping[str, object] = NOTHING
     ) -> tuple[int, ...]:
-        """Return the token ids of a text, or of chat messages with the generation prompt.
-
-        ValueError if messages are given and there is no chat template, or the template refuses
-        them.
+        """Return the token ids of a text, or of messages with the generation prompt. ValueError
+        for messages without a chat template, or that the template refuses.
         """
         ids = self.encode_texts([self.render(prompt, template_kwargs)])[0]
         return tuple(self.with_first(ids) if isinstance(prompt, str) else ids)
@@ -135,12 +137,14 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def render(
-        self, prompt: str | Sequence[Message], template_kwargs: Mapping[str, object] = NOTHING
+        self,
+        prompt: str | Sequence[Message],
+        template_kwargs: Mapping[str, object] = NOTHING,
+        *,
+        is_open: bool = True,
     ) -> str:
-        """Return a string unchanged, messages through the template, which gets `template_kwargs`
-        too.
-
-        ValueError as in `encode`, or for an argument that the template does not have.
+        """Return a string unchanged, messages through the template, and with `is_open` the begin of
+        the next turn. ValueError as in `encode`, or for an argument that it does not have.
         """
         if isinstance(prompt, str):
             return prompt
@@ -158,7 +162,7 @@ class Tokenizer:
                 template = self.hf.get_chat_template(tools=given.get("tools"))
                 given["chat_template"] = self._pinned_date + template
             text = self.hf.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **given
+                messages, add_generation_prompt=is_open, tokenize=False, **given
             )
         except Exception as error:  # a template is a program of the folder
             raise ValueError(f"the chat template of {self.folder} refuses it: {error}") from error
@@ -315,6 +319,19 @@ class Tokenizer:
                 return whole[len(head) :]
         raise ValueError(f"the tokenizer in {self.folder} cannot continue a text by {text!r}")
 
+    def stop_strings(self, given: object, name: str = "stop") -> StopStrings | None:
+        """Return a string or a list of them for `SamplingParams.stop` and `Prompt.stop`, None for
+        None. ValueError for what cannot be stop strings, by its `name`.
+        """
+        return None if given is None else self._make_stop(check_stop_strings(given, name))
+
+    @functools.cached_property
+    def _make_stop(self) -> Callable[[tuple[str, ...]], StopStrings]:
+        decode = functools.partial(self.decode, skip_special_tokens=False)
+        anchor = self.encode_texts(["a"])[0]
+        of_token = TokenBytes(decode, self.hf.convert_ids_to_tokens, anchor)
+        return functools.lru_cache(maxsize=_MOST_STOPS)(lambda texts: StopStrings(texts, of_token))
+
     def decode_turn(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn or response with its special tokens, but without the one that
         ends it.
@@ -350,9 +367,8 @@ def load_tokenizer(path: str | Path, template_date: str = "") -> Tokenizer:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises Exception itself for a file of a newer version
-        for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
-            if (folder / name).is_file():
-                read_json(folder / name)
+        for file in folder.glob("*token*.json"):
+            read_json(file)
         reason = " ".join(str(error).split())
         is_config = reason.startswith("Validation error for field")  # config.json was read first
         part = "config.json" if is_config else "its tokenizer"

@@ -203,9 +203,10 @@ def _write_shards(
 
 def companions(folder: Path) -> list[Path]:
     """Return the files that belong to a model's weights: config, tokenizer, chat template,
-    generation config.
+    generation config, code that its config names.
     """
-    files = [f for f in folder.iterdir() if f.suffix in (".json", ".txt", ".model", ".jinja")]
+    endings = (".json", ".txt", ".model", ".jinja", ".py")
+    files = [file for file in folder.iterdir() if file.suffix in endings]
     left_out = (INDEX_NAME, "made_with.json", ADAPTER_CONFIG)
     further = sorted(folder.glob("additional_chat_templates/*.jinja"))
     return [*(file for file in files if file.name not in left_out), *further]

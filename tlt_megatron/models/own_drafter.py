@@ -4,6 +4,7 @@ the checkpoint's names.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -12,12 +13,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tlt_megatron.config.draft_folder import MTP, SIZES
-from tlt_megatron.config.model_shape import FAMILIES, ROUTER_BIAS, ModelConfig, load_model_config
+from tlt_megatron.config.model_folder import EMBEDDING
+from tlt_megatron.config.model_shape import (
+    FAMILIES,
+    ROUTER_BIAS,
+    ModelConfig,
+    load_model_config,
+    tensor_shapes,
+)
 from tlt_megatron.config.own_layer import copied_parts, is_frozen, own_names, stored_layers
 from tlt_megatron.config.weight_files import SINGLE_NAME
 from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.draft_model import DraftConfig, DraftModel, FrozenExperts, LayerForm
-from tlt_megatron.models.hf_io import HfReader, dtype_of, read_tensors
+from tlt_megatron.models.hf_io import HfReader, dtype_of, read_tensors, save_hf_model
 from tlt_megatron.runtime.durable import save_tensors
 from tlt_megatron.saved_files import read_json
 
@@ -91,6 +99,14 @@ def _read_experts(
         gate_up_EFD=torch.stack([read_expert(number, "gate", "up") for number in numbers]),
         down_EDF=torch.stack([read_expert(number, "down") for number in numbers]),
     )
+
+
+def save_with_own_layer(out: Path, source: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write the model `source` to the new folder `out`, with a drafter's weights as its layer."""
+    policy, reader = load_model_config(source), HfReader(source)
+    kept = ((name, reader[name]) for name in tensor_shapes(policy))
+    tensors = itertools.chain(kept, own_tensors(weights, policy))
+    save_hf_model(out, tensors, source, dtype=reader[EMBEDDING].dtype)
 
 
 def save_own_layer(folder: Path, source: Path, dtype: torch.dtype) -> None:

@@ -167,7 +167,10 @@ def _by_response(
         rewards_R = _share_rows(scored, own, rows, 1, dp).squeeze(1)
     baseline = load_extension(_KEY, section.advantage)
     groups = rewards_R.split([len(s.rewards) for s in scored])
-    advantages_R = torch.cat([among_siblings(baseline, rewards_G) for rewards_G in groups])
+    if section.is_sft:
+        advantages_R = torch.cat([baseline(rewards_G).float() for rewards_G in groups])
+    else:
+        advantages_R = torch.cat([among_siblings(baseline, rewards_G) for rewards_G in groups])
     if section.advantage in WHITENED:
         lengths_R = _lengths(scored)
         total_R = lengths_R * advantages_R

@@ -39,15 +39,18 @@ def policy_loss(
     old_P = batch.old_logprobs
     if old_P is None:  # rollouts come from the policy that is updated: every ratio is 1
         old_P = predicted.logprobs.detach()
-    terms = call_extension(
-        "algorithm.loss",
-        section.loss,
-        logprobs=predicted.logprobs,
-        old_logprobs=old_P,
-        batch=batch,
-        section=section,
-        **section.loss_args,
-    )
+    if section.is_sft:
+        terms = -predicted.logprobs, torch.zeros_like(mask_P)
+    else:
+        terms = call_extension(
+            "algorithm.loss",
+            section.loss,
+            logprobs=predicted.logprobs,
+            old_logprobs=old_P,
+            batch=batch,
+            section=section,
+            **section.loss_args,
+        )
     if shapes_of(terms) != [list(mask_P.shape)] * 2:
         raise ValueError(
             f"algorithm.loss={section.loss!r}: returned {shapes_of(terms)}, must be two tensors of {list(mask_P.shape)}"
@@ -58,6 +61,8 @@ def policy_loss(
         "ppo_kl": ((old_P - predicted.logprobs.detach()) * mask_P).sum(),
         "entropy": (predicted.entropy.detach() * mask_P).sum(),
     }
+    if section.is_sft:
+        metrics["sft/loss"] = -(predicted.logprobs.detach() * mask_P).sum()
     if section.dual_clip and section.loss == "ppo":
         ratio_P = (predicted.logprobs.detach() - old_P).exp()
         is_bounded_P = (batch.advantages < 0) & (ratio_P > section.dual_clip)

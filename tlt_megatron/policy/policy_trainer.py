@@ -226,6 +226,18 @@ class PolicyTrainer:
             / sum(len(each.rollouts) for each in inference.plan.scored),
         }
 
+    def mean_loss(self, plan: Plan) -> float:
+        """Return minus the mean log-prob of the batch's tokens that a loss counts. A collective."""
+        packs = [*plan.packs, *pack_share(plan.own_skipped, self.micro_batch_tokens)]
+        predicted = self.model.infer_logprobs([pack.batch for pack in packs], self.temperature)
+        pairs = [(each.logprobs, pack.batch) for pack, each in zip(packs, predicted, strict=True)]
+        sums = {
+            "loss": -sum(float((logs.double() * batch.loss_mask).sum()) for logs, batch in pairs),
+            "tokens": sum(float(batch.loss_mask.sum()) for _, batch in pairs),
+        }
+        total = sum_metrics(sums, self.groups.dp)
+        return total["loss"] / total["tokens"]
+
     def _attach(self, inference: Inference, packs: Sequence[Pack]) -> list[MicroBatch]:
         """Return the micro-batches of `packs` with what the losses need."""
         targets = {

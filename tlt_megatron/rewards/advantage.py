@@ -78,6 +78,11 @@ def among_siblings(baseline: Callable[[Tensor], Tensor], rewards_G: Tensor) -> T
     return advantages_G.zero_() if (rewards_G == rewards_G[0]).all() else advantages_G
 
 
+def sft(rewards_G: Tensor) -> Tensor:
+    """1: the right responses of the data set are imitated, whatever their reward."""
+    return torch.ones_like(rewards_G)
+
+
 class Moments(NamedTuple):
     """Mean and variance of values that are known in parts, such as the tokens of each response.
 

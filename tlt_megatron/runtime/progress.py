@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 _FACTS = {  # metric -> its text in the display
     "critic/rewards/mean": "reward {}",
+    "sft/loss": "loss {}",
+    "sft/tokens_per_s": "{} tokens/s",
     "eval/accuracy": "accuracy {}",
     "response_length/mean": "length {}",
     "perf/rollout_tokens_per_s": "{} tokens/s",
@@ -41,6 +43,8 @@ _FACTS = {  # metric -> its text in the display
 }
 _HEADERS = {
     "critic/rewards/mean": "reward",
+    "sft/loss": "loss",
+    "eval/loss": "eval loss",
     "eval/accuracy": "eval acc",
     "response_length/mean": "mean length",
     "response_length/max": "max length",

@@ -17,7 +17,9 @@ from tlt_megatron.config.own_layer import OWN, note_own_layer
 from tlt_megatron.config.rules import warnings_of
 from tlt_megatron.config.schema import DataSection, RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_held_out, load_prompts
+from tlt_megatron.data.rows import Kind
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from tlt_megatron.engines.answers_engine import AnswersEngine
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.model import fp8_fields
@@ -32,7 +34,6 @@ from tlt_megatron.rewards.worker_process import ToolUseSpec
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.rollout.batch_rules import BatchRules
 from tlt_megatron.rollout.conversations import Conversations
-from tlt_megatron.rollout.evaluation import Evaluator
 from tlt_megatron.rollout.phases import Phases
 from tlt_megatron.rollout.rollout_log import RolloutLog
 from tlt_megatron.rollout.rollout_worker import RolloutWorker
@@ -54,6 +55,7 @@ from tlt_megatron.trainer.before.conversation_checks import (
     form_of,
 )
 from tlt_megatron.trainer.build_drafter import build_drafter
+from tlt_megatron.trainer.build_evaluator import build_evaluator, sampling_of
 from tlt_megatron.trainer.flops import make_utilization
 from tlt_megatron.trainer.loop import RLTrainer
 from tlt_megatron.trainer.run import Run
@@ -68,11 +70,8 @@ from tlt_megatron.trainer.saving.run_checkpoint import STATE_FILE, CheckpointMan
 from tlt_megatron.trainer.saving.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.step_report import RunReport
 from tlt_megatron.trainer.weight_sync import push_policy
-from tlt_megatron.types import SamplingParams
 
 log = logging.getLogger(__name__)
-
-EVAL_SEED_OFFSET = 0x5EED  # evaluation never samples with the noise of training
 
 
 def build_run(site: Site) -> Run:
@@ -93,9 +92,10 @@ def build_run(site: Site) -> Run:
         if note and config.speculation.drafter != OWN:
             log.info("%s", note)
     reward = config.reward
+    is_sft = config.algorithm.is_sft
     rewards = stack.enter_context(
         RewardPool(
-            reward.weights,
+            {"none": 1.0} if is_sft else reward.weights,
             num_workers=reward.num_workers,
             timeout_s=reward.timeout_s,
             on_error=reward.on_error,
@@ -107,8 +107,10 @@ def build_run(site: Site) -> Run:
     about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
     resumes_drafter = saved is not None and compare_run(saved, about, is_warning=world.is_first)
     data = _data_with_tools(config, tokenizer, rewards)
-    needs_label = not config.reward.is_none
-    prompts = load_prompts(data.train, tokenizer, data, world, needs_label=needs_label)
+    rows: dict[str, Any] = {"kind": Kind.UNSCORED if reward.is_none else Kind.SCORED}
+    if is_sft:
+        rows = {"kind": Kind.ANSWERED, "max_answer_tokens": config.rollout.max_new_tokens}
+    prompts = load_prompts(data.train, tokenizer, data, world, **rows)
     if world.is_first:
         for line in tokenizer.notes(has_strings=not all(row.messages for row in prompts.rows)):
             log.warning("%s", line)
@@ -116,7 +118,7 @@ def build_run(site: Site) -> Run:
     if saved is not None:
         with errors_named(saved.folder / STATE_FILE):
             sampler.check_state(saved.state["sampler"])
-    held_out = load_held_out(data, tokenizer, world, limit=config.eval.num_prompts)
+    held_out = load_held_out(data, tokenizer, world, limit=config.eval.num_prompts, **rows)
     rewards.wait_ready()
     if config.rollout.has_conversations:
         everyone = [*prompts.rows, *chain(*(each.rows for each in held_out.values()))]
@@ -148,7 +150,7 @@ def build_run(site: Site) -> Run:
     with phases("SYNC", "update_weights", version=step):
         push_policy(model, worker.engine, step, dtype=engine_dtype, world=world)
     phases.take_timings()  # they belong to no step
-    sampling = _sampling(config, tokenizer)
+    sampling = sampling_of(config, tokenizer)
     drafter = build_drafter(site, worker.engine, phases.timeline, sampling)
     trainer = RLTrainer(
         rules=_batch_rules(config),
@@ -168,13 +170,7 @@ def build_run(site: Site) -> Run:
     run = Run(
         config=config,
         trainer=trainer,
-        evaluator=Evaluator(
-            worker=worker,
-            data_sets={name: each.rows for name, each in held_out.items()},
-            left_out={name: each.num_left_out for name, each in held_out.items()},
-            params=_eval_sampling(config, tokenizer),
-            right_score=config.reward.right_score,
-        ),
+        evaluator=build_evaluator(config, trainer, tokenizer, held_out),
         checkpoints=checkpoints,
         # last: it cuts what an earlier run wrote after the checkpoint
         report=_open_report(site, config, phases, tokenizer, groups, saved),
@@ -219,8 +215,11 @@ def _build_worker(
     site: Site, rewards: RewardPool, tokenizer: Tokenizer, *, first_step: int
 ) -> RolloutWorker:
     config, world, stack = site.config, site.world, site.stack
-    build_engine = load_extension("rollout.engine", config.rollout.engine)
-    engine: RolloutEngine = build_engine(config, site.device, site.run_dir, world)
+    if config.algorithm.is_sft:
+        engine: RolloutEngine = AnswersEngine()
+    else:
+        build_engine = load_extension("rollout.engine", config.rollout.engine)
+        engine = build_engine(config, site.device, site.run_dir, world)
     stack.callback(engine.close)
     path = site.run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl"
     status = site.heartbeat.status
@@ -314,34 +313,6 @@ def _batch_rules(config: RunConfig) -> BatchRules:
     )
 
 
-def _sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
-    rollout = config.rollout
-    return SamplingParams(
-        num_samples=rollout.num_samples,
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop_token_ids=tokenizer.stop_token_ids,
-        stop=tokenizer.stop_strings(rollout.stop),
-        seed=config.run.seed,
-    )
-
-
-def _eval_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
-    stop = config.rollout.stop if config.eval.stop is None else config.eval.stop
-    return SamplingParams(
-        num_samples=config.eval.num_samples,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.eval.temperature,
-        top_p=config.rollout.top_p if config.eval.top_p is None else config.eval.top_p,
-        top_k=config.rollout.top_k if config.eval.top_k is None else config.eval.top_k,
-        stop_token_ids=tokenizer.stop_token_ids,
-        stop=tokenizer.stop_strings(stop),
-        seed=config.run.seed + EVAL_SEED_OFFSET,
-    )
-
-
 def _build_models(
     config: RunConfig, groups: ProcessGroups, device: Device
 ) -> tuple[McorePolicyModel, McoreCriticModel | None, McoreReferenceModel | None]:
@@ -381,7 +352,7 @@ def _build_policy_trainer(
         section=config.algorithm,
         groups=groups,
         micro_batch_tokens=config.mcore.micro_batch_tokens,
-        temperature=config.rollout.temperature,
+        temperature=1.0 if config.algorithm.is_sft else config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         health=TrainingHealth(
             max_diff=config.algorithm.max_logprob_diff,

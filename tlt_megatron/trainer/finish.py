@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 TABLE_COLUMNS = (
     "step",
     "critic/rewards/mean",
+    "sft/loss",
+    "eval/loss",
     "eval/accuracy",
     "response_length/mean",
     "response_length/max",

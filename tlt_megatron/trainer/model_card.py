@@ -74,7 +74,7 @@ def model_card(config: RunConfig, summary: Mapping[str, float | None], *, has_dr
             "Its MTP layer drafted in the rollouts, and is part of this folder. To serve both:",
             "",
             "```bash",
-            "python -m sglang.launch_server --model-path HF --speculative-algorithm NEXTN   # HF is this folder",
+            "python -m sglang.launch_server --model-path HF --speculative-algorithm NEXTN --speculative-draft-model-path HF   # HF is this folder",
             "```",
             "",
         ]

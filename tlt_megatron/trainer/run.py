@@ -11,6 +11,7 @@ from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.rollout.evaluation import Evaluator
 from tlt_megatron.rollout.gain import SpeculationGain, measure_gain
 from tlt_megatron.runtime.collectives import agree_any
+from tlt_megatron.trainer.answer_loss import LossEvaluator
 from tlt_megatron.trainer.loop import RLTrainer
 from tlt_megatron.trainer.saving.run_checkpoint import CheckpointManager
 from tlt_megatron.trainer.step_report import RunReport
@@ -24,7 +25,7 @@ class Run:
 
     config: RunConfig
     trainer: RLTrainer
-    evaluator: Evaluator
+    evaluator: Evaluator | LossEvaluator
     checkpoints: CheckpointManager
     report: RunReport
     is_saved: bool = False  # a checkpoint of this run holds the present state

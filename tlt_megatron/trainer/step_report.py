@@ -27,6 +27,11 @@ log = logging.getLogger(__name__)
 
 _NO_SPREAD_STEPS = 5  # in a row before a warning, as many as an alarm of the report needs
 
+# without meaning where answers are imitated
+_OF_RESPONSES = (
+    *("critic/", "reward/", "rollout/entropy", "rollout/solve_none", "rollout/solve_all"),
+    "perf/rollout_tokens_per_s",
+)
 # whose time per token counts prompts too, as in verl
 _PHASES_OF_ALL_TOKENS = ("values", "update_critic", "update_actor")
 
@@ -67,10 +72,15 @@ class RunReport:
             if self.metrics is not None:
                 self.metrics.log_responses(step, samples)
         metrics = collected.metrics | inference.metrics | update
+        is_sft = "sft/loss" in metrics
+        if is_sft:
+            metrics = {n: v for n, v in metrics.items() if not n.startswith(_OF_RESPONSES)}
         metrics |= max_by_name(self.phases.take_timings(), self.world)
         metrics["timing_s/step"] = time.perf_counter() - self._step_started
         metrics["perf/time_per_step"] = metrics["timing_s/step"]
         num_tokens = metrics["perf/total_num_tokens"] = metrics["rollout/num_tokens"]
+        if is_sft:
+            metrics["sft/tokens_per_s"] = num_tokens / metrics["timing_s/update_actor"]
         metrics["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 1e9
         metrics["perf/throughput"] = num_tokens / metrics["timing_s/step"] / self.world.size
         num_generated = sum(r.num_generated for g in collected.groups for r in g.rollouts)
@@ -96,6 +106,11 @@ class RunReport:
         if result:
             self.last_eval_step = step
             self._write(step, result)
+            if "eval/loss" in result:
+                self.phases.progress.message(
+                    f"step {step}: held-out loss {result['eval/loss']:.4f}"
+                )
+                return
             parts = [
                 f"{match[1]} {value:.3f}"
                 for name, value in result.items()

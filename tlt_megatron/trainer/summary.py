@@ -35,15 +35,13 @@ def summarize(
         return max((value for name in names for value in column(name)), default=None)
 
     step_s, gen_s = column("timing_s/step"), column("timing_s/gen")
-    accuracies = column("eval/accuracy")
+    rates, accuracies = column("perf/rollout_tokens_per_s"), column("eval/accuracy")
     summary = {
         "eval_accuracy_first": accuracies[0] if accuracies else None,
         "eval_accuracy_last": accuracies[-1] if accuracies else None,
         "num_steps": len(step_s),
         "step_time_s_median": statistics.median(step_s) if step_s else None,
-        "rollout_tokens_per_s": statistics.fmean(column("perf/rollout_tokens_per_s"), gen_s)
-        if gen_s
-        else None,
+        "rollout_tokens_per_s": statistics.fmean(rates, gen_s) if rates and gen_s else None,
         "seconds_total": seconds,
         "memory_peak_gb": largest("memory/peak_gb/"),
         "memory_planned_gb": largest("memory/planned_gb/"),

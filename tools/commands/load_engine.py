@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tlt_megatron.config.draft_folder import check_drafter
+from tlt_megatron.config.draft_folder import MTP, check_drafter
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.schema import DataSection, RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
@@ -25,6 +25,7 @@ from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import checksum_tensors, policy_tensors
+from tlt_megatron.models.own_drafter import load_own_drafter
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import DraftSequence, Prompt, Rollout, RolloutGroup, SamplingParams
@@ -112,17 +113,19 @@ class LoadedPolicy:
         dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> DraftModel:
-        """Return a random drafter.
+        """Return a random drafter, or the model's own layer for the architecture MTP.
 
         `dtype` is that of the borrowed tensors, by default the engine's; training needs float32.
         """
         embedding_VD, lm_head_VD = self.engine.target_tensors()
-        return DraftModel(
-            make_draft_config(self._config, architecture, embedding_VD, aux_layer_ids),
-            embedding_VD=embedding_VD.to(dtype or embedding_VD.dtype),
-            lm_head_VD=lm_head_VD.to(dtype or lm_head_VD.dtype),
-            seed=seed,
-        )
+        embedding = embedding_VD.to(dtype or embedding_VD.dtype)
+        head = lm_head_VD.to(dtype or lm_head_VD.dtype)
+        if architecture == MTP:
+            return load_own_drafter(
+                self._folder, self._config, embedding_VD=embedding, lm_head_VD=head
+            )
+        config = make_draft_config(self._config, architecture, embedding_VD, aux_layer_ids)
+        return DraftModel(config, embedding_VD=embedding, lm_head_VD=head, seed=seed)
 
     def draft_sequences(
         self, prompts: Sequence[Prompt], params: SamplingParams

@@ -67,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
     for line in lines:
         print(f"  {line}")
     is_open = ours["run.num_steps"] is None
-    problems = [f"run.num_steps: say how many RL steps; {options.source} has none"] * is_open
+    unknown = f"run.num_steps: set the number of RL steps, which {options.source} does not say"
+    problems = [unknown] * is_open
     try:
         load_config(out, ["run.num_steps=1"] if is_open else [])
     except ValueError as error:

@@ -42,12 +42,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
 
-class StreamOptions(BaseModel, extra="forbid"):
+class StreamOptions(BaseModel, extra="forbid", strict=True):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Sampling(BaseModel):
+class Sampling(BaseModel, strict=True):
     """The fields of both kinds of requests."""
 
     model: str | None = None
@@ -130,12 +130,16 @@ def read_request(body: Any, kind: type[Sampling]) -> Any:
     if unknown:
         raise ValueError(f"{unknown[0]!r:.80}: this server has no such field")
     try:
-        return kind.model_validate(fields)
+        found = kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
+        # without the types of a union
+        name = ".".join(str(part) for part in first["loc"] if part != "str")
         given = "" if first["type"] == "missing" else f"={first['input']!r:.80}"
         raise ValueError(f"{name}{given}: {first['msg']}") from None
+    if isinstance(found, ChatRequest) and found.top_logprobs and not found.logprobs:
+        raise ValueError(f"top_logprobs={found.top_logprobs}: needs logprobs=true")
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,8 @@ from tlt_megatron.config.hub import CONFIG, load_fetched_config
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.model_folder import check_model
-from tlt_megatron.config.preflight import check_trusted
+from tlt_megatron.config.own_layer import OWN
+from tlt_megatron.config.preflight import check_own, check_trusted
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.before.memory_ledger import describe_checkpoint, make_ledger
 from tools.planner.computed_machine import ComputedMachine, read_slowness
@@ -169,13 +170,16 @@ def _candidate(files: list[str], words: list[str], ranks: int, name: str = "") -
             if ranks not in _RANKS:
                 raise ValueError(f"--compare {word}: must be >= 1 and <= {_RANKS[-1]}")
     config, _ = load_fetched_config(files, overrides, patterns=CONFIG)
+    lacks = {"needs_weights": False, "needs_tokenizer": False}
+    policy, drafts = check_model("model.path", config.model.path, **lacks), config.speculation
     for key, path, is_used in (
-        ("model.path", config.model.path, True),
         ("critic.path", config.critic_path, config.has_critic),
         ("reference.path", config.reference.path, bool(config.second_path)),
     ):
-        if is_used and (path or key == "model.path"):
-            check_model(key, path, needs_weights=False, needs_tokenizer=False)
+        if is_used and path:
+            check_model(key, path, **lacks)
+    if drafts.enabled and drafts.is_learned and drafts.drafter == OWN:
+        check_own(config, policy, needs_weights=False)
     check_layout(config, ranks)
     kind = "cpu" if config.run.device == "cpu" else "cuda"
     device = Device(torch_device=torch.device(kind, 0), backend="gloo")  # nothing communicates

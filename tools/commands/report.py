@@ -37,7 +37,7 @@ def _render(run_dirs: Sequence[Path], steps: tuple[int, int] | None) -> str:
     names = distinct_names(run_dirs)
     runs = [read_run(path, name=name) for path, name in zip(run_dirs, names, strict=True)]
     if len(runs) > 1 and steps:
-        raise ValueError("--steps: is for the timeline of one run, and a comparison has none")
+        raise ValueError("--steps: only the report of one run has a timeline. This is a comparison")
     return render(runs, steps)
 
 

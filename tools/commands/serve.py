@@ -113,7 +113,7 @@ def _other_server(options: argparse.Namespace, model: str, drafter: str | None) 
         folder = fetch_model("model", model)
         check_own_layer(folder, check_model("model", folder), "--drafter")
         method = {"method": "mtp", "num_speculative_tokens": 1}
-        own = ["--speculative-algorithm", "NEXTN"]
+        own = ["--speculative-algorithm", "NEXTN", "--speculative-draft-model-path", model]
         own = ["--speculative-config", json.dumps(method)] if options.engine == "vllm" else own
     elif drafter is not None:
         exported = Path(f"{drafter}_{options.engine}")

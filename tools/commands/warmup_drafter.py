@@ -10,6 +10,10 @@ drafter are those of a run's file, by default of the quickstart's policy. Settin
 options:
 
     tlt train-drafter --model Qwen/Qwen3-0.6B --prompts train.jsonl drafter.algorithm=eagle3
+    tlt train-drafter --model mine --prompts train.jsonl --out mine_trained speculation.drafter=own
+
+The second trains the MTP layer that the checkpoint brings. Its --out is the whole model with the
+trained layer.
 """
 
 from __future__ import annotations
@@ -28,15 +32,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; --threads raises 
 import torch
 
 from tlt_megatron.cli import ROOT
-from tlt_megatron.config.draft_folder import default_aux_layer_ids
+from tlt_megatron.config.draft_folder import MTP, default_aux_layer_ids
 from tlt_megatron.config.hub import load_fetched_config
 from tlt_megatron.config.model_folder import check_model
+from tlt_megatron.config.model_shape import ModelConfig
 from tlt_megatron.config.own_layer import OWN
+from tlt_megatron.config.preflight import check_own
+from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.eagle_folder import load_trainer_state, save_drafter
 from tlt_megatron.drafter.packing import DraftBatch, pack_sequences
 from tlt_megatron.models.draft_model import DraftModel
+from tlt_megatron.models.own_drafter import save_with_own_layer
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.types import DraftSequence, Prompt, SamplingParams
 from tools.commands.load_engine import LoadedPolicy, accept_length
@@ -56,11 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = [f"model.path={options.model}"] if options.model else []
     settings += [f"data.train={options.prompts}", "data.eval="] if options.prompts else []
     config, _ = load_fetched_config(options.config, [*settings, *options.settings])
-    rule = "empty or a folder: tlt train-drafter makes a new EAGLE drafter"
-    config.speculation.require(config.speculation.drafter != OWN, "drafter", rule)
     is_eagle3 = config.drafter.algorithm == "eagle3"
-    num_layers = check_model("model.path", config.model.path).num_layers
-    aux_layer_ids = default_aux_layer_ids(num_layers) if is_eagle3 else ()
+    architecture = MTP if config.speculation.drafter == OWN else "eagle3" if is_eagle3 else "eagle"
+    target = check_model("model.path", config.model.path)
+    if architecture == MTP:
+        _check_own(config, target, options)
+    aux_layer_ids = default_aux_layer_ids(target.num_layers) if is_eagle3 else ()
     rollout, seed = config.rollout, config.run.seed
     policy = LoadedPolicy(
         config.model.path,
@@ -85,7 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prompts = [prompt for i, prompt in enumerate(prompts) if i % _HOLD_OUT]
     deadline = time.monotonic() + 60 * options.minutes
     sequences = _generate(policy, prompts, params, options.minutes)
-    architecture = "eagle3" if is_eagle3 else "eagle"
     model = policy.new_drafter(architecture, aux_layer_ids, dtype=torch.float32, seed=seed)
     trainer = DrafterTrainer(model, config.drafter)
     if options.start:
@@ -103,7 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         accepted = _measure(policy, model, options.strategy, held_out, params)
         progress.message(f"accept length, after {steps} steps: {accepted:.2f}")
         measured.append({"training_s": trained_s, "steps": steps, "accept_length": accepted})
-        save_drafter(options.out, model, trainer.state_dict())
+        if architecture == MTP:
+            save_with_own_layer(options.out, Path(config.model.path), model.state_dict())
+        else:
+            save_drafter(options.out, model, trainer.state_dict())
         text = json.dumps(measured, indent=2) + "\n"
         (options.out / "warm_up.json").write_text(text, encoding="utf-8")
         if steps >= until_step or (trained_s > 0.0 and time.monotonic() >= deadline):
@@ -122,6 +133,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.minutes,
         )
     progress.message(f"drafter: {options.out}")
+
+
+def _check_own(config: RunConfig, target: ModelConfig, options: argparse.Namespace) -> None:
+    """Raise ValueError of one line if the checkpoint's own layer cannot be trained."""
+    check_own(config, target)
+    if options.start:
+        raise ValueError(f"--start {options.start}: speculation.drafter={OWN} starts from --model")
+    if options.out.exists():
+        raise ValueError(f"--out {options.out}: must not exist, because it becomes a whole model")
 
 
 def _generate(

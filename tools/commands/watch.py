@@ -127,7 +127,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         server = WatchServer(runs, options.port)
     except (OSError, OverflowError) as error:
-        raise ValueError(f"--port {options.port}: {error}; must be free") from None
+        rule = "must be a free port, 0 to 65535"
+        raise ValueError(f"--port {options.port}: {rule}: {error}") from None
     with server, contextlib.suppress(KeyboardInterrupt):
         print(f"watch: http://{_HOST}:{server.port}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()

@@ -93,7 +93,7 @@ def _no_spread(rows: Sequence[Row]) -> str:
 
 def _low_entropy(rows: Sequence[Row]) -> str:
     values = _last(rows, "rollout/entropy") or _last(rows, "actor/entropy")
-    if not values or max(values) >= _MIN_ENTROPY:
+    if not values or max(values) >= _MIN_ENTROPY or _last(rows, "sft/loss"):
         return ""
     return (
         f"The entropy has been below {_MIN_ENTROPY:g} nats per token for {_NUM_STEPS} steps "

@@ -108,12 +108,29 @@ def test_what_is_no_prompt_is_refused_by_its_place(engine: Engine, prompts: Any,
         ({"stop": ["a", ""]}, r"stop\[1\]=''"),
         ({"stop": "\ud800"}, r"stop\[0\]: character 0"),
         ({"num_samples": 0}, "num_samples=0"),
+        ({"num_samples": True}, "num_samples=True: must be an integer"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: must be an integer"),
+        ({"max_new_tokens": "4"}, "max_new_tokens='4': must be an integer"),
+        ({"max_new_tokens": None}, "max_new_tokens=None: must be an integer"),
+        ({"top_k": [1]}, r"top_k=\[1\]: must be an integer"),
+        ({"seed": 1.5}, "seed=1.5: must be an integer"),
+        ({"temperature": "1"}, "temperature='1': must be a number"),
+        ({"temperature": float("nan")}, "temperature=nan: must be 0"),
+        ({"top_p": None}, "top_p=None: must be a number"),
         ({"max_new_tokens": 96}, "its response up to 96: .* at most max_tokens=96 together"),
     ],
 )
 def test_a_bad_setting_is_refused(engine: Engine, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         engine.generate("1", **{"max_new_tokens": 4, **settings})
+
+
+def test_a_setting_may_be_a_number_of_numpy_and_a_seed_any_integer(engine: Engine) -> None:
+    plain = texts(engine, "1", seed=7, max_new_tokens=9, temperature=0.5)
+    numbers = {"seed": np.int64(7), "max_new_tokens": np.int32(9), "temperature": np.float32(0.5)}
+    assert texts(engine, "1", **numbers) == plain
+    for seed in (-1, 2**64, 10**30):
+        assert texts(engine, "1", seed=seed, max_new_tokens=9)
 
 
 def test_the_seed_is_random_unless_it_is_given(engine: Engine) -> None:

@@ -134,6 +134,12 @@ REFUSED: dict[str, tuple[str, tuple[Change, ...], str]] = {
     "a missing tensor": ("eagle3", (tensors(norm__weight=None),), r"its files lack norm\.weight$"),
     "a tensor too many": ("eagle3", (tensors(fc__bias=lambda m: torch.zeros(16)),), r"its files hold tensors that a LlamaForCausalLMEagle3 of this config\.json does not have: fc\.bias \(model\.safetensors\)"),
     "a norm of each input": ("eagle3", (tensors(input_norm__weight=lambda m: torch.ones(48)),), r"its files hold .*input_norm\.weight"),
+    "a tensor under two names": ("eagle3", (tensors(layers__0__hidden_norm__weight=lambda m: torch.ones(16)),), WEIGHTS + r"\S*hidden_norm\.weight is there twice, under two names"),
+    "EAGLE-1 whose config has a bias and the files none": ("eagle", (config(bias=True), zero_bias), r"its files lack fc\.bias$"),
+    "EAGLE-1 whose config has no bias and the files one": ("eagle", (config(bias=False),), r"its files hold tensors that .*: fc\.bias \(model"),
+    "the bias of speculators": ("eagle3", (config(fusion_bias=True),), FILE + "fusion_bias=True is not supported; only False"),
+    "layers under another name": ("eagle3", (without("eagle_config"), config(target_layer_ids=[1, 3, 4])), FILE + r"target_layer_ids=\[1, 3, 4\] is not supported; only null"),
+    "a rope for each type of layer": ("eagle3", (config(rope_parameters={"full_attention": {"rope_theta": 5e5}}),), FILE + r"rope_parameters\.full_attention=.*: must be a value for all layers"),
     "another shape": ("eagle3", (tensors(fc__weight=lambda m: torch.zeros(2, 2)),), r"fc\.weight has shape \[2, 2\], config\.json makes it \[16, 48\]"),
 }  # fmt: skip
 
@@ -245,6 +251,26 @@ def test_a_head_of_few_ids_is_for_a_frozen_drafter_of_sglang(tmp_path: Path) -> 
     make(tmp_path, "eagle3", (*VLLM, config(draft_vocab_size=16), few))
     with pytest.raises(ValueError, match=f"with {IDS} in eagle_config, as SGLang reads them"):
         train(tmp_path, *frozen)
+    for name, ids in (
+        ("d2t", torch.arange(16).float()),
+        ("d2t", torch.arange(15)),
+        ("d2t", torch.arange(16) + 99),
+        ("d2t", torch.zeros(16).long() - 5),
+        ("d2t", -torch.arange(16)),
+        ("d2t", torch.zeros(16).long()),
+        ("t2d", torch.arange(32) % 2 == 1),
+        ("t2d", torch.arange(16) % 2 == 0),
+    ):
+        other = tensors(**{name: lambda _, ids=ids: ids})
+        make(tmp_path, "eagle3", (config(draft_vocab_size=16), few, other))
+        with pytest.raises(ValueError, match=r"model\.safetensors: (d2t|t2d) (is|plus|must)"):
+            train(tmp_path, *frozen)
+    make(
+        tmp_path,
+        "eagle3",
+        (config(draft_vocab_size=16), few, tensors(d2t=lambda m: torch.arange(16).int())),
+    )
+    train(tmp_path, *frozen)
     make(tmp_path, "eagle3", (config(draft_vocab_size=16), few, tensors(d2t=None)))
     with pytest.raises(ValueError, match="lacks d2t, the token ids of its 16 rows"):
         train(tmp_path, *frozen)

@@ -178,6 +178,7 @@ CASES = [
     Case("yarn with an odd number", r"beta_fast=-1: must be a number > 0", model(rope_parameters={"rope_type": "yarn", "factor": 4.0, "beta_fast": -1})),
     Case("Mistral's sliding window", r"sliding_window=32: must be null \(max_position_embeddings=64\)", model(model_type="mistral", sliding_window=32)),
     Case("dynamic rope", r"rope_type='dynamic': must be one of default, linear, llama3, yarn", model(rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
+    Case("a rope for each type of layer", r"rope_parameters\.full_attention=.*: must be a value for all layers", model(rope_parameters={"full_attention": {"rope_theta": 5e5}})),
     Case("linear rope without factor", r"rope_type='linear' lacks factor", model(rope_parameters={"rope_type": "linear"})),
     Case("partial rotation", r"partial_rotary_factor=0\.5: must be 1\.0", model(partial_rotary_factor=0.5)),
     Case("quantized by config", MODEL + r"config\.json quantization_config says that the weights are quantized \(quant_method='fp8'\)", model(quantization_config={"quant_method": "fp8"})),

@@ -17,10 +17,10 @@ def test_a_template_that_writes_the_date_writes_the_given_one(folder: Path) -> N
     """Llama 3.2 and Mistral Small do so."""
     (folder / "chat_template.jinja").write_text(
         "\n{%- if strftime_now is defined %}{% set date = strftime_now('%d %b %Y, %H:%M') %}{% endif %}"
-        "{% for m in messages %}{{ strftime_now('%Y-%m-%d') }} {% endfor %}{{ date }}!"
+        "{% for m in messages %}{{ strftime_now('%Y-%m-%d') }} {% endfor %}{{ date }}!{{ strftime_now('%h %-d, %R, %G-W%V') }}"
     )
     text = load_tokenizer(folder, "2024-07-26").render(MESSAGES)
-    assert text == "2024-07-26 2024-07-26 26 Jul 2024, 00:00!"
+    assert text == "2024-07-26 2024-07-26 26 Jul 2024, 00:00!Jul 26, 00:00, 2024-W30"
     assert load_tokenizer(folder).render(MESSAGES) != text
 
 

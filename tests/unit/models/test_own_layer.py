@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.slow_draft import make_sequence, slow_draft
 from tests.tiny_models import make_tiny_hf
-from tests.unit.models.test_draft_model import GrowingKv, draft
+from tests.unit.models.test_draft_model import GrowingKv, check_inference_follows, draft
 from tlt_megatron.config.own_layer import check_own_layer, note_own_layer
 from tlt_megatron.drafter.drafter_loss import Objective, unroll_draft
 from tlt_megatron.drafter.packing import pack_batch
@@ -104,16 +104,7 @@ def test_the_engine_follows_trained_weights_and_they_come_home(kind: str, tmp_pa
     for name, tensor in home.items():
         torch.testing.assert_close(tensor, reader[name].double(), rtol=0, atol=0)
     assert not [name for name in home if ".experts." in name or "mlp.gate." in name]
-    view, sequence = DraftInference(model), make_sequence(model, 8)
-    view.rotary.reserve(16)
-    model.rotary.reserve(16)
-    with torch.no_grad():
-        view.load({name: weight * 1.25 + 0.01 for name, weight in model.state_dict().items()})
-        positions, tokens = torch.arange(6), sequence.token_ids[1:7]
-        features = sequence.features[:6]
-        expected = model(tokens, model.fuse(features), positions, GrowingKv())
-        actual = view.forward(tokens, view.fuse(features), positions, GrowingKv())
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    check_inference_follows(model)
 
 
 def test_the_gradient_passes_through_the_frozen_experts(tmp_path: Path) -> None:

@@ -43,7 +43,10 @@ def test_files_that_cannot_serve_are_refused(tmp_path: Path, text: str, message:
 @pytest.mark.parametrize(
     "spec,message",
     [
-        ("maths", "must be one of math, exact, none, path/to/file.py:name or package.module:name"),
+        (
+            "maths",
+            "must be one of math, exact, environment, none, path/to/file.py:name or package.module:name",
+        ),
         ("", "must be one of math"),
         ("file.py:", "must be one of math"),
         (":grade", "must be one of math"),

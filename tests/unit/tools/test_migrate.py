@@ -169,8 +169,14 @@ def test_a_setting_or_its_absence_there_is_set_here(
             f"algorithm.adv_estimator=grpo {ROLLOUT}n=8 {ACTOR}policy_loss.loss_mode=clip_cov",
             "algorithm.loss='clip_cov': must be one of ppo,",
         ),
-        ("trainer.total_epochs=15", "run.num_steps: say how many RL steps"),
-        ("--n-samples-per-prompt 8 --num-epoch 3", "run.num_steps: say how many RL steps"),
+        (
+            "trainer.total_epochs=15",
+            "run.num_steps: set the number of RL steps",
+        ),
+        (
+            "--n-samples-per-prompt 8 --num-epoch 3",
+            "run.num_steps: set the number of RL steps",
+        ),
         (f"{ROLLOUT}n=0", "rollout.num_samples=0"),
     ],
 )

@@ -272,12 +272,16 @@ def test_longer_responses_take_longer(plan, tmp_path: Path) -> None:
         (["--machine", "h100"], "--machine needs --lengths and --accept-rate, and no --simulate"),
         (["--gpu-check", "none"], "--gpu-check and --prompt-tokens need --machine"),
         (["--against", "nowhere"], "nowhere: has no config.yaml"),
+        (
+            ["speculation.drafter=own"],
+            "drafter='own': the checkpoint {model} has no MTP layer (it is",
+        ),
     ],
 )
 def test_what_is_missing_is_named(plan, tmp_path: Path, words: list[str], message: str) -> None:
     code, text, _ = plan("--simulate", str(_record(tmp_path / "run")), *words)
     assert code == 2
-    assert message in text
+    assert message.replace("{model}", str(tmp_path / "model")) in text
 
 
 def test_a_thousand_replicas_decode_at_the_speed_of_the_first_ones(plan, tmp_path: Path) -> None:

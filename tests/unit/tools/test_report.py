@@ -300,5 +300,5 @@ def test_steps_that_the_trace_lacks_are_refused(
     with pytest.raises(SystemExit):
         main([str(run_dir), "--steps", "all"])
     assert "'all': expected a step such as 7" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--steps: is for the timeline of one run"):
+    with pytest.raises(ValueError, match="--steps: only the report of one run has a timeline"):
         main([str(run_dir), str(run_dir), "--steps", "1"])

@@ -6,13 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.tiny_task import make_tiny_task
+from tlt_megatron.config.draft_folder import MTP
+from tlt_megatron.config.model_folder import check_model
+from tlt_megatron.config.own_layer import check_own_layer, is_frozen, own_names, stored_layers
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.eagle_folder import load_draft_config, load_trainer_state
+from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.types import SamplingParams
 from tools.commands import warmup_drafter
+from tools.commands.load_engine import LoadedPolicy
+from tools.tiny_models.add_mtp_layer import add_mtp_layer
 
 
 def _warm_up(folder: Path, *arguments: str) -> None:
@@ -87,3 +94,44 @@ def test_without_held_out_prompts_some_are_not_trained_on(
     make_tiny_task(tmp_path)
     _warm_up(tmp_path, "--steps", "1", "--prompts", str(tmp_path / "train.jsonl"))
     assert "14 responses" in capsys.readouterr().out  # two to each of seven of eight prompts
+
+
+@pytest.mark.parametrize("kind", ["mimo", "glm4_moe"])
+def test_the_checkpoints_own_layer_is_trained_and_written_with_the_model(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_task(tmp_path, kind=kind, has_mtp=True)
+    model, out = tmp_path / "model", tmp_path / "drafter"
+    (model / "configuration_mine.py").write_text("# code that config.json may name")
+    _warm_up(tmp_path, "--steps", "8", "speculation.drafter=own", "drafter.lr=0.01")
+    assert "accept length, after 8 steps" in capsys.readouterr().out
+    source, written = HfReader(model), HfReader(out)
+    assert source.names() == written.names()
+    policy = check_model("model", out)
+    check_own_layer(out, policy)
+    changed = {name for name in source.names() if not torch.equal(source[name], written[name])}
+    assert changed <= {*stored_layers(policy, source.names())}
+    assert own_names(policy)["fc.weight"] in changed
+    assert not [name for name in changed if is_frozen(name)]
+    assert (out / "configuration_mine.py").is_file()
+    with pytest.raises(ValueError, match=r"--out \S+: must not exist, because it becomes a whole"):
+        _warm_up(tmp_path, "speculation.drafter=own")
+    with pytest.raises(
+        ValueError, match=r"--start \S+: speculation.drafter=own starts from --model"
+    ):
+        _warm_up(tmp_path, "speculation.drafter=own", "--start", "there")
+    with pytest.raises(ValueError, match=r"drafter\.algorithm='eagle3': must be eagle or hass"):
+        _warm_up(tmp_path, "speculation.drafter=own", "drafter.algorithm=eagle3")
+
+
+def test_a_tiny_policy_gets_a_layer_and_answers_the_same(tmp_path: Path) -> None:
+    make_tiny_task(tmp_path, kind="llama")
+    add_mtp_layer(tmp_path / "model", tmp_path / "mimo")
+    found = []
+    for name in ("model", "mimo"):
+        policy = LoadedPolicy(tmp_path / name, dtype="float64", max_new_tokens=8)
+        groups = policy.generate(policy.prompts(tmp_path / "train.jsonl"), policy.params(8))
+        found.append([rollout.token_ids.tolist() for group in groups for rollout in group.rollouts])
+    assert found[0] == found[1]
+    check_own_layer(tmp_path / "mimo", check_model("model", tmp_path / "mimo"))
+    assert policy.new_drafter(MTP).config.architecture == MTP

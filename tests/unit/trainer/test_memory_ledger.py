@@ -141,15 +141,31 @@ def test_the_fullest_of_uneven_stages_counts(tmp_path: Path) -> None:
     assert claim(fewer, "activations") == pytest.approx(18 * per_layer)  # beside the logits
 
 
+GLM_AIR = {
+    "model_type": "glm4_moe",
+    **{"vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944},
+    **{"num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8},
+    **{"head_dim": 128, "attention_bias": True, "max_position_embeddings": 131072},
+}
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+def test_the_checkpoints_own_layer_is_counted_with_its_frozen_experts(
+    engine: str, tmp_path: Path
+) -> None:
+    tlt = f"{TLT} rollout.engine={engine} parallel.tensor=8 drafter.algorithm=hass"
+    plain = ledger_of(tmp_path, tlt, 8, model=GLM_AIR)
+    own = ledger_of(tmp_path, f"{tlt} speculation.drafter=own", 8, model=GLM_AIR)
+    experts = 2 * 128 * 3 * 4096 * 1408
+    assert claim(own, "drafter's frozen experts") == experts  # beside the engine's copy
+    name = "engine drafter" if engine == "embedded" else "engine weights"
+    assert claim(own, name) - claim(plain, name) == experts
+    assert claim(own, "drafter in training") == claim(plain, "drafter in training")
+
+
 def test_shared_experts_and_dense_layers_are_counted(tmp_path: Path) -> None:
     """The sizes of GLM-4.5-Air, without the layer that predicts a further token."""
-    glm = {
-        "model_type": "glm4_moe",
-        **{"vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944},
-        **{"num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8},
-        **{"head_dim": 128, "attention_bias": True, "max_position_embeddings": 131072},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(glm), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(GLM_AIR), encoding="utf-8")
     shapes = tensor_shapes(load_model_config(tmp_path))
     sizes = ModelSizes(load_model_config(tmp_path))
     assert sizes.total == sum(math.prod(shape) for shape in shapes.values())

@@ -77,7 +77,9 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
     ]
     if path := config.second_path:
         claims += reference_claims(ModelSizes(load_model_config(path)), sharding, path)
-    if config.rollout.engine == "sglang":
+    if config.algorithm.is_sft:
+        pass  # no engine
+    elif config.rollout.engine == "sglang":
         claims += _sglang_claims(config, sizes, device)
     else:
         claims += _engine_claims(config, model, sizes, device)
