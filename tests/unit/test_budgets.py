@@ -18,25 +18,25 @@ from tlt_megatron.config.schema import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 # Lines with a token that is neither a comment nor part of a docstring.
 CODE_LINES = {
-    "tlt_megatron": 24_910,
-    "tlt_megatron/api": 664,
-    "tlt_megatron/config": 2_461,
-    "tlt_megatron/data": 812,
+    "tlt_megatron": 26_608,
+    "tlt_megatron/api": 671,
+    "tlt_megatron/config": 2_661,
+    "tlt_megatron/data": 1_005,
     "tlt_megatron/drafter": 895,
-    "tlt_megatron/engines": 4_097,
-    "tlt_megatron/mcore": 2_711,
-    "tlt_megatron/models": 2_793,
-    "tlt_megatron/policy": 1_263,
-    "tlt_megatron/rewards": 783,
-    "tlt_megatron/rollout": 1_272,
-    "tlt_megatron/runtime": 1_773,
+    "tlt_megatron/engines": 4_194,
+    "tlt_megatron/mcore": 2_804,
+    "tlt_megatron/models": 2_809,
+    "tlt_megatron/policy": 1_323,
+    "tlt_megatron/rewards": 1_324,
+    "tlt_megatron/rollout": 1_477,
+    "tlt_megatron/runtime": 1_832,
     "tlt_megatron/speculation": 1_185,
     "tlt_megatron/spot": 1_015,
-    "tlt_megatron/trainer": 2_602,
-    "tools": 7_554,
-    "tests": 30_693,
+    "tlt_megatron/trainer": 2_720,
+    "tools": 7_664,
+    "tests": 32_986,
 }
-NUM_SETTINGS = 119
+NUM_SETTINGS = 124
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things
 NO_CODE = {
     tokenize.COMMENT,

@@ -26,8 +26,8 @@ def encode_answer(
         prompt = tokenizer.encode(text)
         end = tokenizer.hf.eos_token_id
         stop = end if isinstance(end, int) else tokenizer.stop_token_ids[0]
-        ids = (*_encode_after(tokenizer, prompt[-1:], label), stop)
-        return prompt, Answer(ids, (True,) * len(ids))
+        answer = (*_encode_after(tokenizer, prompt[-1:], label), stop)
+        return prompt, Answer(answer, (True,) * len(answer))
     messages = list(text)
     if messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": label})

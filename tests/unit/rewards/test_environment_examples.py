@@ -97,11 +97,11 @@ class OpenEnvClient:
         closed.append(self)
 
 
-def play(make: Any, turns: list[dict[str, Any]]) -> tuple[list[dict], dict]:
+def play(make: Any, turns: list[dict[str, Any]]) -> tuple[list[object], dict[str, object]]:
     """Return the fields of all answers of a conversation, and those of its end."""
     environments = Environments(make)
 
-    async def run() -> tuple[list[dict], dict]:
+    async def run() -> tuple[list[object], dict[str, object]]:
         found = [await environments.call("start", 1, {"row": ROW, "seed": 3})]
         for turn in turns:
             own = {"token_ids": [], "tool_calls": [], "is_last": False, **turn}

@@ -204,7 +204,8 @@ def test_an_environment_that_answers_in_another_way_is_named(make_pool: PoolMake
     talk = Talk(pool, 0)
     talk.begin()
     talk.step("clock").result()
-    os.kill(*worker_pids([talk]), signal.SIGKILL)
+    (pid,) = worker_pids([talk])
+    os.kill(pid, signal.SIGKILL)
     outcome = talk.step().result()
     assert outcome.failure == "error"
     assert "answered in another way" in outcome.detail
