@@ -120,7 +120,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
     results = [m["content"] for m in messages if m["role"] == "tool"]
     assert all(m["tool_call_id"].startswith("call0000") for m in messages if m["role"] == "tool")
     return {"score": len(solution_str) % 3 / 2, "num": len(results), **{
-        name: sum(text in r for r in results) for name, text in (("sum", "5"), ("code", "42"), ("error", "Error"))}}
+        name: sum(text in r for r in results) for name, text in (("sum", "5"), ("code", "42"), ("error", "rror"))}}  # the tokenizer has no E
 '''
 CHAT_TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{% endif %}"

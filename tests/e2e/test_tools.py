@@ -41,8 +41,9 @@ def settings(task: Path, *further: str) -> tuple[str, ...]:
 
 
 def totals(run_dir: Path) -> dict[str, float]:
-    rows = [row for row in metric_rows(run_dir) if "reward/num/mean" in row]
-    return {key: sum(row[f"reward/{key}/mean"] for row in rows) for key in ("sum", "code", "error")}
+    rows = metric_rows(run_dir)
+    kinds = ("sum", "code", "error")
+    return {kind: sum(row[f"reward/unknown/{kind}/mean"] for row in rows) for kind in kinds}
 
 
 def test_with_speculation_on_one_rank_and_resumed_a_run_is_the_same(tmp_path: Path) -> None:
