@@ -232,7 +232,7 @@ def write_tools(task: Path) -> None:
     tokenizer.add_tokens(list(CALLS))
     tokenizer.save_pretrained(task / "model")
     model = task / "model" / "config.json"
-    shape = json.loads(model.read_text()) | {"max_position_embeddings": 2048}
+    shape = json.loads(model.read_text()) | {"max_position_embeddings": 4096}
     model.write_text(json.dumps(shape))
     (task / "tools.py").write_text(TOOLS)
     rows = [{"prompt": [{"role": "user", "content": f"{i}="}], "label": "5"} for i in range(24)]
