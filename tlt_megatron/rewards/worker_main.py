@@ -26,11 +26,14 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.rewards.environment_answer import Environments, make_answer, read_answer
 from tlt_megatron.rewards.reward import ENVIRONMENT, WeightedRewards, is_async, name_setting
+from tlt_megatron.rewards.worker_process import ToolUseSpec, name_environment
 from tlt_megatron.runtime.stop import SIGNALS
 
 _HIGH_FD = 1000  # above the range that a function may close, below the usual limit of 1024
@@ -93,14 +96,14 @@ class _Channel:
 class _Functions:
     """The functions of a run: rewards, and the environment if there is one."""
 
-    def __init__(self, weights: dict[str, float], environment: str) -> None:
+    def __init__(self, weights: dict[str, float], environment: str | ToolUseSpec) -> None:
         self._rewards = WeightedRewards(weights)
-        own = load_extension("rollout.environment", environment) if environment else None
+        own = _load_environment(environment)
         self._environment = own
         has_instances = inspect.isclass(own)
         if ENVIRONMENT in weights and not has_instances:
             raise ValueError(
-                f"reward.function={ENVIRONMENT}: needs an environment that is a class, and rollout.environment={environment!r}"
+                f"reward.function={ENVIRONMENT}: needs an environment that is a class, and {name_environment(environment)}"
                 " is a function, which gives no rewards"
             )
         methods = [getattr(own, name, None) for name in ("start", "step", "end")]
@@ -109,7 +112,7 @@ class _Functions:
         try:  # a property is known when there is an instance
             tools = make_answer((), tools=() if isinstance(tools, property) else tools).tools
         except ValueError as error:
-            raise ValueError(f"rollout.environment={environment!r}: {error}") from error
+            raise ValueError(f"{name_environment(environment)}: {error}") from error
         self.loaded = {
             "is_async": any(map(is_async, (own, *methods))) or self._rewards.is_async,
             "has_instances": has_instances,
@@ -134,7 +137,15 @@ class _Functions:
         }
 
 
-def main(weights: dict[str, float], environment: str, control_fd: int) -> None:
+def _load_environment(environment: str | ToolUseSpec) -> Callable[..., Any] | None:
+    if isinstance(environment, str):
+        return load_extension("rollout.environment", environment) if environment else None
+    from tlt_megatron.rewards.tool_set import make_tool_use
+
+    return make_tool_use(environment)
+
+
+def main(weights: dict[str, float], environment: str | ToolUseSpec, control_fd: int) -> None:
     """Run tasks until the socket closes. Exit status 1 if a function cannot be loaded."""
     _outlive_signals()
     channel = _Channel(control_fd)

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, TypedDict
 
 from tlt_megatron.rewards.environment_answer import Answer, make_answer
 from tlt_megatron.rewards.reward import name_setting, read_result
@@ -35,8 +35,23 @@ _MAX_MESSAGE_BYTES = 1 << 20  # our worker code sends less; more comes from anot
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from tlt_megatron.rewards.worker_main import main; "
-    "main(json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4]))"
+    "main(json.loads(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4]))"
 )
+
+
+class ToolUseSpec(TypedDict):
+    """Tools in place of an environment."""
+
+    tools: list[str]  # rollout.tools
+    errors: str  # rollout.tool_errors
+    timeout_s: float  # of a turn, for those that have limits of their own
+
+
+def name_environment(environment: str | ToolUseSpec) -> str:
+    """Return the setting that names what answers the turns, with its value."""
+    if isinstance(environment, str):
+        return f"rollout.environment={environment!r}"
+    return f"rollout.tools={environment['tools']!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +98,7 @@ class WorkerProcess:
     def __init__(
         self,
         weights: Mapping[str, float],
-        environment: str,
+        environment: str | ToolUseSpec,
         folder: str,
         on_output: Callable[[bytes], None],
     ) -> None:
@@ -97,7 +112,15 @@ class WorkerProcess:
         texts = json.dumps([str(entry) for entry in sys.path]), json.dumps(self._weights)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _PROGRAM, *texts, environment, str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-u",
+                    "-c",
+                    _PROGRAM,
+                    *texts,
+                    json.dumps(environment),
+                    str(theirs.fileno()),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
