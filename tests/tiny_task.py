@@ -68,6 +68,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 # <eos> 0 = > # t: a random policy ends its responses and turns early with one of them.
 STOPS = (1, 2, 16, 18, 23, 43)
 ENVIRONMENT = """
+import asyncio
+
 from tlt_megatron import Environment, Step
 
 
@@ -89,6 +91,12 @@ class Search(Environment):
 
     def end(self):
         return {"score": self.state % 2 / 2, "state": self.state}
+
+
+class Patient(Search):
+    async def step(self, turn):
+        await asyncio.sleep(0.01)
+        return super().step(turn)
 
 
 def answer(messages, data_source, ground_truth, extra_info):
@@ -123,7 +131,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
         name: sum(text in r for r in results) for name, text in (("sum", "5"), ("code", "42"), ("error", "rror"))}}  # the tokenizer has no E
 '''
 CHAT_TEMPLATE = (
-    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{% endif %}"
+    "#{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{% endif %}"
     "{% for m in messages %}#{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %};{% endfor %}"
     "{% if add_generation_prompt %}#assistant:{% endif %}"
 )
