@@ -5,6 +5,7 @@ The official package `mcp` is imported here alone (`pip install tlt_megatron[mcp
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -14,11 +15,6 @@ from typing import Any
 
 from tlt_megatron.config.extensions import MCP
 from tlt_megatron.rewards.tool_calls import ToolFailed
-
-# The server ends with the worker, also if that is killed.
-_START = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
-)
 
 
 class McpServer:
@@ -33,9 +29,10 @@ class McpServer:
             raise ValueError(
                 f"rollout.tools={entry!r}: needs the package mcp: pip install 'tlt_megatron[mcp]' ({error})"
             ) from error
-        arguments = ["-c", _START, *shlex.split(entry.removeprefix(MCP))]
-        server = StdioServerParameters(command=sys.executable, args=arguments)
-        self._stack = ExitStack()  # never closed: the worker's end closes all
+        self._entry = entry
+        command, *arguments = shlex.split(entry.removeprefix(MCP)) or [""]
+        server = StdioServerParameters(command=command, args=arguments)
+        self._stack = ExitStack()  # never closed: the server ends with the worker
         self._portal = self._stack.enter_context(anyio.from_thread.start_blocking_portal())
         open_ = self._portal.wrap_async_context_manager
         try:
@@ -56,6 +53,8 @@ class McpServer:
 
     def caller(self, name: str) -> Callable[[Mapping[str, Any], float], object]:
         """Return the function that calls a tool."""
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
 
         def run(arguments: Mapping[str, Any], deadline: float) -> object:
             left = deadline - time.monotonic()
@@ -65,6 +64,11 @@ class McpServer:
                 result = self._wait(lambda: self._session.call_tool(name, dict(arguments)), left)
             except TimeoutError as error:
                 raise ToolFailed(f"Error: {name}: no answer within {left:.3g} s") from error
+            except MCPError as error:
+                if error.code != CONNECTION_CLOSED:
+                    raise
+                sys.stderr.write(f"{name}: the server has ended: {self._entry}\n")
+                os._exit(1)  # another worker, with a server of its own, repeats the conversations
             text = "\n".join(part.text for part in result.content if part.type == "text")
             if result.is_error:
                 raise ToolFailed(text)

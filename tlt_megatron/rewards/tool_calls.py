@@ -15,11 +15,16 @@ from tlt_megatron.rewards.environment import ToolCall
 
 Schemas = Sequence[Mapping[str, Any]]  # OpenAI's: {"type": "function", "function": {...}}
 
-_THOUGHTS = re.compile(r"<think>.*?(</think>|$)|\[THINK\].*?(\[/THINK\]|$)", re.DOTALL)
+# A template may begin the turn within a thought, which then only ends.
+_THOUGHTS = re.compile(
+    r"^(?:(?!<think>).)*?</think>|<think>.*?(</think>|$)|\[THINK\].*?(\[/THINK\]|$)", re.DOTALL
+)
 _TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|$)", re.DOTALL)
 _CODER = re.compile(r"<function=([^>]*)>(.*?)(?:</function>|$)", re.DOTALL)
-_CODER_ARGUMENT = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+# Texts are split at the begins of arguments: an expression that looks for each end would take
+# quadratic time where a policy repeats a begin.
+_CODER_ARGUMENT = re.compile(r"([^>]*)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_GLM_ARGUMENT = re.compile(r"(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 _NAMED_MISTRAL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\]")
 _LLAMA_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
@@ -52,6 +57,14 @@ def read_calls(text: str, form: str, tools: Schemas) -> tuple[ToolCall, ...]:
     return tuple(_read_mistral(text) if form == "mistral" else _read_llama(text))
 
 
+def text_before_calls(text: str, form: str) -> str:
+    """Return the text of a turn up to its first call."""
+    begin = max((found.end() for found in _THOUGHTS.finditer(text)), default=0)
+    marks = {"tags": "<tool_call>", "mistral": "[TOOL_CALLS]"}
+    rest = text[begin:].partition(marks[form])[0] if form in marks else ""
+    return text[:begin] + rest
+
+
 def _read_tags(text: str, tools: Schemas) -> Iterator[ToolCall]:
     for found in _TAGGED.finditer(text):
         body, end = found[1].strip(), found[2]
@@ -60,15 +73,12 @@ def _read_tags(text: str, tools: Schemas) -> Iterator[ToolCall]:
         elif body.startswith("{"):
             yield _read_json(body, "arguments")
         elif coder := _CODER.match(body):
-            yield _with_types(coder[1], _CODER_ARGUMENT.findall(coder[2]), tools)
+            begin, *parts = coder[2].split("<parameter=")
+            found_all = [_CODER_ARGUMENT.fullmatch(part) for part in parts]
+            yield _with_types(body, f"{coder[1]} {begin}", found_all, tools)
         else:
-            name = re.split(r"\s|<arg_key>", body, maxsplit=1)[0]
-            rest = body[len(name) :].strip()
-            pairs = _GLM_ARGUMENT.findall(rest)
-            if not name or _GLM_ARGUMENT.sub("", rest).strip():
-                yield _failed(body, "neither JSON nor a name with arguments")
-            else:
-                yield _with_types(name, pairs, tools)
+            name, *parts = body.split("<arg_key>")
+            yield _with_types(body, name, [_GLM_ARGUMENT.fullmatch(part) for part in parts], tools)
 
 
 def _read_llama(text: str) -> Iterator[ToolCall]:
@@ -142,18 +152,23 @@ def _checked(body: str, value: object, key: str) -> ToolCall:
     return ToolCall(value["name"], arguments, call_id if isinstance(call_id, str) else "")
 
 
-def _with_types(name: str, pairs: Sequence[tuple[str, str]], tools: Schemas) -> ToolCall:
+def _with_types(
+    body: str, name: str, found: Sequence[re.Match[str] | None], tools: Schemas
+) -> ToolCall:
     """Return the call of arguments that are texts: those that are no strings by the tool's schema
     are JSON.
     """
-    found = [tool["function"] for tool in tools if tool["function"]["name"] == name]
-    known = (found[0].get("parameters") or {}).get("properties") or {} if found else {}
+    words = name.split()
+    if len(words) != 1 or None in found:
+        return _failed(body, "neither JSON nor a name with arguments")
+    named = [tool["function"] for tool in tools if tool["function"]["name"] == words[0]]
+    known = (named[0].get("parameters") or {}).get("properties") or {} if named else {}
     arguments: dict[str, object] = {}
-    for key, text in pairs:
+    for key, text in (match.groups() for match in found if match):
         value, end = _decode(text.strip())
         is_text = known.get(key.strip(), {}).get("type", "") == "string"
         arguments[key.strip()] = text if is_text or end < len(text.strip()) else value
-    return ToolCall(name, arguments)
+    return ToolCall(words[0], arguments)
 
 
 def _failed(body: str, why: str, name: str = "") -> ToolCall:

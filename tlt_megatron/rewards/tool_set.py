@@ -29,7 +29,9 @@ from tlt_megatron.rewards.tool_calls import ToolFailed
 from tlt_megatron.rewards.worker_process import ToolUseSpec
 from tlt_megatron.runtime.log import encodable
 
-MAX_RESULT_CHARACTERS = 1 << 16
+MAX_RESULT_CHARACTERS = 1 << 16  # of a turn, together: they fit into a message of the worker
+MAX_CALLS = 32  # of a turn
+_MAX_NAME = 64  # characters of a name or id that the policy wrote
 _PYTHON_S = 10.0  # of one piece of code, at most
 _TURN_SHARE = 0.8  # of reward.timeout_s, after which a turn's further code and MCP calls do not run
 _PYTHON_SCHEMA = {
@@ -74,14 +76,17 @@ class ToolSet:
     def run(self, calls: Sequence[ToolCall]) -> Iterator[tuple[str, bool]]:
         """Yield the text of each result, and whether the call failed."""
         deadline = time.monotonic() + _TURN_SHARE * self._timeout_s
-        for call in calls:
+        limit = MAX_RESULT_CHARACTERS // max(1, len(calls))
+        for index, call in enumerate(calls):
             try:
+                if index == MAX_CALLS:
+                    raise ToolFailed(f"Error: at most {MAX_CALLS} calls of a turn are run")
                 text, has_failed = _as_text(self._run(call, deadline)), False
             except ToolFailed as error:
                 text, has_failed = str(error), True
-            cut = len(text) - MAX_RESULT_CHARACTERS
+            cut = len(text) - limit
             if cut > 0:
-                text = f"{text[:MAX_RESULT_CHARACTERS]}\n[{cut} more characters were cut]"
+                text = f"{text[:limit]}\n[{cut} more characters were cut]"
             yield encodable(text), has_failed
 
     def _run(self, call: ToolCall, deadline: float) -> object:
@@ -116,19 +121,16 @@ class ToolUse(Environment):
         """Return the results of the calls, as messages of the role tool."""
         if turn.is_last or not turn.tool_calls:
             return Step(is_done=True)
-        messages = []
-        for call, (text, has_failed) in zip(
-            turn.tool_calls, self.tool_set.run(turn.tool_calls), strict=True
-        ):
+        messages, calls = [], turn.tool_calls[: MAX_CALLS + 1]
+        for call, (text, has_failed) in zip(calls, self.tool_set.run(calls), strict=True):
             self._counts["tool_calls"] += 1
             self._counts["failed_tool_calls"] += has_failed
             if has_failed and self.errors == "end":
                 return Step(is_done=True)
             # templates of Mistral want nine characters
             call_id = call.id or f"call{self._counts['tool_calls']:05}"
-            messages.append(
-                {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": text}
-            )
+            named = {"name": call.name[:_MAX_NAME], "tool_call_id": call_id[:_MAX_NAME]}
+            messages.append({"role": "tool", **named, "content": text})
         return Step(messages)
 
     def end(self) -> Mapping[str, float]:

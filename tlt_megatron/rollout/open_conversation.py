@@ -120,7 +120,7 @@ def cut_text(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
 
 def name_of(tool: Mapping[str, Any]) -> object:
     """Return the name in an OpenAI schema."""
-    function = tool.get("function", tool)
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None
 
 

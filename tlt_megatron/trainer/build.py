@@ -15,7 +15,7 @@ from tlt_megatron.config.extensions import load_code, load_extension, named_code
 from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.own_layer import OWN, note_own_layer
 from tlt_megatron.config.rules import warnings_of
-from tlt_megatron.config.schema import DataSection, RunConfig
+from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_held_out, load_prompts
 from tlt_megatron.data.rows import Kind
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
@@ -30,7 +30,7 @@ from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.interfaces import SavedModel
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
-from tlt_megatron.rewards.worker_process import ToolUseSpec
+from tlt_megatron.rewards.worker_process import ToolUseSpec, name_environment
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.rollout.batch_rules import BatchRules
 from tlt_megatron.rollout.conversations import Conversations
@@ -49,11 +49,7 @@ from tlt_megatron.runtime.status import StatusWriter
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.runtime.trackers import Tracker
 from tlt_megatron.saved_files import errors_named
-from tlt_megatron.trainer.before.conversation_checks import (
-    check_conversations,
-    check_tools,
-    form_of,
-)
+from tlt_megatron.trainer.before.conversation_checks import check_conversations, form_of
 from tlt_megatron.trainer.build_drafter import build_drafter
 from tlt_megatron.trainer.build_evaluator import build_evaluator, sampling_of
 from tlt_megatron.trainer.flops import make_utilization
@@ -93,20 +89,24 @@ def build_run(site: Site) -> Run:
             log.info("%s", note)
     reward = config.reward
     is_sft = config.algorithm.is_sft
+    environment, data = _environment_of(config), config.data
     rewards = stack.enter_context(
         RewardPool(
             {"none": 1.0} if is_sft else reward.weights,
             num_workers=reward.num_workers,
             timeout_s=reward.timeout_s,
             on_error=reward.on_error,
-            environment=_environment_of(config),
+            environment=environment,
         )
     )
     tokenizer = load_tokenizer(config.model.path, config.data.template_date)
     model_config = load_model_config(config.model.path)
     about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
     resumes_drafter = saved is not None and compare_run(saved, about, is_warning=world.is_first)
-    data = _data_with_tools(config, tokenizer, rewards)
+    if config.rollout.tools:  # of each prompt whose row has none
+        rewards.wait_ready()
+        tools = {"tools": list(rewards.environment.tools)}
+        data = replace(data, chat_template_kwargs=tools | data.chat_template_kwargs)
     rows: dict[str, Any] = {"kind": Kind.UNSCORED if reward.is_none else Kind.SCORED}
     if is_sft:
         rows = {"kind": Kind.ANSWERED, "max_answer_tokens": config.rollout.max_new_tokens}
@@ -122,8 +122,15 @@ def build_run(site: Site) -> Run:
     rewards.wait_ready()
     if config.rollout.has_conversations:
         everyone = [*prompts.rows, *chain(*(each.rows for each in held_out.values()))]
-        tools_of_all, is_complete = rewards.environment.tools, bool(config.rollout.tools)
-        check_conversations(tokenizer, everyone, tools_of_all, is_complete=is_complete)
+        lines = check_conversations(
+            tokenizer,
+            everyone,
+            rewards.environment.tools,
+            setting=name_environment(environment),
+            is_complete=bool(config.rollout.tools),
+        )
+        for line in lines if world.is_first else ():
+            log.warning("%s", line)
 
     seed_everything(config.run.seed)
     groups = initialize_model_parallel(config.parallel, world, config.run.seed)
@@ -189,19 +196,6 @@ def _environment_of(config: RunConfig) -> str | ToolUseSpec:
     if not rollout.tools:
         return rollout.environment
     return ToolUseSpec(tools=rollout.tools, errors=rollout.tool_errors, timeout_s=timeout_s)
-
-
-def _data_with_tools(config: RunConfig, tokenizer: Tokenizer, rewards: RewardPool) -> DataSection:
-    """Return config.data, in which the chat template gets the tools of rollout.tools. A row's own
-    tools replace them.
-    """
-    data = config.data
-    if not config.rollout.tools:
-        return data
-    rewards.wait_ready()
-    tools = rewards.environment.tools
-    check_tools(tokenizer, tools, data.chat_template_kwargs)
-    return replace(data, chat_template_kwargs={"tools": [*tools], **data.chat_template_kwargs})
 
 
 def _check_extensions(config: RunConfig) -> None:

@@ -21,6 +21,7 @@ F, NUMBERS = ToolCall("f", {"count": 3}), {"text": "7", "count": 3, "list": [1, 
         ("tags", '<tool_call>{"name": "f", "arguments": "{\\"count\\": 3}"}</tool_call>', [F]),
         ("tags", '<tool_call>{"name": "f"}</tool_call>' * 2, [ToolCall("f")] * 2),
         ("tags", '<think><tool_call>{"name": "g"}</tool_call></think>\n<tool_call>{"name": "f"}</tool_call>', [ToolCall("f")]),
+        ("tags", 'I could <tool_call>{"name": "g"}</tool_call> or\n</think>\n<tool_call>{"name": "f"}</tool_call>', [ToolCall("f")]),
         ("tags", '<think>I could <tool_call>{"name": "g"}</tool_call>', []),
         ("tags", "<tool_call>\n<function=f>\n<parameter=text>\n7\n</parameter>\n<parameter=count>\n3\n</parameter>\n"
          "<parameter=list>\n[1, 2]\n</parameter>\n</function>\n</tool_call>", [ToolCall("f", NUMBERS)]),
@@ -96,3 +97,14 @@ def test_a_call_that_cannot_be_read_says_why(form: str, text: str, why: str) -> 
 )
 def test_the_form_is_in_the_template(template: str, form: str) -> None:
     assert find_form(template) == form
+
+
+@pytest.mark.parametrize("end", ["", "</function></tool_call>"])
+@pytest.mark.parametrize("head", ["", "<tool_call>f ", "<tool_call><function=f>", "[TOOL_CALLS]"])
+@pytest.mark.parametrize("form", ["tags", "llama", "mistral"])
+def test_a_policy_that_repeats_itself_costs_no_time(form: str, head: str, end: str) -> None:
+    """Seconds for each of these texts would hold all rollouts of a rank."""
+    units = ("<arg_key>", "<arg_key>a</arg_key> ", "<parameter=a>", "<tool_call>", "<think>", " ")
+    for unit in (*units, "</think>", "[TOOL_CALLS]", '{"name": ', '[{"name": "f"}'):
+        text = head + unit * (1_000_000 // len(unit)) + end
+        assert len(read_calls(text, form, TOOLS)) < len(text)

@@ -10,7 +10,16 @@ import pytest
 
 from tlt_megatron.rewards import sandbox
 from tlt_megatron.rewards.environment import Step, ToolCall, Turn
-from tlt_megatron.rewards.tool_set import MAX_RESULT_CHARACTERS, ToolSet, ToolUse, make_tool_use
+from tlt_megatron.rewards.environment_answer import make_answer
+from tlt_megatron.rewards.mcp_server import McpServer
+from tlt_megatron.rewards.tool_calls import ToolFailed
+from tlt_megatron.rewards.tool_set import (
+    MAX_CALLS,
+    MAX_RESULT_CHARACTERS,
+    ToolSet,
+    ToolUse,
+    make_tool_use,
+)
 
 SOURCE = '''
 def lookup(word: str, count: int = 1):
@@ -115,6 +124,24 @@ def test_a_flood_is_cut(file: str) -> None:
     assert len(text) < MAX_RESULT_CHARACTERS + 100
 
 
+@pytest.mark.parametrize(
+    ("call", "count"),
+    [
+        (ToolCall("lookup", {"word": "flood"}), MAX_CALLS),
+        (ToolCall("n" * 400_000, {}, "i" * 400_000), MAX_CALLS),
+        (ToolCall("lookup", {"word": "a"}), 5000),
+        (ToolCall("", error="x" * 300), 5000),
+    ],
+)
+def test_the_results_of_a_turn_fit_into_an_answer(file: str, call: ToolCall, count: int) -> None:
+    own = make_tool_use({"tools": [f"{file}:lookup"], "errors": "return", "timeout_s": 60.0})()
+    step = own.step(Turn("", tool_calls=(call,) * count))
+    assert len(step.messages) == min(count, MAX_CALLS + 1)
+    assert make_answer(step.messages).observation == tuple(step.messages)
+    if count > MAX_CALLS:
+        assert step.messages[-1]["content"] == "Error: at most 32 calls of a turn are run"
+
+
 def test_hanging_code_of_one_turn_ends_before_the_limit_of_the_turn() -> None:
     hang = ToolCall("python", {"code": "while True: pass"})
     started = time.monotonic()
@@ -183,8 +210,11 @@ def test_a_server_that_hangs_is_bounded(tmp_path: Path) -> None:
         "@server.tool()\ndef wait(seconds: int) -> str:\n    time.sleep(seconds)\n    return 'done'\n"
         "server.run()\n"
     )
-    tools = ToolSet([f"mcp:{sys.executable} {server}"], 60.0)
+    entry = f"mcp:{sys.executable} {server}"
+    tools = ToolSet([entry], 60.0)
     assert run(tools, ToolCall("wait", {"seconds": 0})) == [("done", False)]
     ((text, failed),) = run(tools, ToolCall("wait", {"seconds": "x"}))
     assert failed
     assert "seconds" in text
+    with pytest.raises(ToolFailed, match=r"wait: no answer within 0\.\d+ s"):
+        McpServer(entry, 60.0).caller("wait")({"seconds": 1000}, time.monotonic() + 0.5)

@@ -4,16 +4,20 @@ of real ones that matter.
 
 from __future__ import annotations
 
+import dataclasses
+import string
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tlt_megatron.data.tokenizer import Tokenizer
-from tlt_megatron.trainer.before.conversation_checks import check_tools
+from tlt_megatron.trainer.before.conversation_checks import check_conversations, check_tools
+from tlt_megatron.types import Prompt
 
+VOCABULARY = {c: i for i, c in enumerate(["<eos>", *string.printable])}
 PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "lookup", "parameters": PARAMETERS}}]
 LOOP = "{% for m in messages %}"
@@ -53,9 +57,10 @@ NAMES = "{% if tools %}{% for t in tools %}{{ t.function.name }}{% endfor %}{% e
 
 
 def tokenizer_with(template: str | None) -> Tokenizer:
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=Backend(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    )
+    backend = Backend(models.WordLevel(VOCABULARY, unk_token="<eos>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     hf.chat_template = template
     return Tokenizer(hf, [0], Path("model"))
 
@@ -64,7 +69,7 @@ def tokenizer_with(template: str | None) -> Tokenizer:
     "template", [QWEN, LLAMA_31, MISTRAL], ids=("qwen", "llama 3.1", "mistral")
 )
 def test_templates_with_tools_are_taken(template: str) -> None:
-    check_tools(tokenizer_with(template), TOOLS)
+    check_tools(tokenizer_with(template), {"tools": TOOLS}, "rollout.tools")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +83,6 @@ def test_templates_with_tools_are_taken(template: str) -> None:
         (HEAD + GEMMA_3, "Conversation roles must alternate"),
         (NAMES + QWEN.partition(LOOP)[2].join([LOOP, ""]), "leaves out 'word' of the tool 'lookup'"),
         ("{# tools #}" + DEEPSEEK, "leaves out 'lookup' of the tool 'lookup'"),
-        (HEAD + DEEPSEEK, "has calls in a form that is not known"),
         (None, "has no chat template"),
     ],
 )  # fmt: skip
@@ -86,7 +90,30 @@ def test_templates_that_drop_tools_are_refused_by_name(template: str | None, say
     with pytest.raises(
         ValueError, match=r"rollout\.tools: the (chat template of|tokenizer in) model"
     ) as error:
-        check_tools(tokenizer_with(template), TOOLS)
+        check_tools(tokenizer_with(template), {"tools": TOOLS}, "rollout.tools")
     assert says in str(error.value)
     assert "\n" not in str(error.value)
     assert "use a model that is made for tools" in str(error.value)
+
+
+def test_calls_of_an_unknown_form_are_refused_for_tools_and_named_for_an_environment() -> None:
+    tokenizer = tokenizer_with(HEAD + DEEPSEEK)
+    messages = ({"role": "user", "content": "x"},)
+    prompt = Prompt(prompt_id="x", draw_index=0, token_ids=(), messages=messages)
+    (line,) = check_conversations(
+        tokenizer, [prompt], TOOLS, setting="rollout.environment='e.py:E'", is_complete=False
+    )
+    assert line.startswith(
+        "rollout.environment='e.py:E': the chat template of model has calls in a form"
+    )
+    assert "`turn.tool_calls` is empty" in line
+    own = dataclasses.replace(prompt, template_kwargs={"tools": TOOLS})
+    with pytest.raises(
+        ValueError, match=r"^rollout\.tools: the chat template of model has calls in a"
+    ):
+        check_conversations(tokenizer, [own], TOOLS, setting="rollout.tools", is_complete=True)
+    for bad in ({"type": "function"}, {"function": {"name": 3}}, {"function": "x"}):
+        with pytest.raises(ValueError, match="must be OpenAI's schema of a tool with a name"):
+            check_conversations(
+                tokenizer, [prompt], [bad], setting="rollout.environment", is_complete=False
+            )

@@ -7,12 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tlt_megatron.data.tokenizer import NOTHING, Tokenizer
+from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.rewards.tool_calls import find_form
 from tlt_megatron.rollout.open_conversation import name_of, with_tools
 from tlt_megatron.types import Message, Prompt
 
 _RESULT = "(result)"
+_ADVICE = (
+    "use a model that is made for tools, such as Qwen 2.5, Qwen 3, Llama 3.1, Mistral or GLM 4.5"
+)
 
 
 def check_conversations(
@@ -20,14 +23,16 @@ def check_conversations(
     prompts: Sequence[Prompt],
     tools: Sequence[Mapping[str, Any]],
     *,
+    setting: str,
     is_complete: bool,
-) -> None:
+) -> list[str]:
     """Refuse a tokenizer with which no conversation goes on after the first turn, and prompts that
-    cannot have `tools`. `is_complete`: a prompt has no tools but these.
+    cannot have `tools`, which come from `setting`. Return warnings. `is_complete`: a prompt has no
+    tools but these, and their calls must be read.
     """
     if not tokenizer.stop_token_ids:
         raise ValueError(
-            "rollout.environment: the model folder names no eos token, which must end each turn"
+            f"{setting}: the model folder names no eos token, which must end each turn"
         )
     arguments: dict[str, Mapping[str, Any]] = {}  # that differ; tools count as one
     names = {name_of(tool) for tool in tools}
@@ -41,13 +46,13 @@ def check_conversations(
         if not prompt.messages:
             if tools:
                 raise ValueError(
-                    f"{where}: must be a list of messages, because there are tools, which only a chat template writes"
+                    f"{where}: must be a list of messages, because {setting} has tools, which only a chat template writes"
                 )
             continue
         kwargs: Mapping[str, Any] = prompt.template_kwargs
         if not is_complete:
             kwargs = with_tools(kwargs, tools)
-        unknown = {name_of(tool) for tool in kwargs.get("tools", ())} - names
+        unknown = {name_of(tool) for tool in kwargs.get("tools") or ()} - names
         if is_complete and unknown:
             raise ValueError(
                 f"{where}: its tools {', '.join(map(str, unknown))} must be in rollout.tools, which runs the calls"
@@ -56,42 +61,52 @@ def check_conversations(
         arguments.setdefault(repr(named), kwargs)
     for kwargs in arguments.values():
         tokenizer.check_turns(kwargs)
+        check_tools(tokenizer, kwargs, setting, needs_calls=is_complete)
+    has_tools = any(kwargs.get("tools") for kwargs in arguments.values())
+    if not has_tools or form_of(tokenizer):
+        return []
+    return [f"{setting}: {_unknown_form(tokenizer)}: `turn.tool_calls` is empty"]
 
 
 def check_tools(
     tokenizer: Tokenizer,
-    tools: Sequence[Mapping[str, Any]],
-    template_kwargs: Mapping[str, object] = NOTHING,
+    template_kwargs: Mapping[str, Any],
+    setting: str,
+    *,
+    needs_calls: bool = True,
 ) -> None:
-    """Raise ValueError of one line if the chat template does not write a tool, an argument or a
-    result, as some do without an error, or if its form of calls is not known.
+    """Raise ValueError of one line if the chat template does not write a tool of `template_kwargs`,
+    an argument or a result, as some do without an error. With `needs_calls` also if its form of
+    calls is not known.
     """
-    template = f"the chat template of {tokenizer.folder}"
-    advice = "use a model that is made for tools, such as Qwen 2.5, Qwen 3, Llama 3.1, Mistral or GLM 4.5"
+    tools = template_kwargs.get("tools")
+    if not tools:
+        return
+    template = f"the chat template of {tokenizer.path}"
     begin: list[Message] = [{"role": "user", "content": "x"}]
+    without = {key: value for key, value in template_kwargs.items() if key != "tools"}
     try:
-        plain = tokenizer.render(begin, template_kwargs)
-        written = tokenizer.render(begin, {**template_kwargs, "tools": list(tools)})
+        plain = tokenizer.render(begin, without)
+        written = tokenizer.render(begin, template_kwargs)
         result = {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": _RESULT}
         turn = {"role": "assistant", "content": "y"}
-        whole = tokenizer.render([*begin, turn, result], {**template_kwargs, "tools": list(tools)})
+        whole = tokenizer.render([*begin, turn, result], template_kwargs)
     except ValueError as error:
-        raise ValueError(f"rollout.tools: {error}: {advice}") from error
+        raise ValueError(f"{setting}: {error}: {_ADVICE}") from error
     for tool in tools:
+        if not isinstance(name_of(tool), str):
+            raise ValueError(
+                f"{setting}: {tool!r:.80} must be OpenAI's schema of a tool with a name"
+            )
         missing = [each for each in _names(tool) if written.count(each) <= plain.count(each)]
         if missing:
             raise ValueError(
-                f"rollout.tools: {template} leaves out {missing[0]!r} of the tool {name_of(tool)!r}: {advice}"
+                f"{setting}: {template} leaves out {missing[0]!r} of the tool {name_of(tool)!r}: {_ADVICE}"
             )
     if _RESULT not in whole:
-        raise ValueError(
-            f"rollout.tools: {template} leaves out messages of the role tool: {advice}"
-        )
-    if not form_of(tokenizer):
-        raise ValueError(
-            f"rollout.tools: {template} has calls in a form that is not known (those of Hermes, Qwen, GLM, Llama 3.1"
-            f" and Mistral are): {advice}"
-        )
+        raise ValueError(f"{setting}: {template} leaves out messages of the role tool: {_ADVICE}")
+    if needs_calls and not form_of(tokenizer):
+        raise ValueError(f"{setting}: {_unknown_form(tokenizer)}: {_ADVICE}")
 
 
 def form_of(tokenizer: Tokenizer) -> str:
@@ -99,6 +114,11 @@ def form_of(tokenizer: Tokenizer) -> str:
     if not tokenizer.has_chat_template:
         return ""
     return find_form(str(tokenizer.hf.get_chat_template(tools=[{}])))
+
+
+def _unknown_form(tokenizer: Tokenizer) -> str:
+    known = "those of Hermes, Qwen, GLM, Llama 3.1 and Mistral are"
+    return f"the chat template of {tokenizer.path} has calls in a form that is not known ({known})"
 
 
 def _names(tool: Mapping[str, Any]) -> Iterator[str]:
