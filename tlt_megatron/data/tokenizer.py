@@ -51,9 +51,7 @@ _CUT = "\ufdd0"  # no character: stands within the name of a control token that 
 
 
 class Tokenizer:
-    """Encodes prompts and decodes responses. `stop_token_ids` is sorted. `hf` is transformers', of
-    the folder `path`.
-    """
+    """Encodes and decodes. `stop_token_ids` is sorted; `hf` is transformers', of folder `path`."""
 
     def __init__(
         self,
