@@ -227,9 +227,13 @@ def make_app(engine: Engine, name: str, bounds: Bounds | None = None) -> FastAPI
 
     app = FastAPI(title="tlt_megatron", lifespan=lifespan, docs_url=None, redoc_url=None)
 
+    def failure(text: str, code: int) -> Response:
+        """Return an error, without the folder of this machine."""
+        return JSONResponse(error_body(text.replace(str(engine.tokenizer.path), name), code), code)
+
     @app.exception_handler(ValueError)
     def refuse(_: Request, error: ValueError) -> Response:
-        return JSONResponse(error_body(str(error), 400), 400)
+        return failure(str(error), 400)
 
     @app.exception_handler(AnyHttpError)
     def refuse_http(_: Request, error: AnyHttpError) -> Response:
@@ -242,7 +246,7 @@ def make_app(engine: Engine, name: str, bounds: Bounds | None = None) -> FastAPI
 
     @app.exception_handler(Exception)  # it is raised again, for the log
     def fail(_: Request, error: Exception) -> Response:
-        return JSONResponse(error_body(f"the server has failed: {error!r}", 500), 500)
+        return failure(f"the server has failed: {error!r}", 500)
 
     @app.get("/health")
     def health() -> dict[str, Any]:

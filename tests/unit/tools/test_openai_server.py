@@ -187,7 +187,7 @@ def test_neutral_defaults_are_accepted(address: str) -> None:
             "chat/completions",
             {"messages": USER, "chat_template_kwargs": {"other": 1}},
             400,
-            "has no argument 'other'",
+            "the chat template of tiny has no argument 'other'",  # not the folder of this machine
         ),
         ("chat/completions", {"messages": ["hi"]}, 400, "messages.0='hi': "),
         ("chat/completions", {"messages": [{"content": "1"}]}, 400, "messages[0]={'content': '1'}"),
