@@ -61,19 +61,20 @@ def vllm_of(options: argparse.Namespace, num_positions: int) -> Iterator[Ask]:
     command = [str(python), "-P", str(Path(__file__).with_name("vllm_peer.py"))]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
     with subprocess.Popen(command, env=environment, **pipes) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(settings) + "\n")
+        questions, answers = process.stdin, process.stdout
+        assert questions is not None
+        assert answers is not None
+        questions.write(json.dumps(settings) + "\n")
 
         def ask(batch: Batch) -> float:
-            process.stdin.write(json.dumps(batch) + "\n")
-            answer = process.stdout.readline()
+            questions.write(json.dumps(batch) + "\n")
+            answer = answers.readline()
             if not answer:
                 raise RuntimeError(f"vLLM has ended with {process.wait()}; its output says why")
             return float(answer)
 
         yield ask
-        process.stdin.close()
+        questions.close()
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
