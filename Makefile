@@ -107,7 +107,9 @@ faults: setup  ## 500 schedules of injected faults against real runs, of two see
 	@code=0; for seed in $(FAULT_SEEDS); do \
 	  echo "faults: $(FAULT_SCHEDULES) schedules of seed $$seed, two at a time"; \
 	  $(PY) -m tests.faults --schedules $(FAULT_SCHEDULES) --seed $$seed --json build/faults-$$seed.json || code=1; \
-	done; exit $$code
+	done; \
+	$(PY) -m tests.faults --environments --schedules 60 --json build/faults-environments.json || code=1; \
+	exit $$code
 
 pairs: setup  ## features two by two in one run: equal to their references or refused; all layouts of a mixture's checkpoints
 	@echo "pairs: every two features, then checkpoints of a mixture"; code=0; \
