@@ -34,7 +34,6 @@ from tools.commands.convert_checkpoint import (
 from tools.commands.verify_conversion import MOST_DIFFERENCE, logits_difference
 
 TP2, PP2, CP2 = Layout(world=2, tensor=2), Layout(world=2, pipeline=2), Layout(world=2, context=2)
-TP2_PP2 = Layout(world=4, tensor=2, pipeline=2)
 EP2, EP2_TP2 = Layout(world=2, expert=2), Layout(world=2, tensor=2, expert=2)
 EP2_PP2 = Layout(world=4, pipeline=2, expert=2)
 EP2_CP2 = Layout(world=2, context=2, expert=2)
@@ -45,11 +44,8 @@ EP2_CP2 = Layout(world=2, context=2, expert=2)
     [
         ("qwen3", TP2, {}),
         ("qwen2", PP2, {"tied": True}),
-        ("llama", TP2_PP2, {}),
         ("llama", Layout(world=2, pipeline=2, virtual=2), {"num_layers": 4}),
         ("mistral", CP2, {}),
-        ("qwen3_moe", PP2, {}),
-        ("qwen3_moe", CP2, {}),
         ("qwen3_moe", EP2, {"mlp_only_layers": [0]}),
         ("glm4_moe", EP2_TP2, {}),
         ("qwen3_moe", EP2_PP2, {}),
@@ -142,8 +138,6 @@ def tlt_convert(*arguments: object) -> tuple[int, str]:
     ("kind", "tied", "dtype", "has_mtp"),
     [
         ("qwen2", True, "float32", False),
-        ("llama", False, "bfloat16", False),
-        ("qwen3", False, "float32", False),
         ("qwen3_moe", True, "float32", False),
         ("glm4_moe", False, "float32", True),
         ("mimo", False, "bfloat16", True),

@@ -29,7 +29,7 @@ from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.device import select_device
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 # A clip range that is reached: the returns are up to 2.
 CRITIC = CriticSection(lr=1e-3, cliprange_value=0.02)
 PPO = AlgorithmSection(
@@ -103,14 +103,11 @@ def one_rank(tied_path: Path) -> Any:
     ("layout", "micro_batch_tokens"),
     [
         (Layout(world=1), 1),
-        (Layout(world=1), 1000),
         (Layout(world=2), 20),
-        (Layout(world=2, tensor=2), 20),
-        (Layout(world=2, pipeline=2), 30),
         (Layout(world=4, context=2, tensor=2), 20),
         (Layout(world=4, tensor=2, pipeline=2), 20),
     ],
-    ids=("one_sequence", "one_pack", "dp2", "tp2", "pp2", "cp2_tp2", "tp2_pp2"),
+    ids=("one_sequence", "dp2", "cp2_tp2", "tp2_pp2"),
 )
 def test_updates_equal_those_of_one_rank(
     tied_path: Path, tmp_path: Path, one_rank: Any, layout: Layout, micro_batch_tokens: int

@@ -138,11 +138,8 @@ def by_peft(paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("model", "layout", "shares", "settings"),
     [
-        ("dense", Layout(world=1), ALL, {}),
         ("dense", Layout(world=1), ALL, {"recompute": "full"}),
-        ("dense", Layout(world=2, tensor=2), ALL, {}),
         ("dense", Layout(world=2, tensor=2), ALL, {"recompute": "full"}),
-        ("dense", Layout(world=2, pipeline=2), ALL, {}),
         ("dense", Layout(world=2), (3, 2), {}),
         ("dense", Layout(world=2, context=2), ALL, {}),
         ("dense", Layout(world=4, tensor=2, pipeline=2), ALL, {"recompute": "selective"}),

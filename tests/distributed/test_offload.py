@@ -1,4 +1,6 @@
-"""A policy that leaves its device between updates trains as one that stays."""
+"""A policy that leaves its device between updates trains as one that stays. When it is away in a
+run: test_phase_protocol.py.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from launch.pretrain_rl import main
 from tests.mcore_policy import LENGTHS, Layout, build_policy, check_same_bits, train
 from tests.ranks import run_ranks
-from tests.tiny_task import make_tiny_task
 from tlt_megatron.mcore.policy_model import McorePolicyModel
-from tlt_megatron.trainer import build, loop
 
 
 def gradient_bytes(policy: McorePolicyModel) -> int:
@@ -53,28 +52,3 @@ def test_updates_are_bit_for_bit_those_of_a_policy_that_stays(
     for there, here in zip(stayed, left, strict=True):
         assert here["stats"] == there["stats"]
         check_same_bits(here["weights"], there["weights"])
-
-
-def _run(config: Path, run_dir: Path, *arguments: str) -> list[int]:
-    """The program on this rank; the bytes of its gradient buffers whenever an engine receives
-    weights.
-    """
-    held: list[int] = []
-
-    def noting(policy: McorePolicyModel, *args: Any, **kwargs: Any) -> dict[str, float]:
-        held.append(gradient_bytes(policy))
-        return push(policy, *args, **kwargs)
-
-    push = build.push_policy
-    build.push_policy = loop.push_policy = noting
-    settings = ("model.dtype=bfloat16", "data.eval=", "mcore.offload_in_rollouts=true", *arguments)
-    assert main(["--config", str(config), f"run.dir={run_dir}", *settings]) == 0
-    return held
-
-
-def test_the_policy_of_a_run_is_away_whenever_its_engine_receives_weights(tmp_path: Path) -> None:
-    """Before the first step, after each step, and after a checkpoint was loaded."""
-    config, run_dir = make_tiny_task(tmp_path), tmp_path / "run"
-    for arguments in (["run.num_steps=1"], ["run.num_steps=2", "--resume=auto"]):
-        (held,) = run_ranks(1, _run, config, run_dir, *arguments, has_world=False)
-        assert held == [0, 0]

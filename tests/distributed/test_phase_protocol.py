@@ -6,7 +6,7 @@ of the trainer's loop. `sglang` is a stand-in that notes what it is asked and ch
 environment as the real one does. All events go to one file, in the order in which they happen.
 
 A whole run with a policy and a critic, from its start over a resume to its end: no engine is awake
-while an optimizer is on the device.
+while an optimizer is on the device, and no gradients while an engine gets weights.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ import pytest
 import torch
 
 from launch.pretrain_rl import main
+from tests.distributed.test_offload import gradient_bytes
 from tests.ranks import run_ranks
 from tests.tiny_task import make_tiny_task
 from tests.unit.engines.test_sglang_connection import install, pretend_module
 from tlt_megatron.config.load import load_config
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.mcore.optimizer import PolicyOptimizer
+from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import Group, group_of
+from tlt_megatron.trainer import build, loop
 from tlt_megatron.trainer.build_sglang import build_sglang_engine
 
 SLOW_S = 0.2  # a rank must wait so long: without waiting it would be too early
@@ -169,6 +172,14 @@ def _run_noting(config: Path, run_dir: Path, *arguments: str) -> list[str]:
     """
     events: list[str] = []
     number: dict[int, int] = {}  # by optimizer
+    push = build.push_policy
+
+    def checked_push(policy: McorePolicyModel, *args: Any, **kwargs: Any) -> dict[str, float]:
+        assert gradient_bytes(policy) == 0, "gradients are there while an engine gets weights"
+        events.append("weights sent")
+        return push(policy, *args, **kwargs)
+
+    build.push_policy = loop.push_policy = checked_push
 
     def note(owner: type, method: str, event: str, *, before: bool = False) -> None:
         original: Callable[..., Any] = getattr(owner, method)
@@ -205,9 +216,11 @@ def test_no_engine_is_awake_and_no_second_optimizer_is_there_beside_an_optimizer
         words = ("algorithm.advantage=gae", *arguments)
         (events,) = run_ranks(1, _run_noting, config, run_dir, *words, has_world=False)
         there: set[str] = set()
+        assert events.count("weights sent") == 2  # before the step and after it
         for event in events:
             owner, _, verb = event.rpartition(" ")
-            (there.add if verb == "arrives" else there.discard)(owner)
+            if verb != "sent":
+                (there.add if verb == "arrives" else there.discard)(owner)
             assert len(there) <= 1, f"{sorted(there)} are on the device together: {events}"
         assert there == {"engine"}
         assert sum(event.endswith("arrives") for event in events) >= 6

@@ -168,7 +168,7 @@ def test_replay_brings_the_log_probs_of_training_nearer_to_those_of_the_rollout(
     params = SamplingParams(num_samples=4, max_new_tokens=48, seed=3)
     for dtype, share in (("bfloat16", 0.0), ("float32", 0.01), ("float32", 0.1)):
         path = make_tiny_hf(tmp_path / f"{dtype}_{share}", "qwen3_moe", **sizes)
-        engine = engine_over(path, dtype=dtype, routing_replay=True, max_batch_size=16)
+        engine = engine_over(path, dtype=dtype, routing_replay=True, max_batch_size=64)
         groups = engine.generate(prompts, params, policy_version=1)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         batch = pack_rollouts(rollouts)

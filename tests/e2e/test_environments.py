@@ -14,6 +14,7 @@ from tests.pairs.features import check, make_tasks
 from tests.tiny_task import (
     ENVIRONMENT,
     FEATURES,
+    TLT,
     check_same_run,
     make_tiny_task,
     metric_rows,
@@ -78,13 +79,16 @@ def test_rewards_of_turns_are_logged_and_reach_an_advantage_of_the_user(
 ) -> None:
     (tmp_path / "own.py").write_text(ADVANTAGE)
     own = settings(task, f"algorithm.advantage={tmp_path}/own.py:of_turns")
-    run(2, task, tmp_path / "run", *own, "algorithm.advantage_args={scale: 2.0}")
+    run(2, task, tmp_path / "run", *own, *TLT, "algorithm.advantage_args={scale: 2.0}")
     found = rollouts(tmp_path / "run")
     assert {row["num_turns"] for row in found} >= {2, 3}
     for row in found:
         assert len(row["turn_rewards"]) == len(row["turn_lengths"]) == row["num_turns"]
         mask = row.get("loss_mask", [1] * len(row["token_ids"]))
         assert sum(row["turn_lengths"]) == sum(mask)
+        num_proposed = sum(row["accept_lengths"]) - len(row["accept_lengths"])
+        assert sum(row["turn_drafted"]) == num_proposed
+        assert all(d < n for d, n in zip(row["turn_drafted"], row["turn_lengths"], strict=True))
         texts = [m["content"] for m in row["messages"][row["num_prompt_messages"] :]]
         digits = [c for c in "\n".join(texts) if c.isdigit()]
         share = round(4 * sum(c < "5" for c in digits) / max(1, len(digits))) / 4
@@ -92,6 +96,7 @@ def test_rewards_of_turns_are_logged_and_reach_an_advantage_of_the_user(
         assert row["reward"] == pytest.approx(given + 0.5 * share, abs=1e-12)
         # the state is that of the seed and all turns: the start's messages are no part of it
         assert (row["end"]["state"] % 2) / 2 == row["end"]["score"]
+    assert sum(sum(row["turn_drafted"]) for row in found) > 0
     # an observation may be empty, so that the mask shows fewer turns than there are
     assert any(not m["content"] for row in found for m in row["messages"])
     for step in metric_rows(tmp_path / "run"):
@@ -209,6 +214,7 @@ def test_a_chat_with_tools_and_messages_of_the_start(task: Path, tmp_path: Path)
     strings = [{"prompt": "1=", "label": "5", "id": "x"}]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, strings)))
     said = run_ending(2, 1, task, tmp_path / "refused", *own)
-    assert (
-        "prompt_id='x': must be a list of messages, because rollout.environment has tools" in said
-    )
+    assert "prompt_id='x': must be a list of messages, because rollout.environment='" in said
+    # its template names the tool, and has no form of calls
+    warned = "has calls in a form that is not known"
+    assert warned in "".join(p.read_text() for p in (tmp_path / "run").glob("logs/*/*"))

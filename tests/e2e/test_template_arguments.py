@@ -13,7 +13,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from tests.tiny_task import rollouts, run, run_ending
+from tests.tiny_task import check_same_run, metric_rows, rollouts, run, run_ending
 from tlt_megatron import Engine
 from tlt_megatron.data.tokenizer import load_tokenizer
 
@@ -42,6 +42,12 @@ def prompts(run_dir: Path) -> set[str]:
     return {row["prompt"].replace(" ", "")[:6] for row in rollouts(run_dir)}
 
 
+def evaluations(run_dir: Path) -> list[dict[str, float]]:
+    """Return the results of each evaluation."""
+    rows = [{k: v for k, v in row.items() if k.startswith("eval/")} for row in metric_rows(run_dir)]
+    return [row for row in rows if row]
+
+
 def check_model_left(run_dir: Path, model: Path) -> None:
     """Check that every server, and transformers itself, writes the run's prompts by default."""
     asked = [{"role": "user", "content": "t1"}]
@@ -64,21 +70,30 @@ def check_model_left(run_dir: Path, model: Path) -> None:
 
 
 def test_a_run_keeps_its_date_and_another_one_is_named(chat: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    data = (f"data.train={chat.parent}/chat.jsonl", "data.eval=", "logging.trackers=[]")
-    first = (*data, "data.template_date=2024-07-26", "data.chat_template_kwargs.mode=7")
+    """So do evaluations and responses that a later step continues."""
+    run_dir, rows = tmp_path / "run", f"{chat.parent}/chat.jsonl"
+    data = (f"data.train={rows}", f"data.eval={rows}", "eval.num_prompts=4", "eval.interval=1")
+    data += ("rollout.partial_rollout_tokens=6", "algorithm.tis_cap=2", "logging.trackers=[]")
+    data += ("rollout.num_prompts=3", "rollout.over_sampling_prompts=6")
+    mode = "data.chat_template_kwargs.mode=7"
+    first = (*data, "data.template_date=2024-07-26", mode)
     run(1, chat, run_dir, *first, "run.num_steps=1")
     assert prompts(run_dir) == {"26077t"}
     config = run_dir / "config.yaml"
     assert yaml.safe_load(config.read_text())["data"]["template_date"] == "2024-07-26"
-    later = ("run.num_steps=2", "checkpoint.resume=auto", "data.chat_template_kwargs.mode=7")
+    later = ("run.num_steps=2", "checkpoint.resume=auto", mode)
     run(1, chat, run_dir, *data, *later)  # on another day
     assert prompts(run_dir) == {"26077t"}
+    assert sum(row.get("rollout/carried_responses", 0) for row in metric_rows(run_dir)) > 0
+    straight = tmp_path / "straight"
+    run(1, chat, straight, *first, "run.num_steps=2")
+    check_same_run(run_dir, straight)
+    assert evaluations(run_dir) == evaluations(straight) != []
     check_model_left(run_dir, chat.parent / "model")
     other = (*data, "run.num_steps=3", "checkpoint.resume=auto")
     for settings, message in (
         (
-            ("data.template_date=2024-07-27", later[-1]),
+            ("data.template_date=2024-07-27", mode),
             "): data.template_date ('2024-07-26' -> '2024-07-27') must be the same",
         ),
         (

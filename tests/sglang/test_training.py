@@ -10,6 +10,7 @@ import pytest
 
 from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import (
+    FEATURES,
     REPO,
     answers,
     launch,
@@ -136,13 +137,20 @@ def test_rollouts_with_adapters_are_those_of_the_embedded_engine(
     assert (tmp_path / "sglang" / "hf_adapter" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["partial", "turns"])
+@pytest.mark.parametrize("name", ["partial", "turns", "class"])
 def test_responses_in_parts_are_those_of_the_embedded_engine(
     short: Path, tmp_path: Path, name: str
 ) -> None:
-    """Responses that are carried to later steps, and conversations with an environment."""
+    """Responses that are carried to later steps, and conversations with an environment: a function,
+    or a class with rewards and stop strings of turns.
+    """
     environment = write_environment(short.parent)
-    settings = PARTIAL if name == "partial" else (*TURNS, environment)
+    own = f"{FEATURES['environment']} {FEATURES['stop strings']}"
+    settings = {
+        "partial": PARTIAL,
+        "turns": (*TURNS, environment),
+        "class": own.replace("{task}", str(short.parent)).split(),
+    }[name]
     run_both(short, tmp_path, *settings, num_ranks=1)
     check_same(tmp_path / "sglang", tmp_path / "embedded")
     found = rollouts(tmp_path / "sglang")
@@ -150,3 +158,13 @@ def test_responses_in_parts_are_those_of_the_embedded_engine(
         assert max(len(row.get("versions", ())) for row in found) >= 2
     else:
         assert {row["num_turns"] for row in found} == {1, 2, 3}
+    if name == "class":
+        credits = [
+            [
+                (row["turn_lengths"], row["turn_rewards"], row["end"])
+                for row in rollouts(tmp_path / e)
+            ]
+            for e in ("embedded", "sglang")
+        ]
+        assert credits[0] == credits[1]
+        assert len({reward for _, rewards, _ in credits[0] for reward in rewards}) > 2

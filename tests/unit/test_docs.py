@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import json
 import re
@@ -23,6 +24,7 @@ from tlt_megatron.cli import COMMANDS, help_of
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.version import __version__
+from tools.bench.__main__ import _parse
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", REPO / "tlt_megatron" / "README.md", REPO / "examples" / "README.md"]
@@ -311,6 +313,22 @@ def test_the_examples_of_the_command_line_have_known_options() -> None:
     assert [word for line in lines for word in unknown_words(line)] == []
     assert unknown_words("report runs/mine --no-such") == ["tlt report --no-such"]
     assert unknown_words("repotr runs/mine") == ["tlt repotr"]
+
+
+def test_the_benchmarks_of_the_pages_have_known_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = "".join(text(page) for page in PAGES).replace("\\\n", " ")
+    lines = re.findall(r"python -m tools\.bench ([a-z][^`\n#]+)", pages)
+    assert len(lines) >= 8
+    monkeypatch.chdir(tmp_path)  # where the models exist that `make` would make
+    for name in ("tiny_policy", "tiny_drafter", "quickstart_policy", "smollm2"):
+        (tmp_path / "build" / name).mkdir(parents=True)
+        (tmp_path / "build" / name / "config.json").touch()
+    for line in lines:
+        name, *words = shlex.split(line)
+        options = _parse(name, importlib.import_module(f"tools.bench.{name}"), words)
+        assert all("=" in word for word in getattr(options, "overrides", [])), line
 
 
 def anchors(page: Path) -> set[str]:

@@ -24,7 +24,7 @@ from tlt_megatron.data.rows import Kind, Row, read_rows
 from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.runtime.collectives import call_on_first
 from tlt_megatron.runtime.process_groups import SINGLE, Group
-from tlt_megatron.types import Prompt
+from tlt_megatron.types import Answer, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -131,80 +131,74 @@ def load_prompts(
     cut, and so are answers of more than `max_answer_tokens`. ValueError names the file, the row
     (from 1), the key and the allowed values.
     """
-    if kind is Kind.ANSWERED:
-        read = functools.partial(_read_answered, max_answer_tokens=max_answer_tokens)
-        return call_on_first(lambda: read(Path(path), tokenizer, section), world)
-    return call_on_first(lambda: _read_prompts(Path(path), tokenizer, section, kind), world)
+    read = functools.partial(_read_prompts, max_answer_tokens=max_answer_tokens)
+    return call_on_first(lambda: read(Path(path), tokenizer, section, kind), world)
 
 
-def _read_answered(
-    path: Path, tokenizer: Tokenizer, section: DataSection, *, max_answer_tokens: int
+def _read_prompts(
+    path: Path, tokenizer: Tokenizer, section: DataSection, kind: Kind, *, max_answer_tokens: int
 ) -> PromptSet:
-    found = list(read_rows(path, section, Kind.ANSWERED))
+    found = list(read_rows(path, section, kind))
+    if not found:
+        raise ValueError(f"{path}: holds no rows, must hold at least one")
+    if kind is Kind.ANSWERED:
+        encoded = _encode_answered(path, found, tokenizer)
+    else:
+        encoded = _encode_prompts(path, found, tokenizer, section)
     rows: list[Prompt] = []
     overlong: list[str] = []
-    for row in found:
-        prompt = row.prompt
-        try:
-            ids, answer = encode_answer(
-                tokenizer, row.text, prompt.ground_truth, prompt.template_kwargs
-            )
-        except ValueError as error:
-            raise ValueError(f"{path} row {row.number}: {error}") from error
-        if len(ids) > section.max_prompt_tokens or len(answer.token_ids) > max_answer_tokens:
-            overlong.append(prompt.prompt_id)
+    for row, (ids, answer) in zip(found, encoded, strict=True):
+        is_long = answer is not None and len(answer.token_ids) > max_answer_tokens
+        if is_long or len(ids) > section.max_prompt_tokens:
+            overlong.append(row.prompt.prompt_id)
             continue
-        rows.append(dataclasses.replace(prompt, draw_index=len(rows), token_ids=ids, answer=answer))
-    limits = f"{section.max_prompt_tokens} and rollout.max_new_tokens={max_answer_tokens}"
-    _warn(path, found, overlong, limits)
+        own: dict[str, Any] = {"draw_index": len(rows), "token_ids": tuple(ids), "answer": answer}
+        rows.append(dataclasses.replace(row.prompt, **own))
+    limit = str(section.max_prompt_tokens)
+    if kind is Kind.ANSWERED:
+        limit += f" and rollout.max_new_tokens={max_answer_tokens}"
+    _warn(path, found, overlong, limit)
     if not rows:
         raise ValueError(
-            f"{path}: no row fits: prompts and answers must have tokens, at most"
-            f" data.max_prompt_tokens={limits}"
+            f"{path}: all {len(found)} prompts are longer than data.max_prompt_tokens={limit}"
         )
+    fingerprint, answers = _fingerprint(rows), [row.answer for row in rows]
     return PromptSet(
         path=str(path),
         rows=tuple(rows),
-        fingerprint=_digest((_fingerprint(rows), [row.answer for row in rows])),
+        fingerprint=_digest((fingerprint, answers)) if any(answers) else fingerprint,
         num_left_out=len(overlong),
         parts=_parts(found, tokenizer, section),
     )
 
 
-def _read_prompts(path: Path, tokenizer: Tokenizer, section: DataSection, kind: Kind) -> PromptSet:
-    found = list(read_rows(path, section, kind))
-    if not found:
-        raise ValueError(f"{path}: holds no rows, must hold at least one")
-    encoded = tokenizer.encode_texts([_render(path, row, tokenizer, section) for row in found])
-    rows: list[Prompt] = []
-    overlong: list[str] = []
-    for row, token_ids in zip(found, encoded, strict=True):
+Encoded = list[tuple[Sequence[int], Answer | None]]  # the tokens of each prompt, and its answer
+
+
+def _encode_answered(path: Path, found: list[Row], tokenizer: Tokenizer) -> Encoded:
+    encoded: Encoded = []
+    for row in found:
+        label, template_kwargs = row.prompt.ground_truth, row.prompt.template_kwargs
+        try:
+            encoded.append(encode_answer(tokenizer, row.text, label, template_kwargs))
+        except ValueError as error:
+            raise ValueError(f"{path} row {row.number}: {error}") from error
+    return encoded
+
+
+def _encode_prompts(
+    path: Path, found: list[Row], tokenizer: Tokenizer, section: DataSection
+) -> Encoded:
+    texts = tokenizer.encode_texts([_render(path, row, tokenizer, section) for row in found])
+    for row, token_ids in zip(found, texts, strict=True):
         if not token_ids:
             raise ValueError(
                 f"{path} row {row.number}: {section.input_key}={row.text!r} gives no tokens, must give at least one"
             )
-        if not row.prompt.messages:
-            token_ids = tokenizer.with_first(token_ids)
-        if len(token_ids) > section.max_prompt_tokens:
-            overlong.append(row.prompt.prompt_id)
-        else:
-            drawn = dataclasses.replace(
-                row.prompt, draw_index=len(rows), token_ids=tuple(token_ids)
-            )
-            rows.append(drawn)
-    _warn(path, found, overlong, section.max_prompt_tokens)
-    if not rows:
-        raise ValueError(
-            f"{path}: all {len(found)} prompts are longer than "
-            f"data.max_prompt_tokens={section.max_prompt_tokens}"
-        )
-    return PromptSet(
-        path=str(path),
-        rows=tuple(rows),
-        fingerprint=_fingerprint(rows),
-        num_left_out=len(overlong),
-        parts=_parts(found, tokenizer, section),
-    )
+    return [
+        (ids if row.prompt.messages else tokenizer.with_first(ids), None)
+        for row, ids in zip(found, texts, strict=True)
+    ]
 
 
 def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) -> str:
@@ -215,7 +209,7 @@ def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) ->
         raise ValueError(f"{where} cannot be encoded: {error}") from error
 
 
-def _warn(path: str | Path, found: list[Row], overlong: list[str], limit: int | str) -> None:
+def _warn(path: str | Path, found: list[Row], overlong: list[str], limit: str) -> None:
     by_kind: dict[str, list[int]] = defaultdict(list)
     for row in found:
         for kind in row.conversions:

@@ -51,7 +51,7 @@ _CUT = "\ufdd0"  # no character: stands within the name of a control token that 
 
 
 class Tokenizer:
-    """Encodes prompts and decodes responses. `stop_token_ids` is sorted; `hf` is transformers'."""
+    """Encodes and decodes. `stop_token_ids` is sorted; `hf` is transformers', of folder `path`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Tokenizer:
         self.hf = hf
         self._date = datetime.fromisoformat(template_date) if template_date else None
         self.stop_token_ids = tuple(sorted(set(stop_token_ids)))
-        self._path = path
+        self.path = path
         self._fast = hf.backend_tokenizer if isinstance(hf, PreTrainedTokenizerFast) else None
         if self._fast is not None:  # tokenizer.json may turn both on
             self._fast.no_truncation()
@@ -150,9 +150,9 @@ class Tokenizer:
             return prompt
         if not self.has_chat_template:
             raise ValueError(
-                f"the tokenizer in {self._path} has no chat template, which a list of messages needs: "
+                f"the tokenizer in {self.path} has no chat template, which a list of messages needs: "
                 "give string prompts, or put chat_template.jinja into the folder"
-                f"{', not chat_template.json' * (self._path / 'chat_template.json').is_file()}"
+                f"{', not chat_template.json' * (self.path / 'chat_template.json').is_file()}"
             )
         self._check_template_kwargs(template_kwargs)
         messages: list[Any] = [dict(message) for message in prompt]
@@ -165,7 +165,7 @@ class Tokenizer:
                 messages, add_generation_prompt=is_open, tokenize=False, **given
             )
         except Exception as error:  # a template is a program of the folder
-            raise ValueError(f"the chat template of {self._path} refuses it: {error}") from error
+            raise ValueError(f"the chat template of {self.path} refuses it: {error}") from error
         assert isinstance(text, str)  # the text of one conversation
         return text
 
@@ -176,7 +176,7 @@ class Tokenizer:
                 raise ValueError(f"chat_template_kwargs.{name}: is set by the trainer")
             if not self._has_argument(name):
                 raise ValueError(
-                    f"the chat template of {self._path} has no argument {name!r}, so it would have no effect"
+                    f"the chat template of {self.path} has no argument {name!r}, so it would have no effect"
                 )
 
     def _has_argument(self, name: str) -> bool:
@@ -222,7 +222,7 @@ class Tokenizer:
         long = self.render([prompt, *turn, *turn], template_kwargs).split(_TURN)
         if (len(short), len(long)) != (2, 3) or short[-1] != long[-1]:
             raise ValueError(
-                f"the chat template of {self._path} leaves out a turn, or what it writes after a turn depends on those before,"
+                f"the chat template of {self.path} leaves out a turn, or what it writes after a turn depends on those before,"
                 f" so an observation cannot be appended to the tokens before it: {short!r} with one turn, {long!r} with two."
                 " Give string prompts, or change chat_template.jinja"
             )
@@ -236,7 +236,7 @@ class Tokenizer:
             written = self.decode([stop, *added], skip_special_tokens=False).removeprefix(end)
             if whole[-len(added) :] != added and written != short[-1].removeprefix(end):
                 raise ValueError(
-                    f"the tokenizer in {self._path} splits a text that follows the token {end!r} in another way than within"
+                    f"the tokenizer in {self.path} splits a text that follows the token {end!r} in another way than within"
                     f" a conversation, so an observation cannot be appended: {written!r} instead of {short[-1]!r}"
                 )
 
@@ -317,7 +317,7 @@ class Tokenizer:
             is_kept = head == whole[: len(head)] and (anchor != before or head == [last_token])
             if is_kept:
                 return whole[len(head) :]
-        raise ValueError(f"the tokenizer in {self._path} cannot continue a text by {text!r}")
+        raise ValueError(f"the tokenizer in {self.path} cannot continue a text by {text!r}")
 
     def stop_strings(self, given: object, name: str = "stop") -> StopStrings | None:
         """Return a string or a list of them for `SamplingParams.stop` and `Prompt.stop`, None for

@@ -22,7 +22,6 @@ from tlt_megatron.speculation.sampling import request_seed
 from tlt_megatron.speculation.tree import UNUSED, Expand, TreeGrower, ancestor_mask, deepest_path
 from tlt_megatron.types import DraftSequence, SamplingParams
 
-_EVERY = 32  # rows between two of the first roots: fewer need fewer passes, but more in each
 _NODES_AT_ONCE = 512  # drafted nodes whose vocabulary-sized scores exist at once
 
 
@@ -57,6 +56,7 @@ class Replay:
         rows_P = torch.arange(batch.num_rows)
         ends = torch.cat((rows_P[~self.is_committed_P], lengths.cumsum(0))).unique()
         room_P = ends[torch.searchsorted(ends, rows_P, right=True).clamp(max=len(ends) - 1)]
+        self._first_P = rows_P - batch.position_ids  # the first row of its sequence
         self._room_P = (room_P - rows_P) * self.is_committed_P  # tokens that a pass may commit
         seeds = [request_seed(params.seed, *each.request or ()) for each in sequences]
         offsets = 2 - torch.tensor([each.loss_start for each in sequences])
@@ -90,43 +90,36 @@ class Replay:
     def _walk(self, drafts: _Drafts, accepted_P: Tensor) -> Tensor:
         """Return [P] bool: the rows where passes start.
 
-        `accepted_P` has the tokens that drafts from a root accept, -1 where none was drafted. Roots
-        at every 32nd row go on at the same time, each until it meets a row where another one was.
-        The engine's own roots are then among them.
+        `accepted_P` has the tokens that drafts from a row accept, -1 where none was drafted. All
+        rows are drafted, a few hundred at once: that takes fewer calls than to follow the passes.
         """
-        room_P, num_rows = self._room_P, len(self._room_P)
-        rows_P = torch.arange(num_rows)
-        next_P = torch.full_like(rows_P, -1)
-        roots = rows_P[self._first_roots | (self.is_committed_P & (rows_P % _EVERY == 0))]
-        while len(roots):
-            at_once = max(_NODES_AT_ONCE // drafts.strategy.topk, 1)
-            for part in roots[accepted_P[roots] < 0].split(at_once):
-                if len(part):
-                    accepted_P[part] = self._accepted(drafts, part.to(self._seeds_P.device)).cpu()
-            committed = torch.minimum(
-                accepted_P[roots].clamp(max=drafts.strategy.depth) + 1, room_P[roots]
-            )
-            is_end = committed == room_P[roots]
-            next_P[roots] = torch.where(is_end, num_rows, roots + committed)
-            roots = next_P[roots][~is_end].unique()
-            roots = roots[next_P[roots] < 0]
-        is_start_P, after = torch.zeros_like(self.is_committed_P), next_P.tolist()
-        for root in rows_P[self._first_roots].tolist():
-            while root < num_rows:
+        roots = (self.is_committed_P & (accepted_P < 0)).nonzero().squeeze(1)
+        for part in roots.split(max(_NODES_AT_ONCE // drafts.strategy.topk, 1)):
+            if len(part):
+                accepted_P[part] = self._accepted(drafts, part)
+        depth = drafts.strategy.depth
+        committed = torch.minimum(accepted_P.clamp(max=depth) + 1, self._room_P).tolist()
+        is_start_P = torch.zeros_like(self.is_committed_P)
+        for root in self._first_roots.nonzero().squeeze(1).tolist():
+            end = root + int(self._room_P[root])
+            while root < end:
                 is_start_P[root] = True
-                root = after[root]
+                root += committed[root]
         return is_start_P
 
     def _accepted(self, drafts: _Drafts, roots_R: Tensor) -> Tensor:
         """Return [R]: how many tokens of the response the drafts from each root have."""
-        batch, device = self._batch, roots_R.device
-        rows_P = torch.arange(batch.num_rows, device=device)
-        is_seen_RP = self._sequence_P == self._sequence_P[roots_R].unsqueeze(1)
+        batch, device = self._batch, self._seeds_P.device
+        seen = slice(int(self._first_P[roots_R[0]]), int(roots_R[-1]) + 1)
+        roots_R = roots_R.to(device)
+        rows_P = torch.arange(seen.start, seen.stop, device=device)
+        is_seen_RP = self._sequence_P[seen] == self._sequence_P[roots_R].unsqueeze(1)
         is_seen_RP &= rows_P <= roots_R.unsqueeze(1)
         positions_R = batch.position_ids[roots_R]
+        attention = BranchAttention(drafts.trunk_PKH[seen], is_seen_RP)
         tree = drafts.grower.grow(
             drafts.logits(drafts.head_PD[roots_R], self._ids_V),
-            drafts.expand_from(roots_R, positions_R, is_seen_RP, self._ids_V),
+            drafts.expand_from(roots_R, positions_R, attention, self._ids_V),
             self._params,
             noise_keys=(self._seeds_P[roots_R], positions_R + self._offsets_P[roots_R]),
             ids_V=self._ids_V,
@@ -136,7 +129,7 @@ class Replay:
         is_over_RS = steps_S >= self._room_P.to(device)[roots_R].unsqueeze(1)
         path_RS = path_RS.masked_fill(is_over_RS, UNUSED - 1)
         is_match_RQ = path_RS.gather(1, tree.depths_BQ - 1) == tree.token_ids_BQ
-        return deepest_path(tree, is_match_RQ, ancestor_mask(tree))[0]
+        return deepest_path(tree, is_match_RQ, ancestor_mask(tree))[0].cpu()
 
 
 class _Drafts(NamedTuple):
@@ -157,10 +150,13 @@ class _Drafts(NamedTuple):
         return F.linear(head_QD.to(head_VD.dtype), head_VD[ids_V])
 
     def expand_from(
-        self, roots_R: Tensor, positions_R: Tensor, is_seen_RP: Tensor, ids_V: Tensor | None
+        self,
+        roots_R: Tensor,
+        positions_R: Tensor,
+        attention: BranchAttention,
+        ids_V: Tensor | None,
     ) -> Expand:
         """Return the drafter's pass over the nodes of one depth, from these roots."""
-        attention = BranchAttention(self.trunk_PKH, is_seen_RP)
         hidden_QD, (num_roots, topk) = self.hidden_PD[roots_R], (len(roots_R), self.strategy.topk)
         first_R1 = torch.arange(num_roots, device=roots_R.device).unsqueeze(1)
         depth = 0

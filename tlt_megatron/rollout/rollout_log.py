@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from tlt_megatron.data.tokenizer import Tokenizer
@@ -68,6 +70,7 @@ class RolloutLog:
                     if rollout.transcript:
                         row |= dataclasses.asdict(rollout.transcript)
                         row["turn_lengths"] = [turn.num_tokens for turn in rollout.outline.turns]
+                        row["turn_drafted"] = _drafted_in_turns(rollout)
                     if rollout.loss_mask is not None:
                         row["loss_mask"] = rollout.loss_mask.int().tolist()
                     if len(rollout.versions) > 1:  # a carried response
@@ -90,3 +93,15 @@ class RolloutLog:
             "token_ids": tokens,
             "accept_lengths": rollout.accept_lengths,
         }
+
+
+def _drafted_in_turns(rollout: Rollout) -> list[int]:
+    """Return how many tokens of each turn a drafter proposed: all of a pass but its bonus token."""
+    ends = list(accumulate(turn.num_tokens for turn in rollout.outline.turns))
+    drafted = [0] * len(ends)
+    drawn = None if rollout.loss_mask is None else [0, *rollout.loss_mask.cumsum(0).tolist()]
+    for position, count in rollout.passes:
+        index = position - len(rollout.prompt_ids)  # in the response
+        num_before = index if drawn is None else drawn[index]
+        drafted[bisect_right(ends, num_before)] += count - 1
+    return drafted

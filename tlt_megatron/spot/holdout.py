@@ -19,9 +19,11 @@ from tlt_megatron.drafter.acceptance import Replay
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.engines.base import PassRecord, RolloutEngine
 from tlt_megatron.speculation.sampling import request_seed
-from tlt_megatron.types import DraftSequence, SamplingParams
+from tlt_megatron.types import MIN_DRAFT_TOKENS, DraftSequence, SamplingParams
 
-_ROWS = 2048  # per rank: enough to compare drafters, and fast enough not to delay a step
+_ROWS = (
+    512  # to draft again, per rank: enough to compare drafters, in a small part of the idle time
+)
 _BLOCK_ROWS = 64  # a dozen passes, so that one block says little about the next
 _LEAST_SHARE = 0.1  # strategies with a smaller share of the tokens are not measured
 
@@ -101,8 +103,9 @@ class Holdout:
             self._late = {} if self._is_compared else self._sample
             self._sample, self._is_old, self._is_compared = {}, False, False
         if sequence.request is not None:
-            self._sample[request_seed(self._params.seed, *sequence.request)] = sequence
-        while len(self._sample) > 1 and sum(s.num_rows for s in self._sample.values()) > _ROWS:
+            seed = request_seed(self._params.seed, *sequence.request)
+            self._sample[seed] = _part(sequence, seed)
+        while len(self._sample) > 1 and sum(map(_num_drafted, self._sample.values())) > _ROWS:
             del self._sample[max(self._sample)]
 
     def add_passes(self, passes: Iterable[PassRecord]) -> None:
@@ -142,6 +145,32 @@ class Holdout:
         self._is_compared = True
         tokens_B, candidate_B, published_B = map(_by_block, (replay.is_committed_P, *passes))
         return Comparison(tokens_B=tokens_B, candidate_B=candidate_B, published_B=published_B)
+
+
+def _num_drafted(sequence: DraftSequence) -> int:
+    return sequence.num_rows - sequence.loss_start
+
+
+def _part(sequence: DraftSequence, seed: int) -> DraftSequence:
+    """Return a sequence of which at most `_ROWS` rows are drafted again, at a place that `seed`
+    chooses. The rows before it are context.
+    """
+    spare = _num_drafted(sequence) - _ROWS
+    if spare <= 0 or sequence.request is None:
+        return sequence
+    skipped = seed % (spare + 1)
+    start = sequence.loss_start + skipped
+    stop = start + _ROWS + MIN_DRAFT_TOKENS - 1
+    draw_index, sample_index, position = sequence.request
+    hidden, mask = sequence.final_hidden, sequence.loss_mask
+    return DraftSequence(
+        token_ids=sequence.token_ids[:stop],
+        features=sequence.features[:stop],
+        final_hidden=None if hidden is None else hidden[:stop],
+        loss_start=start,
+        loss_mask=None if mask is None else mask[:stop],
+        request=(draw_index, sample_index, position + skipped),
+    )
 
 
 def _by_block(values_P: Tensor) -> Tensor:

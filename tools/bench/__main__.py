@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; ranks inherit it
 
+_SETTING = re.compile(r"[a-z_]+\.[\w.]+=")
 _BENCHES = ("rollout", "step", "speculation", "drafter", "drift", "llm", "costs", "clients")
 
 
@@ -56,7 +58,10 @@ def _parse(name: str, bench: ModuleType, arguments: Sequence[str]) -> argparse.N
     if hasattr(bench, "add_options"):
         bench.add_options(parser.add_argument)
     parser.add_argument("--out", default=f"build/bench/{name}.json")
-    return parser.parse_intermixed_args(arguments)
+    # settings first: else they would be values of an option that takes several
+    return parser.parse_intermixed_args(
+        sorted(arguments, key=lambda word: not _SETTING.match(word))
+    )
 
 
 if __name__ == "__main__":

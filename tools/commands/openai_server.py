@@ -112,7 +112,7 @@ class Service:
             )
         async with self._encoders:
             name = "messages" if is_chat else "prompts[{}]"
-            encoded = await run_in_threadpool(engine.encode, prompts, name, named)
+            encoded = await run_in_threadpool(engine.encode, prompts, name, named, asked.offered)
         room = engine.max_tokens - max(map(len, encoded))
         params = engine.sampling(
             asked.seed,
@@ -180,6 +180,8 @@ class Service:
                     for index, response in list(open_.items()):
                         is_ended = response.finish_reason is not None
                         assert response.text is not None
+                        if replies.request.offered and not is_ended:
+                            continue  # a call is sent as a whole
                         piece = response.text.take(is_ended=is_ended)
                         if not piece and not is_ended:
                             continue
@@ -227,9 +229,13 @@ def make_app(engine: Engine, name: str, bounds: Bounds | None = None) -> FastAPI
 
     app = FastAPI(title="tlt_megatron", lifespan=lifespan, docs_url=None, redoc_url=None)
 
+    def failure(text: str, code: int) -> Response:
+        """Return an error, without the folder of this machine."""
+        return JSONResponse(error_body(text.replace(str(engine.tokenizer.path), name), code), code)
+
     @app.exception_handler(ValueError)
     def refuse(_: Request, error: ValueError) -> Response:
-        return JSONResponse(error_body(str(error), 400), 400)
+        return failure(str(error), 400)
 
     @app.exception_handler(AnyHttpError)
     def refuse_http(_: Request, error: AnyHttpError) -> Response:
@@ -242,7 +248,7 @@ def make_app(engine: Engine, name: str, bounds: Bounds | None = None) -> FastAPI
 
     @app.exception_handler(Exception)  # it is raised again, for the log
     def fail(_: Request, error: Exception) -> Response:
-        return JSONResponse(error_body(f"the server has failed: {error!r}", 500), 500)
+        return failure(f"the server has failed: {error!r}", 500)
 
     @app.get("/health")
     def health() -> dict[str, Any]:

@@ -12,10 +12,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from tests.spot_phases import begin_phase
 from tlt_megatron.runtime.collective_errors import describe_collective_error, is_collective_error
 from tlt_megatron.runtime.events import Event, EventKind, EventLog
-from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, watched_by
+from tlt_megatron.runtime.heartbeat import Heartbeat, watched_by
 from tlt_megatron.runtime.job_store import JobStore
 from tlt_megatron.runtime.rank_process import RankProcess, state_of
 from tlt_megatron.runtime.stop import StopRequest
@@ -57,20 +56,6 @@ def test_each_rank_watches_the_next_of_its_machine_and_machines_watch_each_other
     assert max(len(watched_by(rank, large)) for rank in range(256)) == 2
 
 
-def test_a_silent_rank_of_another_machine_is_lost_after_the_timeout() -> None:
-    neighbours = Neighbours()
-    assert neighbours.heartbeat.interval_s == 0.5
-    assert neighbours.watch(16) == ""
-    neighbours.other_beat(2)
-    assert neighbours.watch(16) == ""
-    assert neighbours.watch(1) == (
-        f"{neighbours.heartbeat.ranks[1]} has been silent for run.heartbeat_timeout_s=8 s in"
-        " phase ROLLOUT: it does not answer"
-    )
-    with pytest.raises(RanksLost, match=r"rank 1 \(host far, pid \d+\) has been silent"):
-        begin_phase(neighbours.heartbeat, "UPDATE")
-
-
 def test_silence_is_counted_in_own_beats_so_ranks_that_were_frozen_together_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,12 +74,6 @@ def test_a_process_of_this_machine_that_computes_is_alive_though_it_does_not_bea
         while time.process_time() < until:
             pass
         assert neighbours.watch(1) == ""
-
-
-def test_a_farewell_ends_the_watch() -> None:
-    neighbours = Neighbours()
-    neighbours.beats.set("beat/1", "bye")
-    assert neighbours.watch(20) == ""
 
 
 def test_the_first_event_of_an_end_counts() -> None:

@@ -46,28 +46,6 @@ def test_non_finite_values_are_null_and_named(
     writer.close()
 
 
-def test_resume_drops_the_rows_that_will_come_again_and_a_torn_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_steps(open_writer(tmp_path), range(1, 6), offset=0.5)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "a": 6.')
-    with caplog.at_level(logging.WARNING):
-        write_steps(open_writer(tmp_path, resume_step=4), range(4, 5), offset=0.25)
-    assert [row["a"] for row in read_rows(tmp_path)] == [1.5, 2.5, 3.5, 4.25]
-    assert "left out 1 lines that are no rows" in caplog.text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
-
-
-def test_both_rows_of_the_step_before_a_resume_stay(tmp_path: Path) -> None:
-    writer = open_writer(tmp_path)
-    writer.write(3, {"a": 1.0})
-    writer.write(3, {"eval/accuracy": 0.5})
-    writer.close()
-    open_writer(tmp_path, resume_step=4).close()
-    assert read_rows(tmp_path) == [{"step": 3, "a": 1.0}, {"step": 3, "eval/accuracy": 0.5}]
-
-
 def test_fresh_run_in_a_used_folder_keeps_the_earlier_numbers_apart(tmp_path: Path) -> None:
     for offset in (0.1, 0.2, 0.3):
         write_steps(open_writer(tmp_path), range(1, 2), offset)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.phase_lines import FOUR, MACHINE, make_ranks, make_view
-from tlt_megatron.spot.coordinator import Coordinator, plan_growth
+from tests.phase_lines import FOUR, make_ranks, make_view
+from tlt_megatron.spot.coordinator import Coordinator
 from tlt_megatron.spot.rank_state import Plan, ReplicaLayout
 
 
@@ -14,44 +14,6 @@ def make_coordinator(
 ) -> Coordinator:
     settings = {"min_idle_replicas": min_idle_replicas, "member_timeout_s": 10.0}
     return Coordinator(make_ranks(rank, layout, **settings), settle_s=1.0)
-
-
-def test_session_starts_when_enough_replicas_are_idle() -> None:
-    lines = ["finished 2 1.0", "finished 0 1.1"]
-    assert make_coordinator(2, min_idle_replicas=2).plan_start(make_view(lines[0]), 0.0) is None
-    plan = make_coordinator(2, min_idle_replicas=2).plan_start(make_view(*lines), 0.0)
-    assert plan == Plan(epoch=1, replicas=(2, 0))
-    assert make_coordinator(2).plan_start(make_view(lines[0]), 0.0).replicas == (2,)
-
-
-def test_only_the_first_rank_of_an_idle_replica_speaks() -> None:
-    layout = ReplicaLayout(4, 2)
-    view = make_view("finished 0 1.0", "finished 1 1.0", layout=layout)
-    plans = [make_coordinator(r, layout=layout).plan_start(view, 0.0) for r in range(4)]
-    assert plans == [Plan(epoch=1, replicas=(0,)), None, None, None]
-
-
-def test_no_session_starts_or_grows_in_a_phase_that_is_over() -> None:
-    lines = ["finished 0 1.0", "finished 1 1.0", "finished 2 1.0"]
-    view = make_view(*lines, "finished 3 2.0")
-    assert make_coordinator(1).plan_start(view, 0.0) is None
-    assert plan_growth(make_view(lines[0], "plan 1 0", *lines[1:], "finished 3 2.0")) is None
-
-
-def test_session_grows_by_all_who_are_free_and_keeps_its_order_and_base() -> None:
-    view = make_view("finished 3 1.0", "plan 1 3", "finished 1 1.0", "finished 0 2.0")
-    plan = Plan(epoch=2, replicas=(3, 1, 0))
-    assert plan_growth(view) == plan
-    assert plan_growth(make_view("finished 3 1.0", "plan 1 3")) is None
-
-
-def test_session_does_not_grow_by_a_rank_that_still_measures() -> None:
-    view = make_view("finished 3 1.0", "plan 1 3")
-    view.apply(["finished", "1", MACHINE, "1.0"], now=1.0)
-    assert plan_growth(view) is None
-    assert make_coordinator(1).plan_start(view, 100.0) is None
-    view.apply(["ready", "1"], now=2.0)
-    assert plan_growth(view).replicas == (3, 1)
 
 
 def test_newcomer_waits_for_the_leader_but_not_for_ever() -> None:
@@ -70,15 +32,6 @@ def test_a_new_plan_restarts_the_wait() -> None:
     assert coordinator.plan_start(make_view(*lines), 109.0) is None
     assert coordinator.plan_start(make_view(*lines), 115.0) is None
     assert coordinator.plan_start(make_view(*lines), 119.1) is not None
-
-
-def test_survivors_start_anew_at_once_when_one_member_is_missing() -> None:
-    lines = ["finished 0 1.0", "finished 1 1.0", "finished 2 1.0", "plan 1 0 1 2"]
-    one_back = make_view(*lines, "left 1 1")
-    both_back = make_view(*lines, "left 1 1", "left 2 1")
-    coordinator = make_coordinator(1)
-    assert coordinator.plan_start(one_back, 0.0) is None
-    assert coordinator.plan_start(both_back, 0.1) == Plan(epoch=2, replicas=(1, 2))
 
 
 def test_survivors_of_several_losses_wait_a_moment_for_each_other() -> None:

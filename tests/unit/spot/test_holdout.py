@@ -10,8 +10,9 @@ from tests.slow_draft import make_draft_model, make_sequence
 from tests.spot_phases import make_drafter_trainer
 from tests.unit.spot.test_lifecycle import Shelf
 from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.drafter.acceptance import Replay
 from tlt_megatron.engines.base import PassRecord
-from tlt_megatron.spot.holdout import Holdout
+from tlt_megatron.spot.holdout import Holdout, _part
 from tlt_megatron.types import SamplingParams
 
 TWO, FOUR, TREE = (SpeculationStrategy.parse(text) for text in ("2_1_2", "4_1_4", "3_2_6"))
@@ -54,7 +55,7 @@ def test_drafters_are_compared_on_a_sample_of_the_newest_responses() -> None:
             holdout.add(sequence)
         comparison = holdout.compare(trainer, candidate=other, published=other)
     assert comparison is not None
-    assert 2048 - 28 < comparison.num_tokens <= 2048  # 28 of each response
+    assert 512 - 28 < comparison.num_tokens <= 512  # 28 of each response
     assert comparison.accept_lengths[0] == comparison.accept_lengths[1] > 1.0
     assert comparison.standard_error == 0.0
     broken = own | {"fc.weight": torch.full_like(own["fc.weight"], math.nan)}
@@ -64,6 +65,20 @@ def test_drafters_are_compared_on_a_sample_of_the_newest_responses() -> None:
     assert comparison.standard_error > 0.0
     for name, tensor in trainer.model.state_dict().items():
         assert torch.equal(tensor, own[name])
+
+
+def test_a_part_of_a_long_response_has_the_passes_that_it_has_in_the_whole() -> None:
+    model = make_drafter_trainer().model
+    whole = make_sequence(model, 700, seed=1, request=(3, 0, 5))
+    (starts_P,) = Replay([whole], SamplingParams()).starts(model, [FOUR])
+    starts = starts_P.nonzero().squeeze(1).tolist()
+    assert len(starts) < 690
+    for start in starts[1:100:20]:
+        part = _part(whole, start + 1 - whole.loss_start)
+        (found_P,) = Replay([part], SamplingParams()).starts(model, [FOUR])
+        found = found_P.nonzero().squeeze(1).tolist()
+        assert found == [each for each in starts if start <= each < part.num_rows]
+        assert part.num_rows - part.loss_start == 512
 
 
 def test_the_responses_of_a_rank_that_finished_last_are_compared_a_step_later() -> None:

@@ -14,8 +14,9 @@ import pytest
 
 from docs.picture import BROWSER_OPTIONS
 from tests.unit.tools.test_report import figures, make_run
+from tests.unit.tools.test_run_responses import write_responses
 from tests.unit.tools.test_running_step import RANKS, write
-from tests.unit.tools.test_watch import get, serving, write_responses
+from tests.unit.tools.test_watch import get, serving
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LIMIT_S = 300.0  # for one page; a healthy machine needs seconds

@@ -12,56 +12,21 @@ import shutil
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.rollout_stand_ins import make_prompts, make_rollout
 from tests.unit.tools.test_report import RANK_0, figures, make_run, rows_of, traces
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.rollout.rollout_log import RolloutLog
-from tlt_megatron.types import ScoredGroup
 from tools.commands.report import main as report
 from tools.commands.watch import WatchServer, main
 from tools.run_report.alarms import find_alarms
 from tools.run_report.data import distinct_names, runs_below
 from tools.run_report.figure import declared
 from tools.run_report.live import LiveRun
-from tools.run_report.responses import read_responses
-
-HOSTILE = "</td></script><script>alert(1)</script>&amp;"
-
-
-class Texts:
-    """The text of a response is that of its first token; the prompt is token -1."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self.texts = [*texts, "the prompt"]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self.texts[token_ids[0]]
-
-    decode_turn = decode
-
-
-def write_responses(run_dir: Path, step: int, texts: list[str]) -> None:
-    """A step whose responses are `texts`, of 1, 2, 3, ... tokens and rewards 0.5, 1.5, 2.5, ..."""
-    (prompt,) = make_prompts([0], "math")
-    prompt = replace(prompt, token_ids=(-1,))
-    rollouts = [make_rollout(prompt, (i,) * (i + 1), i) for i in range(len(texts))]
-    rewards = tuple(index + 0.5 for index in range(len(texts)))
-    log = RolloutLog(run_dir / "rollouts", Texts(texts), rank=0)
-    own = {(0, index) for index in range(len(texts))}
-    log.write(
-        step,
-        [ScoredGroup(prompt=prompt, rollouts=tuple(rollouts), rewards=rewards)],
-        own,
-        {(0, 1): 0.125},
-    )
 
 
 @contextmanager
@@ -284,25 +249,6 @@ def test_a_report_does_not_follow_a_link_in_the_run_folder(tmp_path: Path) -> No
     assert report([str(run_dir)]) == 0
     assert precious.read_text() == "mine"
     assert (run_dir / "report.html").stat().st_size > 1000
-
-
-def test_responses_are_shown_as_text(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run")
-    write_responses(run_dir, 3, ["short", HOSTILE, "x" * 5000])
-    assert report([str(run_dir)]) == 0
-    for page in (LiveRun(run_dir).page([]), (run_dir / "report.html").read_text(encoding="utf-8")):
-        assert "alert(1)</script>" not in page
-        assert "&lt;/td&gt;&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;&amp;amp;" in page
-        assert "<td>3</td><td>1.5</td><td>2</td><td>0.12</td><td>math</td><td>" in page
-        assert "<td>3</td><td>0.5</td><td>1</td><td></td><td>math</td><td><div>the prompt" in page
-        assert "x" * 4000 + " … and 1,000 characters" in page
-
-
-def test_the_newest_responses_are_shown(tmp_path: Path) -> None:
-    for step in (9, 10, 11):
-        write_responses(tmp_path, step, [f"{step}a", f"{step}b", f"{step}c"])
-    found = [row.response for row in read_responses(tmp_path, 4)]
-    assert found == ["11a", "11b", "11c", "10c"]
 
 
 FLOAT32 = {"model": {"dtype": "float32"}, "rollout": {"dtype": "float32"}}
