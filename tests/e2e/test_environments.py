@@ -214,6 +214,7 @@ def test_a_chat_with_tools_and_messages_of_the_start(task: Path, tmp_path: Path)
     strings = [{"prompt": "1=", "label": "5", "id": "x"}]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, strings)))
     said = run_ending(2, 1, task, tmp_path / "refused", *own)
-    assert (
-        "prompt_id='x': must be a list of messages, because rollout.environment has tools" in said
-    )
+    assert "prompt_id='x': must be a list of messages, because rollout.environment='" in said
+    # its template names the tool, and has no form of calls
+    warned = "has calls in a form that is not known"
+    assert warned in "".join(p.read_text() for p in (tmp_path / "run").glob("logs/*/*"))

@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.faults.case import COLUMNS, Case, Verdict, judge
-from tests.faults.catalogue import FAULTS, draw
-from tests.faults.lab import Lab
+from tests.faults.catalogue import FAULTS, FAULTS_OF_ENVIRONMENTS, draw
+from tests.faults.lab import ENVIRONMENTS, VARIANTS, Lab
 from tests.faults.processes import adopt_orphans, end_with
 
 # Of launcher and rank; those of Megatron are half of a rank's CPU time.
@@ -44,14 +44,15 @@ megatron.core.dist_checkpointing.strategies.torch megatron.core.extensions.trans
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0 if every fault happened and every promise held, 1 otherwise."""
     options = _parse(arguments)
-    schedules = draw(options.schedules, options.seed, options.fault)
+    faults = FAULTS_OF_ENVIRONMENTS if options.environments else FAULTS
+    schedules = draw(options.schedules, options.seed, options.fault or list(faults))
     if options.number is not None:
         schedules = [schedule for schedule in schedules if schedule[1] == options.number]
     root = Path(tempfile.mkdtemp(prefix="faults-", dir=options.folder))
     adopt_orphans()
     _import_once()
     sys.stdout.flush()
-    lab = Lab(root / "lab")
+    lab = Lab(root / "lab", ENVIRONMENTS if options.environments else VARIANTS)
     started = time.monotonic()
     verdicts = _run_all(schedules, lab, root, options)
     seconds = time.monotonic() - started
@@ -91,7 +92,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--schedules", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="schedules at a time")
-    parser.add_argument("--fault", action="append", choices=sorted(FAULTS), help="only this one")
+    parser.add_argument(
+        "--fault",
+        action="append",
+        choices=sorted(FAULTS_OF_ENVIRONMENTS | FAULTS),
+        help="only this one",
+    )
+    parser.add_argument(
+        "--environments", action="store_true", help="in runs whose turns have an environment"
+    )
     parser.add_argument("--number", type=int, help="only the schedule with this seed of its own")
     parser.add_argument("--json", type=Path, default=Path("build/faults.json"))
     parser.add_argument("--folder", type=Path, help="for run folders; default: a temporary one")
@@ -144,7 +153,7 @@ def _run_all(
 def _play(fault: str, seed: int, lab: Lab, folder: Path) -> None:
     os.setsid()
     folder.mkdir()
-    verdict = judge(FAULTS[fault][0], Case(fault, seed, lab, folder))
+    verdict = judge((FAULTS_OF_ENVIRONMENTS | FAULTS)[fault][0], Case(fault, seed, lab, folder))
     (folder / "verdict.json").write_text(json.dumps(dataclasses.asdict(verdict)))
 
 

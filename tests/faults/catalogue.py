@@ -58,6 +58,10 @@ FAULTS = {  # what happens to a run, and in how many of 500 schedules, about
     "reward worker hit": (reward_faults.reward_worker, 12),
     "model: checkpoints": (checkpoint_folders, 18),
 }
+FAULTS_OF_ENVIRONMENTS = {  # with `--environments`
+    **{name: fault for name, fault in FAULTS.items() if name != "model: checkpoints"},
+    "worker of 64 conversations killed": (reward_faults.worker_in_conversations, 60),
+}
 
 
 def draw(count: int, seed: int, names: list[str] | None = None) -> list[tuple[str, int]]:
@@ -66,9 +70,10 @@ def draw(count: int, seed: int, names: list[str] | None = None) -> list[tuple[st
 
     The same arguments give the same schedules.
     """
-    order = sorted(names or FAULTS, key=lambda name: -FAULTS[name][1])
-    total = sum(FAULTS[name][1] for name in order)
-    shares = {name: max(1, FAULTS[name][1] * count // total) for name in order}
+    weights = {name: weight for name, (_, weight) in (FAULTS_OF_ENVIRONMENTS | FAULTS).items()}
+    order = sorted(names or FAULTS, key=lambda name: -weights[name])
+    total = sum(weights[name] for name in order)
+    shares = {name: max(1, weights[name] * count // total) for name in order}
     for name in order * count:
         if sum(shares.values()) >= count:
             break

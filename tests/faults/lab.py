@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.processes import start
-from tests.tiny_task import FEATURES, make_tiny_task, write_environment
+from tests.tiny_task import FEATURES, make_tiny_task, write_environment, write_tools
 from tlt_megatron.trainer.saving.manifest import POINTER
 
 NUM_STEPS = 4
@@ -16,7 +18,8 @@ _BASE = (
     f"run.num_steps={NUM_STEPS} checkpoint.interval=1 logging.trackers=[]"
     " rollout.num_samples=2 rollout.num_prompts=2 rollout.max_new_tokens=12"
 )
-MIXTURE = "mixture"
+MIXTURE, TOOLS = "mixture", "tools"
+MANY = "64 conversations"  # of each rank at once, in one worker
 
 
 def _features(*names: str) -> str:
@@ -43,6 +46,19 @@ VARIANTS = {
     )
     + " optimizer.eps=1e-5",
 }
+# `--environments`: the same, but the turns have an environment or tools.
+ENVIRONMENTS = {
+    "plain": FEATURES["environment"] + " eval.interval=2",
+    "tensor": _features("environment") + " parallel.tensor=2",
+    "spot": _features("environment", "stop strings", "speculation")
+    + " drafter.algorithm=hass rollout.num_prompts=3 rollout.max_new_tokens=16",
+    "critic": _features("environment", "critic") + " critic.warmup_steps=1",
+    "dynamic": _features("environment", "dynamic sampling", "speculation"),
+    "conversation": _features("conversations", "speculation"),
+    TOOLS: _features("tools", "speculation"),
+    MANY: _features("environment").replace(":Search", ":Patient")
+    + " rollout.num_prompts=32 rollout.num_samples=4 rollout.max_batch_size=64 reward.num_workers=1",
+}
 LAYOUTS = {  # another one than two data-parallel ranks, as overrides and number of ranks
     "one rank": (("parallel.tensor=1",), 1),
     "tensor": (("parallel.tensor=2",), 2),
@@ -59,6 +75,13 @@ class Variant:
     name: str
     config: Path
     straight: Path
+    settings: str = ""
+
+    @property
+    def environment(self) -> str:
+        """The name of the class or function that answers turns; "" for none."""
+        found = re.search(r"rollout.environment=\S+:(\w+)", self.settings)
+        return found[1] if found else ""
 
     @property
     def layout(self) -> str:
@@ -74,7 +97,7 @@ class Variant:
 
     def arguments(self, run_dir: Path) -> list[str]:
         """The arguments of launch/pretrain_rl.py."""
-        own = VARIANTS[self.name].replace("{task}", str(self.config.parent)).split()
+        own = self.settings.replace("{task}", str(self.config.parent)).split()
         return ["--config", str(self.config), f"run.dir={run_dir}", *_BASE.split(), *own]
 
     def copy_stopped(self, run_dir: Path, step: int) -> Path:
@@ -97,15 +120,21 @@ def copy_stopped(straight: Path, run_dir: Path, step: int) -> Path:
 class Lab:
     """Makes the task and the straight runs in `root`, once; two runs at a time."""
 
-    def __init__(self, root: Path) -> None:
-        config = make_tiny_task(root / "task")
-        write_environment(root / "task")
-        configs = {MIXTURE: make_tiny_task(root / "mixture", kind="qwen3_moe")}
+    def __init__(self, root: Path, variants: Mapping[str, str] = VARIANTS) -> None:
+        """`variants`: VARIANTS or ENVIRONMENTS."""
+        config, tools = make_tiny_task(root / "task"), make_tiny_task(root / "tools")
+        for folder in (root / "task", root / "tools"):
+            write_environment(folder)
+        write_tools(root / "tools")
+        configs = {MIXTURE: make_tiny_task(root / "mixture", kind="qwen3_moe"), TOOLS: tools}
         self.variants = {
             name: Variant(
-                name=name, config=configs.get(name, config), straight=root / "straight" / name
+                name=name,
+                config=configs.get(name, config),
+                straight=root / "straight" / name,
+                settings=settings,
             )
-            for name in VARIANTS
+            for name, settings in variants.items()
         }
         jobs = []
         for name, variant in self.variants.items():

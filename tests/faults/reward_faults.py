@@ -4,11 +4,12 @@ that are killed or frozen.
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 
 from tests.faults.case import Case
-from tests.faults.lab import NUM_STEPS
+from tests.faults.lab import MANY, NUM_STEPS
 from tests.faults.processes import Job, descendants, kill_all
 from tests.tiny_task import ENVIRONMENT, REWARD, answers
 
@@ -28,6 +29,7 @@ class {name}({name}):
             {body}
         return super().step(turn)
 """
+_PATIENT_CLASS = _CLASS.replace("def step", "async def step").replace("super", "await super")
 _MISBEHAVIOUR = """
 
 import os, signal, subprocess, sys, time
@@ -66,31 +68,41 @@ _HARMLESS = {  # the score comes all the same
 
 def _start(case: Case, bodies: dict[str, str], *overrides: str) -> Job:
     """Start a run whose reward function, or environment, misbehaves once."""
-    has_environment = case.variant.name.startswith(("conversation", "environment"))
-    is_environment = has_environment and case.rng.random() < 0.5
+    environment = case.variant.environment
+    is_class = environment in ("Search", "Patient")
+    is_environment = bool(environment) and case.rng.random() < 0.5
     name, code, form = "compute_score", REWARD, _FUNCTION
     if is_environment:
-        name, code = "answer", ENVIRONMENT
-    if is_environment and case.variant.name == "environment":
-        name, form = "Search", _CLASS
+        name, code = environment, ENVIRONMENT
+    if is_environment and is_class:
+        form = _CLASS if environment == "Search" else _PATIENT_CLASS
         # another worker repeats the conversation
         lost = {kind: _FATAL[kind] for kind in ("exit", "kill")}
         bodies = {k: v for k, v in bodies.items() if k not in lost}
         bodies |= lost if bodies.keys() <= _HARMLESS.keys() else {}
+    if environment == "Patient":  # whether a lost worker had several calls is up to chance
+        sure = bodies.keys() - {"hang", "hang in C", *(() if is_environment else ("exit", "kill"))}
+        bodies = {kind: bodies[kind] for kind in sure}
     kind = case.rng.choice(sorted(bodies))
     call = case.rng.randint(1, 8 if is_environment else 12)
-    marks = str(case.folder / "call.")
-    path = case.folder / "own.py"
-    tail = form.format(name=name, body=bodies[kind])
-    path.write_text(code + _MISBEHAVIOUR.format(tail=tail, call=call, marks=marks))
+    _write(case, code, form, name, bodies[kind], call)
     case.verdict.where = f"{case.variant.name} call {call} of {name}: {kind}"
-    case.mark = case.folder / f"call.{call}"
+    path = case.folder / "own.py"
     setting = f"rollout.environment={path}:{name}"
     if not is_environment:
         setting = f"reward.function={path}:{name}"
-        if case.variant.name == "environment":
+        if is_class:
             setting = f'reward.function={{"environment":1.0,"{path}:{name}":0.5}}'
     return case.start(setting, "reward.timeout_s=3", *overrides)
+
+
+def _write(case: Case, code: str, form: str, name: str, body: str, call: int) -> None:
+    """Write own.py: `code`, whose function or class `name` runs `body` in its call `call`."""
+    marks = str(case.folder / "call.")
+    tail = form.format(name=name, body=body)
+    text = _MISBEHAVIOUR.format(tail=tail, call=call, marks=marks)
+    (case.folder / "own.py").write_text(code + text)
+    case.mark = case.folder / f"call.{call}"
 
 
 def reward_raises(case: Case) -> None:
@@ -106,8 +118,8 @@ def reward_zero(case: Case) -> None:
     """on_error=zero: the run goes on, the one response scores 0; no token of its step changes."""
     job = _start(case, _FATAL, "reward.on_error=zero")
     case.end(job, 0, ranks=[0], is_quiet=False)  # the run logs the function's own traceback
-    if case.variant.name.startswith(
-        ("dynamic", "partial", "conversation", "environment", "mixture")
+    if case.variant.environment or case.variant.name.startswith(
+        ("dynamic", "partial", "mixture", "tools")
     ):
         return  # the score, or the answer, decides which responses are in the batch
     first = [a[:3] for a in answers(case.run_dir)][: len(answers(case.run_dir)) // NUM_STEPS]
@@ -147,3 +159,21 @@ def reward_worker(case: Case) -> None:
         return
     case.expect_line(job, "^pretrain_rl: ", "reward")
     case.resume(at_least=moment.saved)
+
+
+def worker_in_conversations(case: Case) -> None:
+    """The only worker of a rank ends by SIGKILL in one of its 64 conversations: another worker
+    repeats them.
+    """
+    case.variant = case.lab.variants[MANY]
+    call = case.rng.randint(20, 300)
+    case.verdict.where = f"{MANY}, call {call}"
+    _write(case, ENVIRONMENT, _PATIENT_CLASS, "Patient", _FATAL["kill"], call)
+    job = case.start(f"rollout.environment={case.folder / 'own.py'}:Patient")
+    case.end(job, 0, ranks=[0])
+    case.expect_straight()
+    rows = [json.loads(row) for row in (case.run_dir / "metrics.jsonl").read_text().splitlines()]
+    num_repeated = sum(row.get("rollout/repeated_conversations", 0) for row in rows)
+    case.verdict.where += f", {num_repeated:.0f} repeated"
+    if num_repeated < 2:
+        case.verdict.lost.append("the worker had no conversations")

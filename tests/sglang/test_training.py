@@ -10,6 +10,7 @@ import pytest
 
 from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import (
+    FEATURES,
     REPO,
     answers,
     launch,
@@ -115,13 +116,20 @@ def test_one_engine_over_two_ranks_gives_the_same_run(
     check_same(tmp_path, embedded)
 
 
-@pytest.mark.parametrize("name", ["partial", "turns"])
+@pytest.mark.parametrize("name", ["partial", "turns", "class"])
 def test_responses_in_parts_are_those_of_the_embedded_engine(
     short: Path, tmp_path: Path, name: str
 ) -> None:
-    """Responses that are carried to later steps, and conversations with an environment."""
+    """Responses that are carried to later steps, and conversations with an environment: a function,
+    or a class with rewards and stop strings of turns.
+    """
     environment = write_environment(short.parent)
-    settings = PARTIAL if name == "partial" else (*TURNS, environment)
+    own = f"{FEATURES['environment']} {FEATURES['stop strings']}"
+    settings = {
+        "partial": PARTIAL,
+        "turns": (*TURNS, environment),
+        "class": own.replace("{task}", str(short.parent)).split(),
+    }[name]
     engines = {"embedded": (), "sglang": SGLANG}
 
     def run_with(name: str) -> None:
@@ -135,3 +143,13 @@ def test_responses_in_parts_are_those_of_the_embedded_engine(
         assert max(len(row.get("versions", ())) for row in found) >= 2
     else:
         assert {row["num_turns"] for row in found} == {1, 2, 3}
+    if name == "class":
+        credits = [
+            [
+                (row["turn_lengths"], row["turn_rewards"], row["end"])
+                for row in rollouts(tmp_path / e)
+            ]
+            for e in engines
+        ]
+        assert credits[0] == credits[1]
+        assert len({reward for _, rewards, _ in credits[0] for reward in rewards}) > 2

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
+from tlt_megatron.data.rows import with_arguments
 from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.types import Message
 
@@ -44,9 +45,11 @@ class PromptReader:
         self, prompt: Any, name: str, template_kwargs: Mapping[str, object]
     ) -> tuple[int, ...]:
         """Return the token ids of one prompt. ValueError for one that is none, by its `name`."""
+        if template_kwargs.get("tools") and not _has_messages(prompt):
+            raise ValueError(f"{name}: must be a list of messages where there are tools")
         if not isinstance(prompt, str):
             prompt = _items(prompt, name)
-            if not any(isinstance(item, Mapping) for item in prompt):
+            if not _has_messages(prompt):
                 most = self._vocab_size
                 return tuple(_token_id(id_, f"{name}[{i}]", most) for i, id_ in enumerate(prompt))
             prompt = [_message(item, f"{name}[{index}]") for index, item in enumerate(prompt)]
@@ -59,6 +62,11 @@ class PromptReader:
             )
         ids = self._tokenizer.encode_texts([text])[0]
         return tuple(self._tokenizer.with_first(ids) if isinstance(prompt, str) else ids)
+
+
+def _has_messages(prompt: Any) -> bool:
+    """Return whether a prompt goes through the chat template."""
+    return isinstance(prompt, Sequence) and any(isinstance(item, Mapping) for item in prompt)
 
 
 def as_number(name: str, value: Any) -> int | float:
@@ -112,7 +120,10 @@ def _message(item: Any, name: str) -> dict[str, Any]:
     """Return a message whose content is a text. The parts of a content are joined."""
     if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
         raise ValueError(f"{name}={item!r:.80}: must be a message with the keys role and content")
-    message, content = dict(item), item.get("content")
+    try:
+        message, content = with_arguments(dict(item)), item.get("content")
+    except ValueError as error:
+        raise ValueError(f"{name}.tool_calls: {error}") from None
     if isinstance(content, str) or (content is None and "tool_calls" in item):
         return message
     if not isinstance(content, Sequence):

@@ -39,6 +39,7 @@ from tlt_megatron.models.hf_io import checksum_tensors, policy_tensors
 from tlt_megatron.models.own_drafter import load_own_drafter
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import make_selector
+from tlt_megatron.trainer.before.conversation_checks import check_tools
 from tlt_megatron.types import Prompt, SamplingParams
 
 WITH_DRAFTER = ("2_1_2", "4_1_4", "6_1_6")
@@ -238,11 +239,15 @@ class Engine:
         prompts: Sequence[TextPrompt],
         name: str = "prompts[{}]",
         template_kwargs: Mapping[str, object] = NOTHING,
+        tools: Sequence[Mapping[str, object]] = (),
     ) -> list[tuple[int, ...]]:
         """Return the token ids of prompts. ValueError for one that is none, by its `name`.
 
-        The chat template gets `template_kwargs`.
+        The chat template gets `template_kwargs` and `tools`.
         """
+        if tools:
+            template_kwargs = {**template_kwargs, "tools": list(tools)}
+            check_tools(self.tokenizer, template_kwargs, "tools")
         return [
             self._reader.encode(prompt, name.format(i), template_kwargs)
             for i, prompt in enumerate(prompts)

@@ -40,6 +40,11 @@ REGISTRY = {
         none="rewards.no_reward:score_none",
     ),
     "rollout.environment": _point("messages data_source ground_truth extra_info"),
+    "rollout.tools": _point(
+        "",  # rewards/tool_set.py checks its calls
+        python="rewards.sandbox:run_python",
+        python_without_sandbox="rewards.sandbox:run_python",
+    ),
     "algorithm.advantage": _point(
         "rewards",
         grpo="rewards.advantage:grpo",
@@ -75,6 +80,10 @@ REGISTRY = {
 }
 
 
+UNSAFE_PYTHON = "python_without_sandbox"
+MCP = "mcp:"  # begins an entry of rollout.tools that starts a server
+
+
 def named_code(config: Any) -> Iterator[tuple[str, str]]:
     """Yield every setting that names a function or a class, with a name that it has."""
     for key in REGISTRY:
@@ -95,6 +104,7 @@ def named(key: str) -> Range:
     built_in = REGISTRY[key].built_in
     names = f"one of {', '.join(built_in)}, " if built_in else ""
     optional = ("",) if key == "rollout.environment" else ()
+    names += "mcp:COMMAND, " if key == "rollout.tools" else ""
     return Range(
         lambda spec: spec in (*REGISTRY[key].built_in, *optional) or all(spec.rpartition(":")[::2]),
         f"{names}path/to/file.py:name or package.module:name",
@@ -109,7 +119,7 @@ def check_extension(key: str, spec: str) -> None:
 
 def check_extension_file(key: str, spec: str) -> None:
     """Raise ValueError if `spec` names a file that is absent. Imports nothing."""
-    place = spec.rpartition(":")[0]
+    place = "" if spec.startswith(MCP) else spec.rpartition(":")[0]
     if _is_file(place) and not Path(place).is_file():
         raise ValueError(f"{key}={spec!r}: no such file: {Path(place).absolute()}")
 

@@ -87,7 +87,7 @@ def _least_kv_tokens(config: RunConfig, longest: int) -> int:
     rollout, most_prompt = config.rollout, config.data.max_prompt_tokens
     if rollout.engine == "sglang":
         return longest
-    if rollout.environment or rollout.partial_rollout_tokens:
+    if rollout.has_conversations or rollout.partial_rollout_tokens:
         return PAGE_TOKENS * most_pages_of(longest)
     return PAGE_TOKENS * pages_of(most_prompt, rollout.max_new_tokens)
 

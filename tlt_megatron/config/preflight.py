@@ -11,7 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tlt_megatron.config.draft_folder import check_drafter, default_aux_layer_ids
-from tlt_megatron.config.extensions import REGISTRY, check_extension_file, named_code
+from tlt_megatron.config.extensions import (
+    REGISTRY,
+    UNSAFE_PYTHON,
+    check_extension_file,
+    named_code,
+)
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.model_shape import ModelConfig
 from tlt_megatron.config.own_layer import OWN, check_own_layer
@@ -56,7 +61,7 @@ def foreign_code(config: RunConfig) -> list[tuple[str, str]]:
     found = [
         (setting, f"{setting}={spec!r}")
         for setting, spec in named_code(config)
-        if spec not in REGISTRY[setting].built_in
+        if spec not in REGISTRY[setting].built_in or spec == UNSAFE_PYTHON
     ]
     if config.rollout.engine == "sglang" and config.sglang.engine_args:  # such as trust_remote_code
         found.append(("sglang.engine_args", f"sglang.engine_args={config.sglang.engine_args!r}"))

@@ -56,7 +56,7 @@ RULES = (
     Rule("algorithm.advantage", lambda c: not c.model.lora_rank or not c.algorithm.has_critic, "one without critic where model.lora_rank={c.model.lora_rank}"),
     *(
         Rule(key, lambda c, key=key: not c.algorithm.is_sft or not _value(c, key), f"{off} where algorithm.advantage='sft' (nothing is generated)")
-        for key, off in (("speculation.enabled", "false"), ("rollout.environment", "empty"), ("rollout.partial_rollout_tokens", "0"), ("rollout.routing_replay", "false"), ("algorithm.distill_coef", "0"), ("algorithm.tis_cap", "0"), ("algorithm.mask_truncated", "false"), ("algorithm.dual_clip", "0"))
+        for key, off in (("speculation.enabled", "false"), ("rollout.environment", "empty"), ("rollout.tools", "[]"), ("rollout.partial_rollout_tokens", "0"), ("rollout.routing_replay", "false"), ("algorithm.distill_coef", "0"), ("algorithm.tis_cap", "0"), ("algorithm.mask_truncated", "false"), ("algorithm.dual_clip", "0"))
     ),
     Rule("algorithm.kl_placement", lambda c: not c.algorithm.is_sft or not c.algorithm.has_kl_reward, "loss where algorithm.advantage='sft' (there is no reward)"),
     Rule("algorithm.rollout_rs", lambda c: not c.algorithm.is_sft or c.algorithm.rollout_rs == "none", "none where algorithm.advantage='sft' (nothing is generated)"),
@@ -68,16 +68,19 @@ RULES = (
     Rule("data.eval", lambda c: isinstance(c.data.eval, str) or len(c.data.eval_files) == len(c.data.eval), "files with different names, or in folders with different names"),
     Rule("reward.function", lambda c: _has_each_once(c.reward.names), "functions with different names, not {c.reward.names}"),
     Rule("reward.function", lambda c: any(c.reward.weights.values()), "functions of which one has a weight that is not 0"),
-    Rule("reward.function", lambda c: "environment" not in c.reward.weights or c.rollout.environment, "without 'environment' where rollout.environment is empty (it is the sum of an environment's rewards)"),
+    Rule("reward.function", lambda c: "environment" not in c.reward.weights or c.rollout.has_conversations, "without 'environment' where rollout.environment is empty (it is the sum of an environment's rewards)"),
     Rule("reward.function", lambda c: not c.reward.is_none or c.algorithm.distill_coef or c.algorithm.is_sft or not c.run.num_steps, "a function where algorithm.distill_coef=0: without one nothing is learned"),
     Rule("algorithm.filter_groups", lambda c: not c.reward.is_none or c.algorithm.filter_groups == "none", "none where reward.function='none' (no group would be left)"),
     Rule("data.eval", lambda c: not c.reward.is_none or not c.data.eval or c.algorithm.is_sft, "empty where reward.function='none' (tlt evaluate RUN reward.function=exact scores a run)"),
     Rule("reward.overlong_tokens", lambda c: c.reward.overlong_tokens < c.rollout.max_new_tokens, "< rollout.max_new_tokens={c.rollout.max_new_tokens}"),
-    Rule("rollout.max_turns", lambda c: not c.rollout.environment or c.rollout.max_turns > 1, "> 1 where rollout.environment is set"),
+    Rule("reward.function", lambda c: not c.rollout.tools or any(weight for name, weight in c.reward.weights.items() if name != "environment"), "more than 'environment' where rollout.environment is empty: tools give no rewards"),
+    Rule("rollout.tools", lambda c: not (c.rollout.tools and c.rollout.environment), "[] where rollout.environment={c.rollout.environment!r}, which has tools of its own (a class with `tools` gets their calls)"),
+    Rule("rollout.tools", lambda c: _has_each_once(c.rollout.tools), "each tool once"),
+    Rule("rollout.max_turns", lambda c: not c.rollout.has_conversations or c.rollout.max_turns > 1, "> 1 where rollout.environment or rollout.tools is set"),
     Rule("rollout.num_samples", lambda c: c.rollout.num_samples > 1 or c.algorithm.advantage not in _SIBLINGS, "> 1 where algorithm.advantage={c.algorithm.advantage!r} (it compares siblings)"),
     Rule("rollout.partial_rollout_tokens", lambda c: c.rollout.partial_rollout_tokens < c.rollout.max_new_tokens, "0 (off), or < rollout.max_new_tokens={c.rollout.max_new_tokens}"),
     Rule("rollout.partial_rollout_tokens", lambda c: not c.rollout.partial_rollout_tokens or c.algorithm.has_correction, "0 without a correction for tokens of earlier policies: set algorithm.tis_cap=2 (truncated importance sampling) or algorithm.rollout_rs=token (masked)"),
-    Rule("rollout.partial_rollout_tokens", lambda c: not c.rollout.partial_rollout_tokens or not c.rollout.environment, "0 where rollout.environment={c.rollout.environment!r} (conversations are not cut)"),
+    Rule("rollout.partial_rollout_tokens", lambda c: not c.rollout.partial_rollout_tokens or not c.rollout.has_conversations, lambda c: f"0 where rollout.environment={c.rollout.environment!r} (conversations are not cut)" if c.rollout.environment else f"0 where rollout.tools={c.rollout.tools!r} (conversations are not cut)"),
     Rule("rollout.over_sampling_prompts", lambda c: not c.rollout.over_sampling_prompts or (c.rollout.over_sampling_prompts >= c.rollout.num_prompts and c.rollout.partial_rollout_tokens), "0, or >= rollout.num_prompts={c.rollout.num_prompts} with rollout.partial_rollout_tokens > 0"),
     Rule("rollout.batch_invariant", lambda c: c.algorithm.is_sft or c.rollout.engine == "embedded" or not c.rollout.batch_invariant, "false where rollout.engine={c.rollout.engine!r}"),
     Rule("algorithm.filter_groups", lambda c: c.algorithm.filter_groups, "a name"),

@@ -106,6 +106,14 @@ class RolloutSection(Section):
     # the policy's tokens of the whole conversation. reward.timeout_s and reward.on_error hold for
     # its answers too
     environment: Annotated[str, named("rollout.environment")] = ""
+    # tools that the policy may call, without an environment: python (in a sandbox) |
+    # path/to/file.py:function | package.module:function | mcp:COMMAND, which starts a server |
+    # python_without_sandbox
+    tools: list[str] = field(default_factory=list)
+    # of a call that fails: return the error to the policy as the result, or end the conversation
+    tool_errors: Annotated[str, one_of("return", "end")] = "return"
+    # tokens of one tool's result, at most; a longer one is cut. 0: max_observation_tokens alone
+    max_tool_tokens: NonNegativeInt = 0
     max_turns: PositiveInt = 4  # of the policy, at most
     # of all observations of a conversation, with the messages and tools of its start; one that does
     # not fit ends it
@@ -117,7 +125,12 @@ class RolloutSection(Section):
     @property
     def observation_tokens(self) -> int:
         """Return the most observation tokens of a conversation; 0 without an environment."""
-        return self.max_observation_tokens if self.environment else 0
+        return self.max_observation_tokens if self.has_conversations else 0
+
+    @property
+    def has_conversations(self) -> bool:
+        """Return whether an environment or tools answer the turns of the policy."""
+        return bool(self.environment or self.tools)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

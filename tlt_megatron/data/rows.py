@@ -164,6 +164,24 @@ def _parsed(key: str, text: str) -> Any:
         raise ValueError(f"{key}={text[:_SHOWN_CHARACTERS]!r} must be JSON: {error}") from error
 
 
+def with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls of tools have arguments as objects, as templates want them.
+    Clients of OpenAI write JSON texts. ValueError for another text.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return message | {"tool_calls": [_with_arguments(call) for call in calls]}
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = _parsed("arguments of a call", function["arguments"])
+    return call | {"function": function | {"arguments": arguments}}
+
+
 def _text(
     raw: dict[str, object], key: str, conversions: list[str], *, may_be_answered: bool
 ) -> str | list[Message]:
@@ -190,7 +208,10 @@ def _text(
             raise ValueError(
                 f"{key}[{index}]={message!r} must be a message with the strings role and content"
             )
-        messages.append(message)
+        try:
+            messages.append(with_arguments(message))
+        except ValueError as error:
+            raise ValueError(f"{key}[{index}]: {error}") from error
     if messages[-1]["role"] == "assistant" and not may_be_answered:
         raise ValueError(
             f"{key} ends with a turn of the assistant, must end with one that it answers"

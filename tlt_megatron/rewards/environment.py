@@ -35,6 +35,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, object] = field(default_factory=dict)
     id: str = ""  # as the policy wrote it; "": the form of the model's calls has no ids
+    error: str = ""  # why the call cannot be read; the other fields are then empty, if not known
 
 
 @dataclass(frozen=True, slots=True)

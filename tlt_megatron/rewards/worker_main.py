@@ -6,37 +6,33 @@ or close. In: {"task", "function", "timeout_s", "arguments"}. The function is "r
 "environment" (one that is a function), or "start", "step" or "end" of an environment with state.
 Out: the fields of `worker_process.Loaded` or {"failed"}, then for each task its number and the
 fields of `worker_process.Outcome` that are not their default. The main thread runs the function,
-because functions may use signals (math-verify does). An error on the socket ends the process. If
-the trainer is killed, a thread kills the worker's process group.
+because functions may use signals (math-verify does). An error on the socket ends the process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import faulthandler
 import fcntl
 import inspect
 import json
 import os
 import resource
-import select
 import signal
 import sys
-import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.rewards.environment_answer import Environments, make_answer, read_answer
 from tlt_megatron.rewards.reward import ENVIRONMENT, WeightedRewards, is_async, name_setting
+from tlt_megatron.rewards.worker_process import ToolUseSpec, name_environment
 from tlt_megatron.runtime.stop import SIGNALS
 
 _HIGH_FD = 1000  # above the range that a function may close, below the usual limit of 1024
 _MAX_DETAIL = 8000  # characters of a traceback; the end is kept
-_END_GRACE_S = 1.0  # for an orderly end after the trainer's
-_STUCK_S = 3.0  # after its timeout, a function that holds the interpreter's lock is ended from outside of it
 
 
 class _Channel:
@@ -55,33 +51,6 @@ class _Channel:
         line = self._reader.readline()
         return json.loads(line) if line.endswith(b"\n") else None
 
-    def end_with_trainer(self) -> None:
-        """Wait until the trainer closes its end of the socket, also by dying.
-
-        Then kill this process group.
-        """
-        # Each poll has a limit: a running one keeps a descriptor open that a function has closed.
-        while not self._events(_END_GRACE_S):
-            pass
-        time.sleep(_END_GRACE_S)
-        self.end_programs()
-
-    def end_programs(self) -> None:
-        """Kill this process group if the trainer has closed the socket: programs that functions
-        started, too.
-        """
-        if self._events(0.0) & select.POLLRDHUP and os.getpid() == self._pid:
-            os.killpg(0, signal.SIGKILL)
-
-    def _events(self, timeout_s: float) -> int:
-        """Return what happened to the socket; 0 if the trainer still has its end.
-
-        Messages stay for `receive`.
-        """
-        poll = select.poll()
-        poll.register(self._fd, select.POLLRDHUP)
-        return sum(event for _, event in poll.poll(1000.0 * timeout_s))
-
     def send(self, **message: object) -> None:
         if os.getpid() != self._pid:
             os._exit(0)  # a function forked, and its child returned
@@ -93,14 +62,14 @@ class _Channel:
 class _Functions:
     """The functions of a run: rewards, and the environment if there is one."""
 
-    def __init__(self, weights: dict[str, float], environment: str) -> None:
+    def __init__(self, weights: dict[str, float], environment: str | ToolUseSpec) -> None:
         self._rewards = WeightedRewards(weights)
-        own = load_extension("rollout.environment", environment) if environment else None
+        own = _load_environment(environment)
         self._environment = own
         has_instances = inspect.isclass(own)
         if ENVIRONMENT in weights and not has_instances:
             raise ValueError(
-                f"reward.function={ENVIRONMENT}: needs an environment that is a class, and rollout.environment={environment!r}"
+                f"reward.function={ENVIRONMENT}: needs an environment that is a class, and {name_environment(environment)}"
                 " is a function, which gives no rewards"
             )
         methods = [getattr(own, name, None) for name in ("start", "step", "end")]
@@ -109,7 +78,7 @@ class _Functions:
         try:  # a property is known when there is an instance
             tools = make_answer((), tools=() if isinstance(tools, property) else tools).tools
         except ValueError as error:
-            raise ValueError(f"rollout.environment={environment!r}: {error}") from error
+            raise ValueError(f"{name_environment(environment)}: {error}") from error
         self.loaded = {
             "is_async": any(map(is_async, (own, *methods))) or self._rewards.is_async,
             "has_instances": has_instances,
@@ -134,12 +103,18 @@ class _Functions:
         }
 
 
-def main(weights: dict[str, float], environment: str, control_fd: int) -> None:
+def _load_environment(environment: str | ToolUseSpec) -> Callable[..., Any] | None:
+    if isinstance(environment, str):
+        return load_extension("rollout.environment", environment) if environment else None
+    from tlt_megatron.rewards.tool_set import make_tool_use
+
+    return make_tool_use(environment)
+
+
+def main(weights: dict[str, float], environment: str | ToolUseSpec, control_fd: int) -> None:
     """Run tasks until the socket closes. Exit status 1 if a function cannot be loaded."""
     _outlive_signals()
     channel = _Channel(control_fd)
-    atexit.register(channel.end_programs)
-    threading.Thread(target=channel.end_with_trainer, daemon=True).start()
     try:
         functions = _Functions(weights, environment)
     except BaseException as error:  # also SystemExit: a user's module may raise anything
@@ -159,8 +134,6 @@ def _serve(channel: _Channel, functions: _Functions) -> None:
     """Run one task after another, outside of an event loop: a function may start its own."""
     while (task := channel.receive()) is not None:
         start = time.perf_counter()
-        # The trainer's SIGKILL comes first; this one is for a worker whose trainer was killed.
-        faulthandler.dump_traceback_later(task["timeout_s"] + _STUCK_S, exit=True)
         try:
             functions.call(task).send(None)
             raise TypeError("the function returns an awaitable: it must be declared async")
@@ -168,7 +141,6 @@ def _serve(channel: _Channel, functions: _Functions) -> None:
             fields = end.value
         except BaseException as error:  # a function that calls exit() must not end the worker
             fields = _failure("error", error)
-        faulthandler.cancel_dump_traceback_later()
         channel.send(task=task["task"], seconds=time.perf_counter() - start, **fields)
 
 

@@ -3,8 +3,8 @@ for its output.
 
 Used by `workers.RewardPool`, in one event loop. The worker is a new program, not a fork: the
 trainer holds gloo threads, OpenMP pools and devices, which do not survive a fork. The trainer's
-`__main__` is not run again. The worker leads a session and process group of its own. When it ends,
-the group is killed: all its programs except those that started a session of their own.
+`__main__` is not run again. Its parent is `worker_keeper.keep`, which ends all of the worker's
+programs when the worker ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, TypedDict
 
 from tlt_megatron.rewards.environment_answer import Answer, make_answer
 from tlt_megatron.rewards.reward import name_setting, read_result
@@ -34,9 +34,25 @@ _MAX_MESSAGE_BYTES = 1 << 20  # our worker code sends less; more comes from anot
 # The worker uses the trainer's import path, whether the package is installed or not.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from tlt_megatron.rewards.worker_keeper import keep; keep(int(sys.argv[4])); "
     "from tlt_megatron.rewards.worker_main import main; "
-    "main(json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4]))"
+    "main(json.loads(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4]))"
 )
+
+
+class ToolUseSpec(TypedDict):
+    """Tools in place of an environment."""
+
+    tools: list[str]  # rollout.tools
+    errors: str  # rollout.tool_errors
+    timeout_s: float  # of a turn, for those that have limits of their own
+
+
+def name_environment(environment: str | ToolUseSpec) -> str:
+    """Return the setting that names what answers the turns, with its value."""
+    if isinstance(environment, str):
+        return f"rollout.environment={environment!r}"
+    return f"rollout.tools={environment['tools']!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +99,7 @@ class WorkerProcess:
     def __init__(
         self,
         weights: Mapping[str, float],
-        environment: str,
+        environment: str | ToolUseSpec,
         folder: str,
         on_output: Callable[[bytes], None],
     ) -> None:
@@ -94,16 +110,17 @@ class WorkerProcess:
         self._loading: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._end_reason: tuple[str, str, float] | None = None  # failure, detail, grace in seconds
         ours, theirs = socket.socketpair()
-        texts = json.dumps([str(entry) for entry in sys.path]), json.dumps(self._weights)
+        texts = map(json.dumps, ([str(entry) for entry in sys.path], self._weights, environment))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _PROGRAM, *texts, environment, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-u", "-c", _PROGRAM, *texts, str(theirs.fileno())],
+                bufsize=0,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 cwd=folder,
-                start_new_session=True,  # a function that signals its process group must not reach the trainer
+                start_new_session=True,
             )
         self._exited = asyncio.create_task(_wait_exit(self._process))
         self._reading = asyncio.create_task(self._read_messages(ours))
@@ -195,15 +212,17 @@ class WorkerProcess:
 
         Then end its process tree and fail all pending answers.
         """
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
         output = asyncio.create_task(_forward(self._process.stdout, on_output))
         await asyncio.wait([self._reading, self._exited], return_when=asyncio.FIRST_COMPLETED)
         grace_s = self._end_reason[2] if self._end_reason else _STATUS_TIMEOUT_S
         await asyncio.wait([self._exited], timeout=grace_s)
         has_ended = self._exited.done()
-        with suppress(ProcessLookupError):  # nothing of the group is left
-            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(BrokenPipeError):  # nothing is left
+            self._process.stdin.write(b"!")  # see `worker_keeper`
         await asyncio.wait([self._exited, self._reading], timeout=_KILL_TIMEOUT_S)
+        self._process.stdin.close()
         await asyncio.wait([output], timeout=_STATUS_TIMEOUT_S)
         output.cancel()
         ended = (

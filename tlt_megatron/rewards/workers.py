@@ -22,7 +22,13 @@ from typing import Any, Self
 from tlt_megatron.rewards.environment import Turn
 from tlt_megatron.rewards.environment_answer import Answer
 from tlt_megatron.rewards.reward import ENVIRONMENT, name_setting
-from tlt_megatron.rewards.worker_process import Loaded, Outcome, WorkerProcess
+from tlt_megatron.rewards.worker_process import (
+    Loaded,
+    Outcome,
+    ToolUseSpec,
+    WorkerProcess,
+    name_environment,
+)
 from tlt_megatron.rewards.worker_seats import Seat, WorkerSeats
 from tlt_megatron.runtime.log import encodable
 from tlt_megatron.runtime.stop import SIGNALS
@@ -79,7 +85,7 @@ class RewardPool:
         num_workers: int,
         timeout_s: float,
         on_error: str,
-        environment: str = "",
+        environment: str | ToolUseSpec = "",
     ) -> None:
         weights = {functions: 1.0} if isinstance(functions, str) else dict(functions)
         self.weights = weights
@@ -251,12 +257,17 @@ class _Workers:
     """The workers of a pool. Only the thread of the pool's event loop calls it."""
 
     def __init__(
-        self, weights: Mapping[str, float], environment: str, timeout_s: float, *, is_fatal: bool
+        self,
+        weights: Mapping[str, float],
+        environment: str | ToolUseSpec,
+        timeout_s: float,
+        *,
+        is_fatal: bool,
     ) -> None:
         reward = name_setting(weights)
-        self._settings = defaultdict(  # that name the functions, for messages
-            lambda: f"rollout.environment={environment!r}", reward=reward
-        )
+        other = name_environment(environment)
+        # that name the functions, for messages
+        self._settings = defaultdict(lambda: other, reward=reward)
         self._timeout_s = timeout_s  # for one call
         self._is_fatal = is_fatal  # a failure raises RuntimeError
         self._logged_prompt_ids: set[str] = set()

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -24,12 +25,14 @@ from tlt_megatron.engines.base import (
     RolloutEngine,
     group_rollouts,
 )
-from tlt_megatron.rewards.environment import Turn
+from tlt_megatron.rewards.environment import ToolCall, Turn
 from tlt_megatron.rewards.environment_answer import Answer
+from tlt_megatron.rewards.tool_calls import read_calls
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.rollout.open_conversation import (
     OpenConversation,
+    cut_text,
     num_shared,
     seed_of,
     with_tools,
@@ -55,6 +58,7 @@ class Conversations:
     pool: RewardPool  # has the environment
     tokenizer: Tokenizer
     section: RolloutSection
+    tool_form: str = ""  # of calls, as `tool_calls.find_form` names it
     _answered: list[Outcome] = field(default_factory=list, init=False)
 
     def take_metrics(self) -> dict[str, float]:
@@ -257,6 +261,7 @@ class Conversations:
             is_last |= conversation.num_generated == conversation.prompt.limit(params)
             asked = Turn(
                 text=text,
+                tool_calls=self._calls(text, conversation),
                 token_ids=tuple(turn.token_ids.tolist()),
                 messages=tuple(conversation.messages),
                 is_last=is_last,
@@ -269,6 +274,10 @@ class Conversations:
             conversation.prompt, turn.sample_index, len(conversation.turns), conversation.messages
         )
         return True
+
+    def _calls(self, text: str, conversation: OpenConversation) -> tuple[ToolCall, ...]:
+        tools: Any = conversation.template_kwargs.get("tools")
+        return read_calls(text, self.tool_form, tools) if tools and self.tool_form else ()
 
     def _continue(self, conversation: OpenConversation, params: SamplingParams) -> Prompt | None:
         """Return the prompt of the next turn. None if there is none. Then the conversation waits
@@ -310,9 +319,10 @@ class Conversations:
         is_last = len(conversation.turns) == self.section.max_turns
         if is_last or last.finish_reason is FinishReason.LENGTH:
             return None
+        messages = self._cut(answer.observation)
         try:
             observation = self.tokenizer.encode_observation(
-                answer.observation,
+                messages,
                 int(last.token_ids[-1]),
                 is_chat=bool(prompt.messages),
                 template_kwargs=conversation.template_kwargs,
@@ -327,7 +337,7 @@ class Conversations:
         if room == 0 or num_observed > self.section.max_observation_tokens:
             conversation.is_cut = True
             return None
-        conversation.messages += answer.observation
+        conversation.messages += messages
         conversation.observations.append(observation)
         return dataclasses.replace(
             prompt,
@@ -338,6 +348,18 @@ class Conversations:
             max_new_tokens=room,
             stop=prompt.stop if stop is None else stop,
         )
+
+    def _cut(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with results of tools cut to rollout.max_tool_tokens."""
+        limit = self.section.max_tool_tokens
+        if not limit:
+            return messages
+        return [
+            {**each, "content": cut_text(self.tokenizer, str(each["content"]), limit)}
+            if each["role"] == "tool"
+            else each
+            for each in messages
+        ]
 
     def _fail(self, conversation: OpenConversation, sample_index: int, why: str) -> None:
         """Handle an answer that cannot be used."""

@@ -8,10 +8,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import HostedConversation
 from tlt_megatron.rollout.open_responses import join_parts
@@ -97,10 +99,29 @@ def seed_of(seed: int, draw_index: int, sample_index: int) -> int:
 def with_tools(
     template_kwargs: Mapping[str, object], tools: Sequence[Mapping[str, object]]
 ) -> Mapping[str, object]:
-    """Return the arguments of the chat template with further tools."""
+    """Return the arguments of the chat template with further tools. One of the same name gives way
+    to the row's.
+    """
     known = template_kwargs.get("tools") or ()
     assert isinstance(known, Sequence)
-    return {**template_kwargs, "tools": [*known, *tools]} if tools else template_kwargs
+    names = {name_of(tool) for tool in known}
+    further = [tool for tool in tools if name_of(tool) not in names]
+    return {**template_kwargs, "tools": [*known, *further]} if further else template_kwargs
+
+
+def cut_text(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
+    """Return the text, cut behind as many tokens if it has more."""
+    token_ids = tokenizer.encode_texts([text])[0]
+    if len(token_ids) <= num_tokens:
+        return text
+    kept = tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=False)
+    return kept.rstrip("\ufffd")  # a part of a character
+
+
+def name_of(tool: Mapping[str, Any]) -> object:
+    """Return the name in an OpenAI schema."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
 
 
 def _observed(token_ids: tuple[int, ...], turn: Rollout) -> Rollout:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -31,10 +30,10 @@ from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.interfaces import SavedModel
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
+from tlt_megatron.rewards.worker_process import ToolUseSpec, name_environment
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.rollout.batch_rules import BatchRules
 from tlt_megatron.rollout.conversations import Conversations
-from tlt_megatron.rollout.open_conversation import with_tools
 from tlt_megatron.rollout.phases import Phases
 from tlt_megatron.rollout.rollout_log import RolloutLog
 from tlt_megatron.rollout.rollout_worker import RolloutWorker
@@ -50,6 +49,7 @@ from tlt_megatron.runtime.status import StatusWriter
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.runtime.trackers import Tracker
 from tlt_megatron.saved_files import errors_named
+from tlt_megatron.trainer.before.conversation_checks import check_conversations, form_of
 from tlt_megatron.trainer.build_drafter import build_drafter
 from tlt_megatron.trainer.build_evaluator import build_evaluator, sampling_of
 from tlt_megatron.trainer.flops import make_utilization
@@ -66,7 +66,6 @@ from tlt_megatron.trainer.saving.run_checkpoint import STATE_FILE, CheckpointMan
 from tlt_megatron.trainer.saving.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.step_report import RunReport
 from tlt_megatron.trainer.weight_sync import push_policy
-from tlt_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -90,23 +89,28 @@ def build_run(site: Site) -> Run:
             log.info("%s", note)
     reward = config.reward
     is_sft = config.algorithm.is_sft
+    environment, data = _environment_of(config), config.data
     rewards = stack.enter_context(
         RewardPool(
             {"none": 1.0} if is_sft else reward.weights,
             num_workers=reward.num_workers,
             timeout_s=reward.timeout_s,
             on_error=reward.on_error,
-            environment=config.rollout.environment,
+            environment=environment,
         )
     )
     tokenizer = load_tokenizer(config.model.path, config.data.template_date)
     model_config = load_model_config(config.model.path)
     about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
     resumes_drafter = saved is not None and compare_run(saved, about, is_warning=world.is_first)
+    if config.rollout.tools:  # of each prompt whose row has none
+        rewards.wait_ready()
+        tools = {"tools": list(rewards.environment.tools)}
+        data = replace(data, chat_template_kwargs=tools | data.chat_template_kwargs)
     rows: dict[str, Any] = {"kind": Kind.UNSCORED if reward.is_none else Kind.SCORED}
     if is_sft:
         rows = {"kind": Kind.ANSWERED, "max_answer_tokens": config.rollout.max_new_tokens}
-    prompts = load_prompts(config.data.train, tokenizer, config.data, world, **rows)
+    prompts = load_prompts(data.train, tokenizer, data, world, **rows)
     if world.is_first:
         for line in tokenizer.notes(has_strings=not all(row.messages for row in prompts.rows)):
             log.warning("%s", line)
@@ -114,12 +118,19 @@ def build_run(site: Site) -> Run:
     if saved is not None:
         with errors_named(saved.folder / STATE_FILE):
             sampler.check_state(saved.state["sampler"])
-    num_held_out = config.eval.num_prompts
-    held_out = load_held_out(config.data, tokenizer, world, limit=num_held_out, **rows)
+    held_out = load_held_out(data, tokenizer, world, limit=config.eval.num_prompts, **rows)
     rewards.wait_ready()
-    if config.rollout.environment:
+    if config.rollout.has_conversations:
         everyone = [*prompts.rows, *chain(*(each.rows for each in held_out.values()))]
-        _check_conversations(tokenizer, everyone, rewards.environment.tools)
+        lines = check_conversations(
+            tokenizer,
+            everyone,
+            rewards.environment.tools,
+            setting=name_environment(environment),
+            is_complete=bool(config.rollout.tools),
+        )
+        for line in lines if world.is_first else ():
+            log.warning("%s", line)
 
     seed_everything(config.run.seed)
     groups = initialize_model_parallel(config.parallel, world, config.run.seed)
@@ -179,42 +190,18 @@ def build_run(site: Site) -> Run:
     return run
 
 
-def _check_conversations(
-    tokenizer: Tokenizer, prompts: Sequence[Prompt], tools: Sequence[Mapping[str, object]]
-) -> None:
-    """Refuse a tokenizer with which no conversation goes on after the first turn, and prompts that
-    cannot have the tools of an environment.
-    """
-    if not tokenizer.stop_token_ids:
-        raise ValueError(
-            "rollout.environment: the model folder names no eos token, which must end each turn"
-        )
-    arguments: dict[str, Mapping[str, object]] = {}  # that differ; tools count as one
-    for prompt in prompts:
-        if "messages" in prompt.extra_info:
-            raise ValueError(
-                f"prompt_id={prompt.prompt_id!r}: extra_info.messages must not be there where rollout.environment is"
-                " set: the reward function gets the conversation under this name"
-            )
-        if prompt.messages:
-            kwargs = with_tools(prompt.template_kwargs, tools)
-            named = {
-                key: key if isinstance(value, list) else value for key, value in kwargs.items()
-            }
-            arguments.setdefault(repr(named), kwargs)
-        elif tools:
-            raise ValueError(
-                f"prompt_id={prompt.prompt_id!r}: must be a list of messages, because rollout.environment has tools,"
-                " which only a chat template writes"
-            )
-    for kwargs in arguments.values():
-        tokenizer.check_turns(kwargs)
+def _environment_of(config: RunConfig) -> str | ToolUseSpec:
+    """Return what answers the turns of the policy, for the reward workers; "" for nothing."""
+    rollout, timeout_s = config.rollout, config.reward.timeout_s
+    if not rollout.tools:
+        return rollout.environment
+    return ToolUseSpec(tools=rollout.tools, errors=rollout.tool_errors, timeout_s=timeout_s)
 
 
 def _check_extensions(config: RunConfig) -> None:
     """Refuse a user's function or class that cannot be used, before models are built."""
     for key, spec in named_code(config):
-        if key not in ("reward.function", "rollout.environment"):  # workers load these
+        if key not in ("reward.function", "rollout.environment", "rollout.tools"):  # of workers
             load_code(config, key, spec)
 
 
@@ -242,8 +229,9 @@ def _build_worker(
     )
     stack.callback(progress.close)
     conversations = None
-    if config.rollout.environment:
-        conversations = Conversations(engine, rewards, tokenizer, config.rollout)
+    if config.rollout.has_conversations:
+        form = form_of(tokenizer)
+        conversations = Conversations(engine, rewards, tokenizer, config.rollout, form)
     return RolloutWorker(
         engine=engine,
         rewards=rewards,

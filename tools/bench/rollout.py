@@ -1,6 +1,7 @@
-"""Measures tokens per second of the embedded engine against `transformers` generate.
+"""Measures tokens per second of the embedded engine against `transformers` generate, or vLLM.
 
     python -m tools.bench rollout
+    python -m tools.bench rollout --against vllm
 
 Both sides sample, and must do the same work on long-tailed requests. The engine first draws all
 responses with the policy's own stop tokens, and the measured runs draw the same ones again.
@@ -10,6 +11,7 @@ that runs.
 
 transformers runs with left-padded batches, KV cache, SDPA and the same dtype and threads, at each
 of `--hf-batch-sizes`; its fastest one counts. The ratio is taken per round, in one process.
+`against_vllm.py` has the comparison with vLLM.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tlt_megatron.types import RolloutGroup
+from tools.bench import against_vllm
 from tools.bench.measure import interleave, made, ratios, spread, wall_seconds
 from tools.commands.load_engine import LoadedPolicy
 from tools.print_tables import print_table
@@ -43,10 +46,19 @@ def add_options(add: Callable[..., object]) -> None:
     add("--rounds", type=int, default=3)
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
     add("--seed", type=int, default=0)
+    add("--against", default="transformers", choices=["transformers", "vllm"])
+    add("--peers-python", default=".venv-peers/bin/python", help="`make setup-peers` makes it")
+    add(
+        "--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128], help="requests at once, vllm"
+    )
+    add("--drafter", default="", help="of a comparison with vllm that speculates too")
+    add("--strategies", nargs="+", default=["2_1_2", "4_1_4", "8_1_8"])
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure and print a table. Return the values of the JSON."""
+    if options.against == "vllm":
+        return against_vllm.run(options)
     policy = LoadedPolicy(
         options.model,
         dtype=options.dtype,

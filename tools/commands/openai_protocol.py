@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +17,9 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from tlt_megatron.api.live_batch import Job, Response
 from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.engines.embedded.scoring import TokenScore
+from tlt_megatron.rewards.tool_calls import read_calls, text_before_calls
+from tlt_megatron.trainer.before.conversation_checks import form_of
+from tlt_megatron.types import FinishReason
 
 MOST_SAMPLES = 128  # n, as in OpenAI's protocol
 MOST_TOP = 20  # alternatives of a token, as in OpenAI's protocol
@@ -62,6 +67,11 @@ class Sampling(BaseModel, strict=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """Return the tools that the model may call."""
+        return []
+
     def num_tokens(self, room: int) -> int:
         """Return the most tokens of a response. `room` is left by the longest prompt."""
         return self.max_completion_tokens or self.max_tokens or self._default_tokens(room)
@@ -98,8 +108,14 @@ class ChatRequest(Sampling):
     messages: list[dict[str, Any]]
     # not OpenAI's; as of vLLM and SGLang
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] = 0
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        return self.tools if self.tool_choice == "auto" else []
 
     @property
     def has_logprobs(self) -> bool:
@@ -121,7 +137,7 @@ def read_request(body: Any, kind: type[Sampling]) -> Any:
     for key, value in body.items():
         if value is None or key in _WITHOUT_EFFECT:
             continue
-        if key not in _NEUTRAL:
+        if key not in _NEUTRAL or key in kind.model_fields:
             fields[key] = value
         elif value not in _NEUTRAL[key]:
             allowed = " or ".join(f"{each!r}" for each in _NEUTRAL[key])
@@ -137,6 +153,8 @@ def read_request(body: Any, kind: type[Sampling]) -> Any:
         name = ".".join(str(part) for part in first["loc"] if part != "str")
         given = "" if first["type"] == "missing" else f"={first['input']!r:.80}"
         raise ValueError(f"{name}{given}: {first['msg']}") from None
+    if found.offered and body.get("parallel_tool_calls") is False:
+        raise ValueError("parallel_tool_calls=False is not supported with tools")
     if isinstance(found, ChatRequest) and found.top_logprobs and not found.logprobs:
         raise ValueError(f"top_logprobs={found.top_logprobs}: needs logprobs=true")
     return found
@@ -162,7 +180,7 @@ class Replies:
             assert one.text is not None
             content: dict[str, Any] = {"text": self.echoed(job, one) + one.text.text}
             if self.is_chat:
-                content = {"message": {"role": "assistant", "content": one.text.text}}
+                content = {"message": self._message(index, one, one.text.text)}
             choices.append(self._choice(index, content, one, 0))
         return self._frame(choices) | {"usage": self.usage(job)}
 
@@ -174,9 +192,34 @@ class Replies:
         """
         content: dict[str, Any] = {"text": piece}
         if self.is_chat:
-            role = {"role": "assistant"} if first is None else {}
-            content = {"delta": {**role, "content": piece}}
+            message = self._message(index, response, piece)
+            if first is not None:
+                del message["role"]
+            content = {"delta": message}
         return self._frame([self._choice(index, content, response, first or 0)], is_chunk=True)
+
+    def _message(self, index: int, response: Response, text: str) -> dict[str, Any]:
+        """Return the turn of the assistant. Where there are tools, `text` is whole."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if not self.request.offered or response.finish_reason is None:
+            return message
+        whole, form = self.tokenizer.decode_turn(response.token_ids), form_of(self.tokenizer)
+        calls = read_calls(whole, form, self.request.offered)
+        if not calls or any(call.error for call in calls):
+            return message
+        message["tool_calls"] = [
+            {
+                "index": number,
+                "id": call.id or _call_id(f"{self.id} {index} {number}"),
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for number, call in enumerate(calls)
+        ]
+        before = text_before_calls(whole, form)
+        for special in self.tokenizer.hf.all_special_tokens:  # as in `text`
+            before = before.replace(special, "")
+        return message | {"content": before or None}
 
     def last_chunk(self, job: Job) -> dict[str, Any]:
         """Return the chunk with the usage."""
@@ -202,6 +245,9 @@ class Replies:
         self, index: int, content: dict[str, Any], response: Response, first: int
     ) -> dict[str, Any]:
         reason = response.finish_reason
+        turn = content.get("message") or content.get("delta") or {}
+        if reason is FinishReason.STOP and "tool_calls" in turn:
+            reason = "tool_calls"
         return {
             "index": index,
             **content,
@@ -258,6 +304,11 @@ class Replies:
         if lengths:
             usage["accept_length"] = sum(lengths) / len(lengths)
         return usage
+
+
+def _call_id(place: str) -> str:
+    """Return the id of a call. Templates of Mistral want nine characters."""
+    return hashlib.sha256(place.encode()).hexdigest()[:9]
 
 
 def _entry(text: str, logprob: float | None) -> dict[str, Any]:

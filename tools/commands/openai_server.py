@@ -112,7 +112,7 @@ class Service:
             )
         async with self._encoders:
             name = "messages" if is_chat else "prompts[{}]"
-            encoded = await run_in_threadpool(engine.encode, prompts, name, named)
+            encoded = await run_in_threadpool(engine.encode, prompts, name, named, asked.offered)
         room = engine.max_tokens - max(map(len, encoded))
         params = engine.sampling(
             asked.seed,
@@ -180,6 +180,8 @@ class Service:
                     for index, response in list(open_.items()):
                         is_ended = response.finish_reason is not None
                         assert response.text is not None
+                        if replies.request.offered and not is_ended:
+                            continue  # a call is sent as a whole
                         piece = response.text.take(is_ended=is_ended)
                         if not piece and not is_ended:
                             continue

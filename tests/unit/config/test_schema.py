@@ -43,7 +43,7 @@ def test_a_value_outside_its_range_is_refused_with_key_value_and_what_is_allowed
     "overrides, message",
     [
         ("speculation.selector=bandit", r"selector='bandit': must be one of cost_model, beg_mab, "),
-        ("rollout.environment=any.py:answer rollout.max_turns=1", r"rollout\.max_turns=1: must be > 1 where rollout\.environment is set"),
+        ("rollout.environment=any.py:answer rollout.max_turns=1", r"rollout\.max_turns=1: must be > 1 where rollout\.environment or rollout\.tools is set"),
         ("rollout.environment=calculator", r"rollout\.environment='calculator': must be "),
         ("rollout.temperature=0", r"rollout\.temperature=0\.0: must be in \(0, 10\]"),
         ("algorithm.dual_clip=1", r"algorithm\.dual_clip=1\.0: must be 0 \(off\) or > 1"),

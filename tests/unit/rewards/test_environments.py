@@ -10,6 +10,7 @@ import signal
 from concurrent.futures import Future
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from tests.reward_puppet import PoolMaker
@@ -118,7 +119,8 @@ class Talk:
 
 
 def worker_pids(talks: list[Talk]) -> set[int]:
-    return {talk.handle.worker._process.pid for talk in talks}  # type: ignore[union-attr]
+    keepers = {talk.handle.worker._process.pid for talk in talks}  # type: ignore[union-attr]
+    return {child.pid for pid in keepers for child in psutil.Process(pid).children()}
 
 
 @pytest.mark.parametrize("name", ["Count", "Slow"])

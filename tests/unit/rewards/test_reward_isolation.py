@@ -11,6 +11,7 @@ import pytest
 
 from tests.reward_puppet import (
     CHILD,
+    DAEMON,
     DIE,
     HANG,
     HANG_IN_C,
@@ -145,11 +146,12 @@ def test_what_does_not_end_is_ended_at_the_timeout(
     assert [outcome.failure for outcome in found] == ["", "timeout", *[""] * 39]
 
 
-@pytest.mark.parametrize("last", [DIE, HANG])
+@pytest.mark.parametrize("last", [DIE, HANG, "os.killpg(0, 9)"])
 def test_programs_end_with_the_worker_that_started_them(make_pool: PoolMaker, last: str) -> None:
-    program, *rest = score(make_pool(timeout_s=SHORT_S), CHILD, last, "reward = 1")
+    program, own, *rest = score(make_pool(timeout_s=SHORT_S), CHILD, DAEMON, last, "reward = 1")
     assert rest == [0.0, 1.0]
     wait_gone(int(program))
+    wait_gone(int(own))
 
 
 def test_strange_rows_reach_the_function(make_pool: PoolMaker) -> None:

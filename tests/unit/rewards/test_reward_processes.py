@@ -15,6 +15,7 @@ import pytest
 
 from tests.reward_puppet import (
     CHILD,
+    DAEMON,
     HANG,
     HANG_IN_C,
     PID,
@@ -30,10 +31,11 @@ REPOSITORY = Path(__file__).parents[3]
 
 def test_signals_to_stop_do_not_end_workers(make_pool: PoolMaker) -> None:
     """Neither while they start nor later."""
-    others, workers = psutil.Process().children(), []
+    others, workers = psutil.Process().children(recursive=True), []
     pool = make_pool(on_error="raise", num_workers=2)
-    while len(workers) < 2:
-        workers = [child for child in psutil.Process().children() if child not in others]
+    while len(workers) < 4:  # two with their keepers
+        family = psutil.Process().children(recursive=True)
+        workers = [child for child in family if child not in others]
     for _ in range(2):
         for worker in workers:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -61,7 +63,7 @@ def test_programs_of_a_reward_function_hear_the_signals_that_the_trainer_blocks(
 def test_close_leaves_no_process(make_pool: PoolMaker, tmp_path: Path, last: str | None) -> None:
     pool = make_pool(num_workers=2)
     pool.wait_ready()
-    pids = {int(pid) for pid in score(pool, *[PID] * 20, CHILD)}
+    pids = {int(pid) for pid in score(pool, *[PID] * 20, CHILD, DAEMON)}
     if last:
         for mark in (tmp_path / "a", tmp_path / "b"):
             pool.submit(mark, prompt(), f"open({str(mark)!r}, 'w').close()\n{last}")
@@ -88,7 +90,7 @@ def test_workers_and_their_programs_end_with_a_trainer_that_is_killed(
         "from tlt_megatron.types import Prompt\n"
         "pool = RewardPool('puppet.py:act', num_workers=1, timeout_s=2, on_error='zero')\n"
         "row = Prompt(prompt_id='p', draw_index=0, token_ids=(1,))\n"
-        f"for response in {(PID, CHILD)}:\n"
+        f"for response in {(PID, CHILD, DAEMON)}:\n"
         "    pool.submit(response, row, response)\n"
         "rewards = pool.collect()\n"
         f"pool.submit('last', row, {last!r})\n"
@@ -103,11 +105,9 @@ def test_workers_and_their_programs_end_with_a_trainer_that_is_killed(
     )
     assert trainer.stdout is not None
     pids = [int(pid) for pid in trainer.stdout.readline().split()]
-    assert len(pids) == 2
+    assert len(pids) == 3
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
-    # A function that holds the interpreter's lock lets nothing end its programs
-    # (docs/reliability.md).
-    for pid in pids if last != HANG_IN_C else pids[:1]:
+    for pid in pids:
         wait_gone(pid)

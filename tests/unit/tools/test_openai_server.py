@@ -176,7 +176,6 @@ def test_neutral_defaults_are_accepted(address: str) -> None:
         ("completions", b"{", 400, "the body is no JSON"),
         ("completions", b"[" * 4000, 400, "the body is no JSON"),
         ("completions", b"x" * 5000, 413, "the body is larger than 4096 bytes, the most here"),
-        ("chat/completions", {"messages": USER, "tools": [{}]}, 400, "tools=[{}] is not supported"),
         (
             "chat/completions",
             {"messages": USER, "frequency_penalty": 0.5},
@@ -301,5 +300,5 @@ def test_the_client_of_openai(address: str, engine: Engine) -> None:
     assert text == expected.text
     completion = client.completions.create(model="tiny", prompt="1", n=2, max_tokens=5, echo=True)
     assert [choice.text[0] for choice in completion.choices] == ["1", "1"]
-    with pytest.raises(openai.BadRequestError, match=r"tools=.* is not supported"):
+    with pytest.raises(openai.BadRequestError, match=r"tools: .* has no argument"):
         client.chat.completions.create(**settings, tools=[{"type": "function"}])

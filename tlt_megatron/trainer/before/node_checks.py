@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tlt_megatron.config.extensions import REGISTRY, load_code, named_code
+from tlt_megatron.config.extensions import MCP, REGISTRY, load_code, named_code
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.own_layer import OWN
@@ -112,7 +112,7 @@ def _examine_inputs(config: RunConfig) -> Iterator[Check]:
             yield _look(key, _describe, [Path(each) for each in given if each])
     for key, point in REGISTRY.items():
         specs = [spec for name, spec in named_code(config) if name == key]
-        own = [spec for spec in specs if spec not in point.built_in]
+        own = [s for s in specs if s not in point.built_in and not s.startswith(MCP)]
         if own:
             yield _look(key, _load, config, key, own)
 
