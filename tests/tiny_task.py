@@ -146,20 +146,22 @@ from tlt_megatron.trainer.build_NAME import build_NAME_engine as build
 def engine(config, device, run_dir, world):
     engine = build(config, device, run_dir, world)
     generate, step = engine.generate, DrafterTrainer.step
-    marks = [run_dir / "trained 2", run_dir / "trained 1"]
+    phases, done = [*enumerate(NUM_UPDATES)], []
 
     def held(*args, **kwargs):
         groups = generate(*args, **kwargs)
-        if marks:
-            mark = marks.pop()
+        if len(done) < len(phases):
+            done.append(phases[len(done)])
+            mark, until = run_dir / f"trained {done[-1][0]}", time.monotonic() + 180
             while world.rank == 0 and not mark.exists():
+                assert time.monotonic() < until, f"the other rank trains too little: {done[-1]}"
                 time.sleep(0.001)
         return groups
 
     def marked(*args, **kwargs):
         stats = step(*args, **kwargs)
-        if stats.num_updates >= NUM_UPDATES:
-            (run_dir / f"trained {2 - len(marks)}").touch()
+        if done and stats.num_updates >= done[-1][1]:
+            (run_dir / f"trained {done[-1][0]}").touch()
         return stats
 
     engine.generate, DrafterTrainer.step = held, marked
@@ -323,10 +325,10 @@ def torchrun(num_ranks: int, *arguments: str | Path) -> list[str]:
     ]
 
 
-def patient_engine(folder: Path, name: str, num_updates: int = 0) -> str:
+def patient_engine(folder: Path, name: str, num_updates: tuple[int, ...] = (0, 0)) -> str:
     """Return the setting of an engine, embedded or sglang, that makes sure of idle time. In the
-    first two steps rank 0's rollouts end when rank 1 has trained the drafter, `num_updates` times
-    so far.
+    first steps rank 0's rollouts end when rank 1 has trained the drafter, `num_updates[i]` times
+    until then in step i. With SGLang there is nothing to train on in the first step.
     """
     path = folder / "patient_engine.py"
     path.write_text(PATIENT_ENGINE.replace("NAME", name).replace("NUM_UPDATES", str(num_updates)))

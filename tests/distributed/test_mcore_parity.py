@@ -64,11 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LAYOUTS = {
     "tp1": Layout(world=1),
-    "tp2": Layout(world=2, tensor=2),
-    "pp2": Layout(world=2, pipeline=2),
     "tp2_pp2": Layout(world=4, tensor=2, pipeline=2),
     "cp2_tp2": Layout(world=4, context=2, tensor=2),
-    "tp2_ep2": Layout(world=2, tensor=2, expert=2),
     "tp2_pp2_ep2": Layout(world=4, tensor=2, pipeline=2, expert=2),
 }
 CASES = [  # dense models have no experts to share, and a mixture shares them if tensors are cut

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from ast import literal_eval
 from pathlib import Path
 
 import psutil
@@ -86,44 +87,54 @@ def test_a_script_trains_and_generates(config: Path, tmp_path: Path) -> None:
     assert [line[3] for line in fields] == ["False", "True", "True"]
 
 
-@pytest.mark.parametrize(
-    "line, error",
-    [
-        ("Engine('no/where')", "ValueError: model='no/where': "),
-        ("Engine(MODEL, drafter='no/drafter')", "ValueError: drafter='no/drafter': "),
-        ("Engine(MODEL, strategies=['4_1'])", "ValueError: strategy='4_1': "),
-        (
-            "Engine(MODEL, strategies=['4_1_4'])",
-            "ValueError: strategy=4_1_4 needs a learned drafter",
-        ),
-        (
-            "Engine(MODEL, max_tokens=8).generate(['1234567890'], max_new_tokens=4)",
-            "prompts[0] has ",
-        ),
-        (
-            "Engine(MODEL).generate([''])",
-            "ValueError: prompts[0] has 0 tokens, and its response up to ",
-        ),
-        ("Trainer(CONFIG, reward=1.0)", "ValueError: reward=1.0: must be a function or another"),
-        ("Trainer(CONFIG, reward=locked)", "ValueError: reward=locked: uses what cannot be copied"),
-        (
-            "Trainer(CONFIG, overrides={'a.b': 1}).train()",
-            "ValueError: pretrain_rl: a={'b': 1}: unknown key",
-        ),
-        ("Trainer(CONFIG, reward=broken).train()", "Error: "),
-    ],
-)
-def test_bad_input_is_said_in_one_error(
-    config: Path, tmp_path: Path, line: str, error: str
-) -> None:
-    start = f"from tlt_megatron import Engine, Trainer\nCONFIG, MODEL = {str(config)!r}, {str(config.parent / 'model')!r}\n"
-    broken = "def broken(**arguments):\n    raise KeyError('my mistake')\n\n\n"
-    broken += "import threading\nLOCK = threading.Lock()\n\n\ndef locked(**_):\n    return LOCK.locked()\n\n\n"
-    code, lines = run_script(tmp_path, start + broken + line + "\n")
+BAD = {  # each line of a script, and the error of which it says one line
+    "Engine('no/where')": "ValueError: model='no/where': ",
+    "Engine(MODEL, drafter='no/drafter')": "ValueError: drafter='no/drafter': ",
+    "Engine(MODEL, strategies=['4_1'])": "ValueError: strategy='4_1': ",
+    "Engine(MODEL, strategies=['4_1_4'])": "ValueError: strategy=4_1_4 needs a learned drafter",
+    "Engine(MODEL, max_tokens=8).generate(['1234567890'], max_new_tokens=4)": "prompts[0] has ",
+    "Engine(MODEL).generate([''])": "prompts[0] has 0 tokens, and its response up to ",
+    "Trainer(CONFIG, reward=1.0)": "ValueError: reward=1.0: must be a function or another",
+    "Trainer(CONFIG, reward=locked)": "ValueError: reward=locked: uses what cannot be copied",
+    "Trainer(CONFIG, overrides={'a.b': 1}).train()": "ValueError: pretrain_rl: a={'b': 1}: unknown key",
+}
+BAD_SCRIPT = """
+import threading
+
+from tlt_megatron import Engine, Trainer
+
+LOCK = threading.Lock()
+
+
+def locked(**_):
+    return LOCK.locked()
+
+
+def broken(**arguments):
+    raise KeyError("my mistake")
+
+
+for line in LINES:
+    try:
+        eval(line)
+    except Exception as error:
+        print([line, f"{type(error).__name__}: {error}"])
+Trainer(CONFIG, reward=broken).train()
+"""
+
+
+def test_bad_input_is_said_in_one_error(config: Path, tmp_path: Path) -> None:
+    """Each in turn, and at last one that ends the script."""
+    given = {"CONFIG": str(config), "MODEL": str(config.parent / "model"), "LINES": [*BAD]}
+    names = "".join(f"{name} = {value!r}\n" for name, value in given.items())
+    code, lines = run_script(tmp_path, names + BAD_SCRIPT)
     assert code == 1
-    assert error in lines[-1], "\n".join(lines[-5:])
-    if "broken" in line:
-        assert "my mistake" in lines[-1]
+    found = dict(literal_eval(line) for line in lines if line.startswith("['") or line[:2] == '["')
+    assert found.keys() == BAD.keys(), "\n".join(lines[-5:])
+    for line, error in BAD.items():
+        assert error in found[line]
+    assert "Error: " in lines[-1]
+    assert "my mistake" in lines[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])

@@ -139,7 +139,7 @@ def test_a_tool_ends_in_one_line(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, names: tuple
 ) -> None:
     more = ["--format", "sglang"] if command == "export-drafter" else []
-    for seed in range(8 * len(names)):
+    for seed in range(4 * len(names)):
         rng, run_dir = random.Random(f"{command} {seed}"), tmp_path / f"run {seed}"
         shutil.copytree(trained, run_dir)
         shutil.rmtree(run_dir / "checkpoints" / "iter_0000001")
@@ -166,7 +166,7 @@ def resume(config: Path, run_dir: Path, num_ranks: int = 1) -> str:
 def test_a_resume_from_mutated_state_ends_in_one_line(
     trained: Path, config: Path, tmp_path: Path, name: str
 ) -> None:
-    for seed in range(3):
+    for seed in range(2):
         run_dir = shutil.copytree(trained, tmp_path / f"run {seed}")
         shutil.rmtree(run_dir / "checkpoints" / "iter_0000001")
         mutate_part(random.Random(f"{name} {seed}"), run_dir / NEWEST, name)
@@ -274,10 +274,8 @@ CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {  # and what a resum
         "the drafter's data starts anew: ",
     ),
     "a pipe as pointer": (_pipe(Path("checkpoints", POINTER)), "is not a regular file"),
-    "a pipe as metrics": (_pipe("metrics.jsonl"), "metrics.jsonl is not a regular file"),
     "a device as metrics": (_device("metrics.jsonl"), "metrics.jsonl is not a regular file"),
     "a device as summary": (_device("summary.json"), "summary.json is not a regular file"),
-    "a device as timeline": (_device("timeline/rank_00000.jsonl"), "is not a regular file"),
     "a pipe as timeline": (_pipe("timeline/rank_00000.jsonl"), "is not a regular file"),
 }
 

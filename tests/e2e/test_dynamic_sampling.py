@@ -92,8 +92,7 @@ def test_one_rank_draws_and_answers_what_two_ranks_do(
     assert [other[name] for name in names] == [first[name] for name in names]
 
 
-@pytest.mark.parametrize("function", ["math", "exact"])
-@pytest.mark.parametrize("metric", ["score", "acc"])
+@pytest.mark.parametrize(("function", "metric"), [("math", "score"), ("exact", "acc")])
 def test_a_punishment_makes_no_group_differ(
     config: Path, tmp_path: Path, metric: str, function: str
 ) -> None:

@@ -124,8 +124,6 @@ def test_a_download_that_fails_is_one_line_and_works_the_next_time(
     hub.fault = ""
     code, output = tlt(hub, tmp_path / "hf", *words)
     assert code == 0, output
-    code, output = tlt(hub, tmp_path / "hf", *words, offline=True)
-    assert code == 0, output
 
 
 def test_without_a_network_the_line_says_how_to_get_the_folder(

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.e2e.test_evaluation import evaluate
+from tests.e2e.test_serve import stand_in
 from tests.e2e.test_spot_run import UNEVEN, check_second_half
 from tests.tiny_task import (
     TLT,
@@ -18,14 +20,18 @@ from tests.tiny_task import (
     make_tiny_task,
     metric_rows,
     patient_engine,
+    python,
     run,
     run_ending,
 )
 from tlt_megatron.api.text_engine import Engine
+from tlt_megatron.config.load import load_config
 from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.models.own_drafter import load_own_drafter
+from tools.commands import init_run
+from tools.commands.export_drafter import export_drafter, find_drafter
 from tools.commands.saved_run import model_and_drafter
 
 pytestmark = pytest.mark.e2e
@@ -52,7 +58,7 @@ def task(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def straight(task: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps, checkpointed after each."""
     run_dir = tmp_path_factory.mktemp("straight")
-    engine = patient_engine(tmp_path_factory.mktemp("engine"), "embedded", num_updates=60)
+    engine = patient_engine(tmp_path_factory.mktemp("engine"), "embedded", (60, 60))
     kept = ("checkpoint.interval=1", "checkpoint.keep=0")
     run(2, task, run_dir, *OWN, *FEATURES[kind], engine, *kept)
     return run_dir
@@ -121,3 +127,40 @@ def test_the_commands_and_the_api_draft_with_the_exported_layer(straight: Path) 
     assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
     lengths = [length for each in drafted for length in each.accept_lengths]
     assert sum(lengths) / len(lengths) > 1
+
+
+def test_an_evaluation_drafts_with_it_and_draws_the_same(straight: Path, tmp_path: Path) -> None:
+    data = straight.parent / "rows.jsonl"
+    data.write_text('{"prompt": "e1=", "label": "5"}\n')
+    words = f"{straight} --data {data} --samples 4 --trust-run rollout.dtype=float64"
+    words += " rollout.engine=embedded"  # the run's own waits for other ranks
+    given = [*words.split(), "parallel.tensor=1", "parallel.pipeline=1"]
+    plain = evaluate(given, tmp_path / "plain")
+    drafted = evaluate([*given, "--drafter", "own"], tmp_path / "drafted")
+    assert drafted["metrics"]["avg@4"] == plain["metrics"]["avg@4"]
+    used = [load_config(tmp_path / n / "config.yaml").speculation for n in ("plain", "drafted")]
+    assert [(each.enabled, each.drafter) for each in used] == [(False, "own"), (True, "own")]
+
+
+@pytest.mark.parametrize("engine, program", [("sglang", "python"), ("vllm", "vllm")])
+def test_other_engines_serve_it(straight: Path, tmp_path: Path, engine: str, program: str) -> None:
+    """The export itself holds the drafter: a model card says how, and nothing else is exported."""
+    words = ("-m", "tlt_megatron.cli", "serve", straight, "--engine", engine)
+    done = python(*words, PATH=stand_in(program, tmp_path))
+    assert done.returncode == 0, done.stderr
+    hf = straight / "hf"
+    drafts = f"--speculative-algorithm NEXTN --speculative-draft-model-path {hf}"
+    assert (drafts if engine == "sglang" else '"method": "mtp"') in done.stdout
+    card = (hf / "README.md").read_text()
+    assert "--speculative-algorithm NEXTN --speculative-draft-model-path HF" in card
+    assert "hf_drafter" not in card
+    with pytest.raises(ValueError, match=r"is the MTP layer of a policy: hf/ of its run holds it"):
+        export_drafter(find_drafter(straight), tmp_path / "out", engine)
+
+
+def test_init_says_that_there_is_one(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--model", task.parent / "model", "--data", task.parent / "train.jsonl")
+    init_run.main([*map(str, given), "--gpus", "0", "--out", str(tmp_path / "new")])
+    assert "MTP layer, a trained drafter: speculation.drafter=own" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.mcore_policy import check_same_bits, load_hf
+from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import make_tiny_task, metric_rows, run, run_ending, weights
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.prompts import PromptSampler, load_prompts
@@ -79,6 +81,17 @@ def _by_torch(config: Path, num_steps: int) -> list[float]:
     return losses
 
 
+def test_experts_equal_a_plain_loop_of_torch(task: Path, tmp_path: Path) -> None:
+    """Two ranks that share the experts of a mixture."""
+    shutil.copytree(task.parent, tmp_path / "task")
+    model = tmp_path / "task" / "model"
+    make_tiny_hf(model, "qwen3_moe", vocab_size=48, eos_token_id=1, pad_token_id=0)
+    short = ("optimizer.eps=1e-6", "run.num_steps=5", "data.eval=", f"model.path={model}")
+    run(2, task, tmp_path / "run", *SFT, "parallel.expert=2", *short)
+    found = [row["sft/loss"] for row in metric_rows(tmp_path / "run")]
+    assert found == pytest.approx(_by_torch(tmp_path / "task" / "config.yaml", 5), rel=1e-5)
+
+
 def test_twenty_steps_equal_a_plain_loop_of_torch(task: Path, tmp_path: Path) -> None:
     run(1, task, tmp_path, *SFT, "optimizer.eps=1e-6", "run.num_steps=20")
     rows = metric_rows(tmp_path)
@@ -93,8 +106,7 @@ def test_twenty_steps_equal_a_plain_loop_of_torch(task: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "layout",
     [
-        (2, "parallel.pipeline=2"),
-        (2, "parallel.tensor=2", "mcore.recompute=full"),
+        (2, "parallel.pipeline=2", "mcore.recompute=full"),
         (2, "model.lora_rank=4", "algorithm.num_minibatches=2"),
         (2, "parallel.context=2"),
     ],

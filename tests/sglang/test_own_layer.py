@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.sglang.rollouts import (
     SAMPLED,
@@ -21,13 +23,15 @@ from tests.sglang.rollouts import (
     token_lists,
     train_own_layer,
 )
+from tests.sglang.test_training import DRAFTING, check_same, run
 from tests.tiny_models import change_json, make_tiny_hf
-from tlt_megatron.config.own_layer import OWN
+from tests.tiny_task import make_tiny_task, patient_engine
+from tlt_megatron.config.own_layer import OWN, own_names
 from tlt_megatron.engines.sglang.connection import TARGET
 from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
-from tlt_megatron.models.own_drafter import load_own_drafter
+from tlt_megatron.models.own_drafter import load_own_drafter, own_tensors
 
 # SGLang pads experts to multiples of 32 on a CPU.
 SIZES = {"vocab_size": 48, "moe_intermediate_size": 64, "intermediate_size": 192}
@@ -42,12 +46,20 @@ STRATEGY = "3_1_3"
 
 
 @pytest.fixture(scope="module", params=["mimo", "glm4_moe"])
-def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = SIZES if request.param == "glm4_moe" else {"vocab_size": 48}
-    path = make_tiny_hf(
-        tmp_path_factory.mktemp("policy"), request.param, num_layers=2, has_mtp=True, **sizes
-    )
-    if request.param == "mimo":
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def policy(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"), kind)
+
+
+def make_policy(path: Path, kind: str, **config: int) -> Path:
+    """A policy with a trained layer, which SGLang reads."""
+    sizes = SIZES if kind == "glm4_moe" else {"vocab_size": 48, "intermediate_size": 192}
+    make_tiny_hf(path, kind, num_layers=2, has_mtp=True, **sizes, **config)
+    if kind == "mimo":
         (path / "configuration_mimo.py").write_text(CODE)
         change_json(path / "config.json", auto_map={"AutoConfig": "configuration_mimo.MiMoConfig"})
     train_own_layer(path)
@@ -89,3 +101,29 @@ def test_an_update_reaches_the_layer_alone_and_drops_what_it_had_cached(
     assert mean_accept_length(wrong) < mean_accept_length(before) - 0.05
     assert mean_accept_length(again) == pytest.approx(mean_accept_length(before), rel=0.01)
     assert engine.checksum(TARGET) == target
+
+
+def test_a_run_trains_it_exports_it_and_is_the_embedded_engines_plain_run(
+    kind: str, tmp_path: Path
+) -> None:
+    """Each load of either model is compared with its checksum, or the run ends. So the exported
+    layer is the one with which SGLang drafted last.
+    """
+    config = make_tiny_task(tmp_path / "task", kind=kind, has_mtp=True)
+    model = make_policy(config.parent / "model", kind, eos_token_id=1, pad_token_id=0)
+    run(config, tmp_path / "embedded")
+    own = ("speculation.drafter=own", "drafter.algorithm=hass", "drafter.lr=0.005")
+    engine = patient_engine(tmp_path, "sglang", (0, 60, 61))  # trained, then measured
+    trusted = 'sglang.engine_args={"trust_remote_code": true}'
+    run(config, tmp_path / "sglang", engine, *DRAFTING, *own, trusted)
+    rows = check_same(tmp_path / "sglang", tmp_path / "embedded")
+    assert all(row["rollout/spec_accept_length"] > 1.0 for row in rows)
+    assert rows[-1]["drafter/version"] >= 1
+    exported, policy = HfReader(tmp_path / "sglang" / "hf"), load_model_config(model)
+    assert exported.names() == HfReader(model).names()
+    published = load_file(tmp_path / "sglang" / "drafter" / "model.safetensors")
+    for name, tensor in own_tensors(published, policy):
+        assert torch.equal(exported[name], tensor), name
+    source = HfReader(model)
+    name = own_names(policy)["fc.weight"]
+    assert not torch.equal(exported[name], source[name])

@@ -84,6 +84,17 @@ def run(config: Path, run_dir: Path, *arguments: str, num_ranks: int = 2) -> Non
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
 
 
+def run_both(config: Path, folder: Path, *settings: str, num_ranks: int = 2) -> None:
+    """Runs with each engine below `folder`, at the same time."""
+    engines = {"embedded": (), "sglang": SGLANG}
+
+    def run_with(name: str) -> None:
+        run(config, folder / name, *settings, *engines[name], num_ranks=num_ranks)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(run_with, engines))  # raises what a run has raised
+
+
 def steps(run_dir: Path) -> list[dict]:
     return [row for row in metric_rows(run_dir) if "actor/pg_loss" in row]
 
@@ -116,6 +127,16 @@ def test_one_engine_over_two_ranks_gives_the_same_run(
     check_same(tmp_path, embedded)
 
 
+def test_rollouts_with_adapters_are_those_of_the_embedded_engine(
+    config: Path, tmp_path: Path
+) -> None:
+    """Both engines get the merged weights of all steps."""
+    lora = ("model.lora_rank=4", "optimizer.lr=0.01", "parallel.tensor=2")
+    run_both(config, tmp_path, *lora)
+    check_same(tmp_path / "sglang", tmp_path / "embedded")
+    assert (tmp_path / "sglang" / "hf_adapter" / "adapter_model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("name", ["partial", "turns", "class"])
 def test_responses_in_parts_are_those_of_the_embedded_engine(
     short: Path, tmp_path: Path, name: str
@@ -130,13 +151,7 @@ def test_responses_in_parts_are_those_of_the_embedded_engine(
         "turns": (*TURNS, environment),
         "class": own.replace("{task}", str(short.parent)).split(),
     }[name]
-    engines = {"embedded": (), "sglang": SGLANG}
-
-    def run_with(name: str) -> None:
-        run(short, tmp_path / name, *settings, *engines[name], num_ranks=1)
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(run_with, engines))  # raises what a run has raised
+    run_both(short, tmp_path, *settings, num_ranks=1)
     check_same(tmp_path / "sglang", tmp_path / "embedded")
     found = rollouts(tmp_path / "sglang")
     if name == "partial":
@@ -149,7 +164,7 @@ def test_responses_in_parts_are_those_of_the_embedded_engine(
                 (row["turn_lengths"], row["turn_rewards"], row["end"])
                 for row in rollouts(tmp_path / e)
             ]
-            for e in engines
+            for e in ("embedded", "sglang")
         ]
         assert credits[0] == credits[1]
         assert len({reward for _, rewards, _ in credits[0] for reward in rewards}) > 2

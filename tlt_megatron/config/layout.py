@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from tlt_megatron.config.experts_shape import ExpertsConfig
 from tlt_megatron.config.mcore_fields import layers_of_stages
 from tlt_megatron.config.model_shape import ModelConfig, load_model_config
-from tlt_megatron.config.policy_sections import LORA_TARGETS
 from tlt_megatron.config.ranges import require, require_divides
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.config.strategy import SpeculationStrategy
@@ -40,10 +39,6 @@ def check_layout(config: RunConfig, world_size: int) -> None:
     else:
         if rollout.engine == "sglang":
             _check_sglang_experts(config, policy, policy.experts)
-        attention = LORA_TARGETS[:4]
-        is_trained = not config.model.lora_rank or {*config.model.lora_targets} <= {*attention}
-        rule = f"some of {', '.join(attention)}, because {config.model.path} has experts"
-        config.model.require(is_trained, "lora_targets", rule)
     for path in config.layout_paths:
         _check_cuts(config, path)
         slack = sglang_slack(config) if path == config.model.path else 0

@@ -276,7 +276,8 @@ class McoreSection(Section):
     micro_batch_tokens: PositiveInt = 8192  # at most, in one pack; a longer sequence gets its own
     # activation recompute
     recompute: Annotated[str, one_of("none", "selective", "full")] = "none"
-    # During rollouts gradient buffers are freed and, on a GPU, optimizer state moves to host memory
+    # During rollouts gradient buffers are freed and, on a GPU, optimizer state and the frozen
+    # weights of LoRA move to host memory
     offload_in_rollouts: bool = False
     transformer: dict[str, Any] = field(default_factory=dict)  # such as attention_softmax_in_fp32
 

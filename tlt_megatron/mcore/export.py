@@ -41,30 +41,32 @@ if TYPE_CHECKING:
 
 
 def iter_hf_weights(
-    stage: Sequence[GPTModel], config: ModelConfig, groups: ProcessGroups
+    stage: Sequence[GPTModel],
+    config: ModelConfig,
+    groups: ProcessGroups,
+    device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the policy under its Hugging Face name, in layer order, on the model's
-    device.
+    """Yield every tensor of the policy under its Hugging Face name, in layer order, on `device`.
 
     Every step is a collective: all ranks must run the iterator to its end. The tensors are copies
-    in the model's dtype. A tied output layer is not exported.
+    in the model's dtype. A tied output layer is not exported. Frozen weights may be in host memory.
     """
     parameters = [named_tensors(chunk) for chunk in stage]
     adapted = [dict(adapted_linears([chunk])) for chunk in stage]
-    first = next(stage[0].parameters())
+    policy_dtype = next(stage[0].parameters()).dtype
     sent: _Sent | None = None
     for owner, chunk, rows_of_ranks in _blocks(stage, config, groups):
         has_experts = rows_of_ranks[0][0].is_expert
         group = groups.ep if has_experts else groups.tp
         rows = rows_of_ranks[group.rank if has_experts else 0]
-        dtype = torch.float32 if rows[0].is_float32 else first.dtype
+        dtype = torch.float32 if rows[0].is_float32 else policy_dtype
         num_elements = sum(shard_shape(row, config, groups.tp.size).numel() for row in rows)
         if owner == groups.pp.rank:
-            own = (_current(row, parameters[chunk], adapted[chunk]) for row in rows)
+            own = (_current(row, parameters[chunk], adapted[chunk]).to(device) for row in rows)
             flat = torch.cat([parameter.detach().flatten() for parameter in own])  # a copy
             assert (flat.dtype, flat.numel()) == (dtype, num_elements), rows[0].mcore_names
         else:
-            flat = torch.empty(num_elements, dtype=dtype, device=first.device)
+            flat = torch.empty(num_elements, dtype=dtype, device=device)
         following = _Sent(rows_of_ranks, flat, group, _send(flat, owner, groups.pp))
         if sent is not None:
             yield from sent.tensors(config, groups.tp.size)
@@ -78,7 +80,7 @@ def _current(
     row: Row, parameters: Mapping[str, Tensor], adapted: Mapping[str, AdaptedLinear]
 ) -> Tensor:
     """Return the parameter of `row` as a pass uses it, with its adapters."""
-    linear = adapted.get(row.mcore_names[-1].removesuffix(".weight"))
+    linear = adapted.get(row.mcore_names[0].removesuffix(".weight"))
     return find_parameter(row, parameters) if linear is None else linear.merged_weight()
 
 

@@ -22,7 +22,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tlt_megatron.config.policy_sections import ModelSection
-from tlt_megatron.mcore.weight_map import Layout, Row, chunk_layers, fuse, hf_shapes, layer_rows
+from tlt_megatron.mcore.weight_map import (
+    Layout,
+    Row,
+    chunk_layers,
+    expert_rows,
+    fuse,
+    hf_shapes,
+    layer_rows,
+    num_local_experts,
+)
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import ProcessGroups
@@ -38,7 +47,8 @@ class AdaptedLinear(nn.Module):
 
     `lora_a` has A [r, in] of each projection, `lora_b` has B [out, r]. Tensor parallelism cuts
     `out` of a column-parallel linear and `in` of a row-parallel one, as it cuts the weight. The
-    other factor is the same on every rank, and its gradient is the sum over the ranks.
+    other factor is the same on every rank, and its gradient is the sum over the ranks. An expert is
+    whole on one rank of the expert-parallel group, and so are its factors.
     """
 
     lora_a: nn.ParameterDict
@@ -55,17 +65,23 @@ class AdaptedLinear(nn.Module):
         """Return the name of the factor that tensor parallelism cuts."""
         return A if self._row.layout is Layout.COLUMNS else B
 
+    @property
+    def is_expert(self) -> bool:
+        return self._row.is_expert
+
     def merged_weight(self) -> Tensor:
         """Return this rank's shard of W + alpha / r * B A, in the dtype of W."""
         weight = self._parameters["weight"]
         assert weight is not None
+        device = next(self.lora_a.parameters()).device
         changes = [
             self.lora_b[name] @ self.lora_a[name]
             if name in self.lora_a
-            else weight.new_zeros(size, weight.size(1))
+            else weight.new_zeros(size, weight.size(1), device=device)
             for name, size in self._out_sizes.items()
         ]
-        return weight.add(fuse(self._row, changes, self._num_kv_heads), alpha=self._scale)
+        change = fuse(self._row, changes, self._num_kv_heads)
+        return weight.to(change.device).add(change, alpha=self._scale)  # it may be away
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the linear of Megatron with the merged weight."""
@@ -110,7 +126,11 @@ class AdaptedLinear(nn.Module):
             prefix,
             cut,
             sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),  # pyright: ignore[reportArgumentType]
+            tp_group=(
+                parallel_state.get_expert_tensor_parallel_group()
+                if self.is_expert
+                else parallel_state.get_tensor_model_parallel_group()
+            ),  # pyright: ignore[reportArgumentType]
             dp_cp_group=metadata["dp_cp_group"],
         )
 
@@ -126,8 +146,11 @@ def add_adapters(
     for chunk in stage:
         chunk.requires_grad_(False)
         for local_index, layer in enumerate(chunk_layers(chunk)):
-            for row in layer_rows(config, local_index, layer):
-                name, _, kind = row.mcore_names[-1].rpartition(".")
+            rows = layer_rows(config, local_index, layer)
+            for expert in range(num_local_experts(config, layer, groups.ep)):
+                rows += expert_rows(config, local_index, layer, expert, groups.ep, groups.ep.rank)
+            for row in rows:
+                name, _, kind = row.mcore_names[0].rpartition(".")
                 hf_names = {hf_name.split(".")[-2]: hf_name for hf_name in row.hf_names}
                 if kind == "weight" and not hf_names.keys().isdisjoint(section.lora_targets):
                     _adapt(chunk.get_submodule(name), row, hf_names, config, section, groups)
@@ -144,13 +167,14 @@ def _adapt(
     section: ModelSection,
     groups: ProcessGroups,
 ) -> None:
-    weight, rank, tp = linear.weight, section.lora_rank, groups.tp
+    weight, rank = linear.weight, section.lora_rank
     assert isinstance(weight, Tensor)
+    tp_rank, tp_size = (0, 1) if row.is_expert else (groups.tp.rank, groups.tp.size)
     kind = type(linear)
     linear.__class__ = type(f"Adapted{kind.__name__}", (AdaptedLinear, kind), {})
     assert isinstance(linear, AdaptedLinear)
     linear.is_on, linear._row, linear._scale = True, row, section.lora_alpha / rank
-    linear._num_kv_heads = config.num_kv_heads // tp.size
+    linear._num_kv_heads = config.num_kv_heads // tp_size
     linear.hf_names = {name: hf_names[name] for name in hf_names if name in section.lora_targets}
     linear.lora_a, linear.lora_b = nn.ParameterDict(), nn.ParameterDict()
     cuts_in = linear.sharded_factor == A
@@ -158,22 +182,25 @@ def _adapt(
     for (name, hf_name), (num_out, num_in) in zip(
         hf_names.items(), hf_shapes(row, config), strict=True
     ):
-        out_sizes[name] = num_out if cuts_in else num_out // tp.size
+        out_sizes[name] = num_out if cuts_in else num_out // tp_size
         if name not in linear.hf_names:
             continue
         bound = 1 / math.sqrt(num_in)  # as PEFT
         generator = torch.Generator().manual_seed(zlib.crc32(hf_name.encode()))
         whole = torch.empty(rank, num_in).uniform_(-bound, bound, generator=generator)
-        lora_a = whole.chunk(tp.size, dim=1)[tp.rank] if cuts_in else whole
-        linear.lora_a[name] = _parameter(lora_a.to(weight), is_cut=cuts_in, dim=1, groups=groups)
+        lora_a = whole.chunk(tp_size, dim=1)[tp_rank] if cuts_in else whole
         lora_b = weight.new_zeros(out_sizes[name], rank)
-        linear.lora_b[name] = _parameter(lora_b, is_cut=not cuts_in, dim=0, groups=groups)
+        # No two tensor-parallel ranks have the same expert: all of it counts as cut.
+        is_cut = {A: cuts_in or row.is_expert, B: not cuts_in or row.is_expert}
+        linear.lora_a[name] = _parameter(lora_a.to(weight), weight, is_cut=is_cut[A], dim=1)
+        linear.lora_b[name] = _parameter(lora_b, weight, is_cut=is_cut[B], dim=0)
     linear._out_sizes = out_sizes
 
 
-def _parameter(value: Tensor, *, is_cut: bool, dim: int, groups: ProcessGroups) -> nn.Parameter:
+def _parameter(value: Tensor, weight: Tensor, *, is_cut: bool, dim: int) -> nn.Parameter:
     """Return a parameter with Megatron's marks: for the gradient norm, which counts a cut tensor
-    on every rank, or for "sum my gradient over the tensor-parallel ranks".
+    on every rank, or for "sum my gradient over the tensor-parallel ranks". An expert's
+    gradient is not summed over the expert-parallel ranks, as its `weight` says.
     """
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
@@ -181,7 +208,8 @@ def _parameter(value: Tensor, *, is_cut: bool, dim: int, groups: ProcessGroups) 
     if is_cut:
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
     else:
-        vars(parameter)["sequence_parallel"] = groups.tp.size > 1
+        vars(parameter)["sequence_parallel"] = True  # without effect on a single rank
+    vars(parameter)["allreduce"] = getattr(weight, "allreduce", True)
     return parameter
 
 
@@ -229,7 +257,8 @@ def gather_adapters(stage: Sequence[GPTModel], groups: ProcessGroups) -> dict[st
     own: dict[str, tuple[int | None, Tensor]] = {}  # with the axis that is cut
     for _, linear in adapted_linears(stage):
         for factor, axis, suffix in ((A, 1, "lora_A"), (B, 0, "lora_B")):
-            cut = axis if factor == linear.sharded_factor else None
+            is_cut = factor == linear.sharded_factor and not linear.is_expert
+            cut = axis if is_cut else None
             for name, value in getattr(linear, factor).items():
                 module = linear.hf_names[name].removesuffix(".weight")
                 key = f"base_model.model.{module}.{suffix}.weight"
@@ -239,5 +268,7 @@ def gather_adapters(stage: Sequence[GPTModel], groups: ProcessGroups) -> dict[st
         key: value if axis is None else torch.cat([shard[key][1] for shard in shards], dim=axis)
         for key, (axis, value) in own.items()
     }
-    stages = gather_objects(whole, groups.pp)
-    return {key: value for part in stages for key, value in part.items()}
+    for group in (groups.ep, groups.pp):
+        parts = gather_objects(whole, group)
+        whole = {key: value for part in parts for key, value in part.items()}
+    return whole

@@ -70,22 +70,27 @@ class Sharding:
 
     def trained_parameters(self, sizes: ModelSizes) -> int:
         """Return the number of these parameters that have gradients, or of the adapters."""
-        rank, targets = self.model.lora_rank, self.model.lora_targets
-        if not rank:
-            return self.parameters(sizes)
-        num_layers = max(len(layers) for layers in self._stages(sizes))
-        return num_layers * sizes.adapters(targets, rank, self.parallel.tensor)
+        return sum(self._trained(sizes))
 
     def optimizer_parameters(self, sizes: ModelSizes) -> int:
         """Return the number of trained parameters whose optimizer state is on one rank.
 
         Experts have copies on fewer ranks than the rest, and share their state with those alone.
         """
-        if self.model.lora_rank:
-            return self.trained_parameters(sizes) // self.num_copies
-        dense, experts = self._cut_parameters(sizes)
+        dense, experts = self._trained(sizes)
         num_ranks = self.parallel.tensor * self.num_copies  # in a stage
         return dense // self.num_copies + experts * self.parallel.expert // num_ranks
+
+    def _trained(self, sizes: ModelSizes) -> tuple[int, int]:
+        """Return (other parameters, experts) with gradients of a rank of the fullest stage."""
+        rank, targets = self.model.lora_rank, self.model.lora_targets
+        if not rank:
+            return self._cut_parameters(sizes)
+        stages = [
+            sizes.adapters(layers, targets, rank, self.parallel.tensor)
+            for layers in self._stages(sizes)
+        ]
+        return max(((d, experts // self.parallel.expert) for d, experts in stages), key=sum)
 
     def _cut_parameters(self, sizes: ModelSizes) -> tuple[int, int]:
         """Return (other parameters, experts) of a rank of the fullest stage.
@@ -108,8 +113,8 @@ class Sharding:
         item, rank = self.item_bytes, self.model.lora_rank
         own = self.trained_parameters(sizes)
         share = own * item + self.optimizer_parameters(sizes) * _STATE_BYTES
-        total = sizes.num_layers * sizes.adapters(self.model.lora_targets, rank)
-        return (total if rank else sizes.total) * (item + _STATE_BYTES), share
+        adapters = sizes.adapters(range(sizes.num_layers), self.model.lora_targets, rank)
+        return (sum(adapters) if rank else sizes.total) * (item + _STATE_BYTES), share
 
     def pass_bytes(self, sizes: ModelSizes, num_tokens: int) -> tuple[int, int]:
         """Return the bytes of activations and of logits on the fullest stage.
@@ -224,6 +229,7 @@ def policy_claims(
     # With mcore.offload_in_rollouts, the optimizer of a model is in host memory while the other
     # model updates. On a CPU it stays where it is.
     offloads, moves = mcore.offload_in_rollouts, mcore.offload_in_rollouts and is_cuda
+    is_away = moves and has_adapters  # the frozen weights in rollouts
     update, learns = {Phase.UPDATE}, {Phase.START, Phase.UPDATE}
     outside = ALL_PHASES - update
 
@@ -260,7 +266,7 @@ def policy_claims(
     micro_batch = f"mcore.micro_batch_tokens={mcore.micro_batch_tokens}"
     recompute = f"{micro_batch} or mcore.recompute={mcore.recompute!r}"
     return [
-        MemoryClaim("policy", own[0] * item, lower=layout),
+        MemoryClaim("policy", own[0] * item, learns if is_away else ALL_PHASES, lower=layout),
         MemoryClaim("adapters", trained[0] * item * has_adapters, lower="model.lora_rank"),
         MemoryClaim("critic", sum(own[1:]) * item, lower=layout),
         MemoryClaim(
@@ -286,6 +292,7 @@ def policy_claims(
             in_host=is_cuda,
             lower="algorithm.kl_coef",
         ),
+        MemoryClaim("policy, offloaded", own[0] * item * is_away, in_host=True, lower=offload),
         MemoryClaim("optimizer, offloaded", away, outside, in_host=True, lower=offload),
         MemoryClaim("critic's, offloaded", critic_away, in_host=True, lower=offload),
     ]

@@ -83,6 +83,7 @@ def build_stage(
     dtype: torch.dtype,
     device: Device,
     has_value_head: bool = False,
+    experts_apart: bool = False,
 ) -> list[GPTModel]:
     """Build this rank's pipeline stage: the embedding on the first, the output layer on the last.
 
@@ -90,12 +91,14 @@ def build_stage(
 
     Needs `initialize_model_parallel`. Every rank must call it. The output [B, T, V / tp] is this
     rank's shard of the vocabulary; with `has_value_head` it is one value per position, [B, T, 1],
-    and the embedding is not tied. ValueError for a setting or a model that Megatron cannot
+    and the embedding is not tied. With `experts_apart` every expert has linears of its own, where a
+    GPU would compute all of them at once. ValueError for a setting or a model that Megatron cannot
     represent.
     """
     transformer = transformer_config(
         config, parallel=parallel, section=section, dtype=dtype, device=device
     )
+    transformer.moe_grouped_gemm &= not experts_apart
     chunks = [None] if parallel.virtual_size is None else range(parallel.virtual_pipeline)
     return [
         _build_chunk(config, transformer, chunk, has_value_head).to(device.torch_device)

@@ -93,7 +93,8 @@ class McorePolicyModel(TrainedModel):
         self._second.copy_from(self._stage)
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return iter_hf_weights(self._stage, self._config, self._groups)
+        device = self._device.torch_device
+        return iter_hf_weights(self._stage, self._config, self._groups, device)
 
     def gather_adapters(self) -> dict[str, Tensor]:
         """See PolicyModel."""
@@ -105,6 +106,7 @@ class McorePolicyModel(TrainedModel):
         temperature: float,
         replay: RoutingReplay | None = None,
     ) -> list[TokenLogprobs]:
+        self._move_frozen(self._device.torch_device)  # until the update is done
         predict = label_logprobs(temperature, self._groups)
         return run_forward(self._model, micro_batches, predict, TokenLogprobs, self._groups, replay)
 

@@ -65,6 +65,7 @@ class TrainedModel:
             dtype=dtype,
             device=device,
             has_value_head=self._has_value_head,
+            experts_apart=model.lora_rank > 0,
         )
         wrapped: list[torch.nn.Module] = [*self._stage]
         if dtype != torch.float32:
@@ -101,12 +102,14 @@ class TrainedModel:
         if self._offloads and not self._is_away:
             self._is_away = True
             self._optimizer.offload(self._device.is_cuda)
+            self._move_frozen("cpu")
         self._device.release_cached()
 
     def enter_device(self) -> None:
         if self._is_away:
             self._is_away = False
             self._optimizer.reload(self._device.is_cuda)
+            self._move_frozen(self._device.torch_device)
 
     def save(self, path: Path) -> None:
         save_checkpoint(path, self._stage, self._optimizer, self._groups)
@@ -123,6 +126,12 @@ class TrainedModel:
         if was_away:
             self.leave_device()
         self._device.release_cached()
+
+    def _move_frozen(self, place: torch.device | str) -> None:
+        """Move the weights that have no gradient, beside adapters. Their export works from both."""
+        for parameter in self._parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(place)
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         return chain.from_iterable(chunk.parameters() for chunk in self._stage)

@@ -26,9 +26,12 @@ class ModelSizes:
         # A mixture has layers with experts: the sizes of all their experts, and of the rest.
         self.sparse_layers = frozenset(c.experts.layers if c.experts else ())
         self.experts = rest_of_mlp = self.num_routed = 0
+        self.num_experts = self.expert_ffn = self.shared_ffn = 0
         self.active_ffn = self.ffn  # the most that one token uses in a layer
         if c.experts:
             self.num_routed = c.experts.num_per_token
+            self.num_experts, self.expert_ffn = c.experts.num_experts, c.experts.ffn_size
+            self.shared_ffn = c.experts.shared_ffn_size
             sparse_ffn = self.num_routed * c.experts.ffn_size + c.experts.shared_ffn_size
             is_mixed = len(self.sparse_layers) < self.num_layers
             self.active_ffn = max(sparse_ffn, self.ffn) if is_mixed else sparse_ffn
@@ -46,16 +49,24 @@ class ModelSizes:
         self.total = self.matrices + self.num_layers * rest
         self.total += self.num_tables * self.table + self.hidden
 
-    def adapters(self, targets: Collection[str], rank: int, tp: int = 1) -> int:
-        """Return the parameters of LoRA in one layer on one of `tp` tensor-parallel ranks.
+    def adapters(
+        self, layers: Collection[int], targets: Collection[str], rank: int, tp: int = 1
+    ) -> tuple[int, int]:
+        """Return the parameters of LoRA in `layers`: on one of `tp` tensor-parallel ranks, and of
+        the routed experts, on all ranks.
 
         Column-parallel projections have a part of B on a rank, row-parallel ones a part of A.
         """
-        column = {"q_proj": self.query, "k_proj": self.kv // 2, "v_proj": self.kv // 2}
-        column |= {"gate_proj": self.ffn, "up_proj": self.ffn}
-        row = {"o_proj": self.query, "down_proj": self.ffn}
-        rows = sum(self.hidden + n // tp for name, n in (column | row).items() if name in targets)
-        return rank * rows
+        sizes = {"q_proj": self.query, "o_proj": self.query}
+        sizes |= {"k_proj": self.kv // 2, "v_proj": self.kv // 2}
+        attention = sum(self.hidden + n // tp for name, n in sizes.items() if name in targets)
+        num_mlp = len({"gate_proj", "up_proj", "down_proj"}.intersection(targets))
+        num_sparse = len(self.sparse_layers.intersection(layers))
+        dense = (len(layers) - num_sparse) * num_mlp * (self.hidden + self.ffn // tp)
+        if self.shared_ffn:
+            dense += num_sparse * num_mlp * (self.hidden + self.shared_ffn // tp)
+        experts = num_sparse * self.num_experts * num_mlp * (self.hidden + self.expert_ffn)
+        return rank * (len(layers) * attention + dense), rank * experts
 
     @property
     def vocab(self) -> int:

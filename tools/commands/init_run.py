@@ -135,8 +135,7 @@ def _fit(
     gpu = Device(torch_device=torch.device("cuda", 0), backend="gloo")  # nothing communicates
     free_bytes = (options.gpu_memory - 1) << 30  # the driver takes some of it
     problem = ""
-    trained: list[dict[str, Any]] = [{}] if model.experts else [{}, LORA]
-    for changes, pipeline, tensor in itertools.product(trained, (1, 2, 4, 8), (1, 2, 4, 8)):
+    for changes, pipeline, tensor in itertools.product(({}, LORA), (1, 2, 4, 8), (1, 2, 4, 8)):
         found = _with_layout(settings, model, options, tensor=tensor, pipeline=pipeline)
         for section, keys in changes.items():
             found[section] |= keys

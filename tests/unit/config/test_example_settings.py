@@ -33,20 +33,26 @@ def write_example(
 
 
 @pytest.mark.parametrize(
-    "name, sizes, world_size, free_gib",
+    "name, sizes, world_size, free_gib, overrides",
     [
-        ("qwen2_5_7b_8gpu", QWEN_7B, 8, 79),
-        ("qwen2_5_7b_lora_1gpu", QWEN_7B, 1, 79),
-        ("qwen3_1_7b_1gpu", QWEN_1_7B, 1, 79),
-        ("qwen2_5_32b_slurm", QWEN_32B, 32, 79),
-        ("qwen3_30b_a3b_slurm", QWEN_30B_A3B, 16, 79),
-        ("qwen3_235b_a22b_slurm", QWEN_235B_A22B, 64, 140),
+        ("qwen2_5_7b_8gpu", QWEN_7B, 8, 79, ()),
+        ("qwen2_5_7b_lora_1gpu", QWEN_7B, 1, 79, ()),
+        ("qwen3_1_7b_1gpu", QWEN_1_7B, 1, 79, ()),
+        ("qwen2_5_32b_slurm", QWEN_32B, 32, 79, ()),
+        ("qwen3_30b_a3b_slurm", QWEN_30B_A3B, 16, 79, ()),
+        ("qwen3_30b_a3b_slurm", QWEN_30B_A3B, 8, 79, ("model.lora_rank=32",)),
+        ("qwen3_235b_a22b_slurm", QWEN_235B_A22B, 64, 140, ()),
     ],
 )
 def test_a_cluster_example_fits(
-    tmp_path: Path, name: str, sizes: dict[str, Any], world_size: int, free_gib: int
+    tmp_path: Path,
+    name: str,
+    sizes: dict[str, Any],
+    world_size: int,
+    free_gib: int,
+    overrides: tuple[str, ...],
 ) -> None:
-    config, gpu = write_example(tmp_path, EXAMPLES / f"{name}.yaml", sizes)
+    config, gpu = write_example(tmp_path, EXAMPLES / f"{name}.yaml", sizes, *overrides)
     check_layout(config, world_size)
     ledger = make_ledger(config, world_size, gpu)
     ledger.check(free_gib << 30)

@@ -82,7 +82,6 @@ def test_layouts_that_fit_are_allowed(
         ("parallel.tensor=2", 2, {"vocab_size": 511}, "parallel.tensor=2 does not divide vocab_size=511"),
         ("parallel.tensor=2", 2, {"intermediate_size": 161}, "parallel.tensor=2 does not divide intermediate_size=161"),
         ("parallel.expert=2", 2, {}, "parallel.expert=2 does not divide num_experts=1 of"),
-        ("model.lora_rank=4", 1, MIXTURE, r"model.lora_targets=\['q_proj', .*: must be some of q_proj, k_proj, v_proj, o_proj, because .* has experts"),
         ("parallel.expert=3", 3, MIXTURE, "parallel.expert=3 does not divide num_experts=8 of"),
         ("parallel.expert=4 parallel.pipeline=2", 4, MIXTURE, "parallel.expert=4 does not divide the 2 ranks of a pipeline stage"),
         (

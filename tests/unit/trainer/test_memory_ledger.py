@@ -61,6 +61,7 @@ def test_a_second_model_is_on_the_device_in_its_passes_alone(tmp_path: Path) -> 
 
 
 KV_SLOT = 2 * (2 * 4 * 128 * 28 + 1)  # keys and values of a token in all layers
+ADAPTERS = 32 * 28 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))  # of rank 32
 SGLANG = 'rollout.engine=sglang sglang.engine_args={"tp_size":4}'
 SMALL = "rollout.num_prompts=1 rollout.num_samples=2 data.max_prompt_tokens=512 rollout.max_new_tokens=512"
 MLP_AGAIN = 'mcore.recompute=selective mcore.transformer={"recompute_modules":["mlp"]}'
@@ -95,6 +96,8 @@ TAPPED = (
         (SMALL, 1, "activations", 2 * 1024 * 28 * KEPT * 2),  # less than a micro-batch
         (SMALL, 1, "logits", 2 * 1024 * 152064 * 4),
         ("algorithm.kl_coef=0.1", 1, "reference policy", TOTAL * 2),
+        ("model.lora_rank=32", 1, "adapters", 2 * ADAPTERS),
+        ("model.lora_rank=32", 8, "optimizer", 12 * ADAPTERS / 8),
         (f"{FOLLOWS} parallel.tensor=2", 2, "second model, away", TOTAL * 2 / 2),
         (SGLANG, 4, "engine weights", TOTAL * 2 / 4),
         (SGLANG, 4, "engine KV", 102400 * 1024 * 28 * 2 / 4),
@@ -189,6 +192,32 @@ def test_experts_are_counted_where_they_are(tmp_path: Path) -> None:
     assert claim(ledger, "gradients") == pytest.approx(4 * own, rel=1e-3)
     # the rest has a copy on each of 4 data-parallel ranks, an expert on 2
     assert claim(ledger, "optimizer") == pytest.approx(12 * sizes.total / 16, rel=1e-3)
+
+
+def test_adapters_of_experts_are_counted_where_they_are(tmp_path: Path) -> None:
+    words = "parallel.tensor=4 parallel.expert=8 model.lora_rank=8"
+    ledger = ledger_of(tmp_path, words, 16, model=QWEN_30B_A3B)
+    attention = 2 * (2048 + 4096 // 4) + 2 * (2048 + 512 // 4)
+    experts = 128 // 8 * 3 * (2048 + 768)
+    assert claim(ledger, "adapters") == 2 * 8 * 48 * (attention + experts)
+    assert claim(ledger, "optimizer") == 12 * 8 * 48 * (attention // 4 + experts // 2)
+    shared = ledger_of(
+        tmp_path, "parallel.tensor=4 parallel.expert=8 model.lora_rank=8", 16, model=GLM_AIR
+    )
+    mlp = 10944 // 4 + 4096 + 45 * (4096 + 1408 // 4)  # one dense layer, 45 with a shared expert
+    experts = 45 * 128 // 8 * (4096 + 1408)
+    attention = 46 * (2 * (4096 + 96 * 128 // 4) + 2 * (4096 + 8 * 128 // 4))
+    assert claim(shared, "adapters") == 2 * 8 * (attention + 3 * (mlp + experts))
+
+
+def test_the_frozen_weights_of_adapters_are_away_in_rollouts(tmp_path: Path) -> None:
+    words = "mcore.offload_in_rollouts=true parallel.tensor=2"
+    for rank, phases in ((0, {*Phase}), (8, {Phase.START, Phase.UPDATE})):
+        ledger = ledger_of(tmp_path, f"{words} model.lora_rank={rank}", 2)
+        (policy,) = (each for each in ledger.claims if each.name == "policy")
+        assert policy.phases == phases
+        in_host = [each.num_bytes for each in ledger.claims if each.name == "policy, offloaded"]
+        assert in_host == [policy.num_bytes] * (rank > 0)
 
 
 def test_the_table_fits_80_columns(tmp_path: Path) -> None:
