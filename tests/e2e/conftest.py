@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_task import make_tiny_task
+from tests.tiny_task import make_tiny_task, write_environment
 from tests.torchrun_job import Job
 
 
@@ -16,6 +16,16 @@ from tests.torchrun_job import Job
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The path of its config.yaml; model, prompts and reward stand beside it."""
     return make_tiny_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a task whose policy ends its turns: most responses have fewer than 16 tokens,
+    and some reach 24. The file environment.py beside it answers them.
+    """
+    config = make_tiny_task(tmp_path_factory.mktemp("task"))
+    write_environment(config.parent)
+    return config
 
 
 @pytest.fixture

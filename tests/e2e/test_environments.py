@@ -10,18 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.pairs.features import check, make_tasks
 from tests.tiny_task import (
     ENVIRONMENT,
     FEATURES,
     TLT,
     check_same_run,
-    make_tiny_task,
     metric_rows,
     rollouts,
     run,
     run_ending,
-    write_environment,
 )
 
 pytestmark = pytest.mark.e2e
@@ -29,22 +26,9 @@ pytestmark = pytest.mark.e2e
 BASE = ("data.eval=", "logging.trackers=[]", "rollout.num_samples=2", "run.num_steps=2")
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a task whose policy ends its turns."""
-    config = make_tiny_task(tmp_path_factory.mktemp("task"))
-    write_environment(config.parent)
-    return config
-
-
 def settings(task: Path, *further: str) -> tuple[str, ...]:
     own = FEATURES["environment"].replace("{task}", str(task.parent)).split()
     return (*BASE, *own, *further)
-
-
-def test_with_speculation_on_one_rank_and_resumed_a_run_is_the_same(tmp_path: Path) -> None:
-    found = check(["environment", "speculation"], make_tasks(tmp_path / "tasks"), tmp_path)
-    assert found == ("", [])
 
 
 ADVANTAGE = """

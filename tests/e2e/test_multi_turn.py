@@ -15,7 +15,6 @@ from tests.tiny_task import (
     TLT,
     check_same_run,
     check_same_tokens,
-    make_tiny_task,
     metric_rows,
     rollouts,
     run,
@@ -29,14 +28,6 @@ SETTINGS = (
     *("rollout.max_turns=3", "rollout.num_prompts=8"),
     *("rollout.max_observation_tokens=12", "data.eval=", "logging.trackers=[]"),
 )
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a task whose policy ends its turns."""
-    config = make_tiny_task(tmp_path_factory.mktemp("task"))
-    write_environment(config.parent)
-    return config
 
 
 def test_pipeline_with_tlt_draws_the_tokens_of_plain_runs(task: Path, tmp_path: Path) -> None:
@@ -59,33 +50,6 @@ def test_pipeline_with_tlt_draws_the_tokens_of_plain_runs(task: Path, tmp_path: 
         assert row["rollout/tool_seconds"] > 0
         assert row["rollout/tool_errors"] == row["rollout/tool_timeouts"] == 0
         assert row["training/rollout_probs_diff_max"] < 1e-4
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        ("algorithm.advantage=gae", "algorithm.lam=0.9"),
-        ("algorithm.kl_coef=0.1", "algorithm.kl_placement=reward"),
-    ],
-    ids=("critic", "kl_in_reward"),
-)
-def test_two_data_parallel_ranks_learn_what_one_learns(
-    task: Path, tmp_path: Path, algorithm: tuple[str, ...]
-) -> None:
-    """A rank has the loss mask of a conversation that it generated, also where another trains on
-    it.
-    """
-    own = (*SETTINGS, write_environment(task.parent), *algorithm, "run.num_steps=2")
-    own += ("model.dtype=float32",)
-    runs = [tmp_path / name for name in ("one", "two")]
-    for num_ranks, run_dir in enumerate(runs, start=1):
-        run(num_ranks, task, run_dir, *own)
-    check_same_tokens(*runs)
-    for one, two in zip(*map(metric_rows, runs), strict=True):
-        same = [name for name in one if name.startswith(("critic/", "actor/"))]
-        assert {name: two[name] for name in same} == pytest.approx(
-            {name: one[name] for name in same}, rel=1e-3, abs=1e-5
-        )
 
 
 CHAT = """{% for m in messages %}{% if m.role == 'assistant' %}a:{{ m.content }}<eos>{% else %}b:{{ m.content }}{% endif %}{% endfor %}

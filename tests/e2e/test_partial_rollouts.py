@@ -1,5 +1,5 @@
-"""Partial rollouts in whole runs: carried responses are the same with speculation, spot training
-and tensor parallelism.
+"""Partial rollouts in whole runs: carried responses are the same with speculation, at tensor
+parallelism and after a resume.
 """
 
 from __future__ import annotations
@@ -31,20 +31,10 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny task with more stop tokens: most responses have fewer than 16 tokens, and some
-    reach 24.
-    """
-    config = make_tiny_task(tmp_path_factory.mktemp("task"))
-    write_environment(config.parent)
-    return config
-
-
-@pytest.fixture(scope="module")
-def straight(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Plain decoding at TP2 without a break."""
     run_dir = tmp_path_factory.mktemp("straight")
-    run(2, config, run_dir, *SETTINGS, "parallel.tensor=2")
+    run(2, task, run_dir, *SETTINGS, "parallel.tensor=2")
     return run_dir
 
 
@@ -61,25 +51,18 @@ def test_responses_are_carried_over_several_updates(straight: Path) -> None:
     assert max(row.get("train/train_rollout_logprob_abs_diff_max", 0.0) for row in rows) < 1e-4
 
 
-def test_speculation_and_spot_training_change_nothing(
-    config: Path, straight: Path, tmp_path: Path
+def test_tensor_parallel_ranks_draw_the_tokens_of_a_single_rank_with_speculation(
+    task: Path, straight: Path, tmp_path: Path
 ) -> None:
-    run(2, config, tmp_path, *SETTINGS, "parallel.tensor=2", *TLT)
-    check_same_run(tmp_path, straight)
-
-
-def test_tensor_parallel_ranks_draw_the_tokens_of_a_single_rank(
-    config: Path, straight: Path, tmp_path: Path
-) -> None:
-    run(1, config, tmp_path, *SETTINGS)
+    run(1, task, tmp_path, *SETTINGS, *TLT)
     check_same_tokens(tmp_path, straight)
 
 
 def test_a_resume_with_another_group_size_trains_on_whole_groups_of_it(
-    config: Path, straight: Path, tmp_path: Path
+    task: Path, straight: Path, tmp_path: Path
 ) -> None:
     again = (*SETTINGS, "parallel.tensor=2", "rollout.num_samples=3", "run.num_steps=6")
-    said = run_ending(0, 2, config, tmp_path, f"--resume={straight}/checkpoints", *again)
+    said = run_ending(0, 2, task, tmp_path, f"--resume={straight}/checkpoints", *again)
     assert "rollout.num_samples=3" in said or "are dropped" not in said
     sizes = Counter(row["draw_index"] for row in rollouts(tmp_path))
     assert set(sizes.values()) == {3}

@@ -106,8 +106,7 @@ def test_twenty_steps_equal_a_plain_loop_of_torch(task: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "layout",
     [
-        (2, "parallel.pipeline=2"),
-        (2, "parallel.tensor=2", "mcore.recompute=full"),
+        (2, "parallel.pipeline=2", "mcore.recompute=full"),
         (2, "model.lora_rank=4", "algorithm.num_minibatches=2"),
         (2, "parallel.context=2"),
     ],

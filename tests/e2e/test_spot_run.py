@@ -132,18 +132,15 @@ def test_a_resumed_run_goes_on_with_drafter_data_and_policy(
     check_second_half(tmp_path / "resumed", straight, first)
 
 
-def test_context_parallel_ranks_draw_the_same_tokens_and_resume_with_them_and_without(
+def test_context_parallel_ranks_draw_the_same_tokens_and_resume_without_them(
     config: Path, straight: Path, tmp_path: Path
 ) -> None:
     settings = ["run.num_steps=4", *SPOT, "checkpoint.interval=2", "parallel.context=2"]
     run(2, config, tmp_path / "whole", *settings)
     check_same_tokens(tmp_path / "whole", straight)
     resume = f"checkpoint.resume={tmp_path}/whole/checkpoints/iter_0000002"
-    run(2, config, tmp_path / "resumed", *settings, resume)
-    check_same_weights(tmp_path / "resumed", tmp_path / "whole")
     run(2, config, tmp_path / "other", *settings, resume, "parallel.context=1")
-    for name in ("resumed", "other"):
-        assert answers(tmp_path / name) == answers(straight)[len(answers(straight)) // 2 :]
+    assert answers(tmp_path / "other") == answers(straight)[len(answers(straight)) // 2 :]
     for row in metric_rows(tmp_path / "whole"):
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-4
     losses = [

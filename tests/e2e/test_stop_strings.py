@@ -1,4 +1,6 @@
-"""Runs whose responses end at stop strings."""
+"""Runs whose responses end at stop strings. tests/pairs compares them after a resume and on one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.lab import copy_stopped
-from tests.tiny_task import (
-    TLT,
-    check_same_run,
-    make_tiny_task,
-    metric_rows,
-    rollouts,
-    run,
-    run_ending,
-)
+from tests.tiny_task import TLT, metric_rows, rollouts, run, run_ending
 
 pytestmark = pytest.mark.e2e
 
 STOPS = ("4", "<eos>", "b", "+3")
-SETTINGS = (
-    *("run.num_steps=2", "checkpoint.interval=1", "checkpoint.keep=0", "logging.trackers=[]"),
-    *("rollout.stop=['4','<eos>','b','+3']", "eval.stop=['b']"),
-)
 
 
-def test_responses_end_at_stop_strings_with_tlt_without_it_and_after_a_resume(
-    tmp_path: Path,
-) -> None:
-    config = make_tiny_task(tmp_path)
-    straight, plain, resumed = (tmp_path / name for name in ("straight", "plain", "resumed"))
-    run(2, config, straight, *SETTINGS, *TLT)
-    run(2, config, plain, *SETTINGS)
-    check_same_run(straight, plain)
-    copy_stopped(straight, resumed, 1)
-    run(2, config, resumed, *SETTINGS, *TLT, "--resume=auto")
-    check_same_run(resumed, straight)
+def test_speculated_responses_end_at_the_first_stop_string(config: Path, tmp_path: Path) -> None:
+    settings = ("run.num_steps=2", "rollout.stop=['4','<eos>','b','+3']", "eval.stop=['b']")
+    run(2, config, tmp_path, *settings, *TLT, "logging.trackers=[]")
     ends = set()
-    for row in rollouts(plain):
+    for row in rollouts(tmp_path):
         text = row["response"] + ("<eos>" if row["token_ids"][-1] == 1 else "")
         found = [text.find(stop) + len(stop) for stop in STOPS if stop in text]
         assert (row["finish_reason"] == "stop") == bool(found)
@@ -47,14 +28,12 @@ def test_responses_end_at_stop_strings_with_tlt_without_it_and_after_a_resume(
             assert min(found) == len(text)
             ends.add(next(stop for stop in STOPS if text.endswith(stop)))
     assert ends >= {"4", "<eos>", "b"}
-    lengths = [
-        row["eval/response_length/mean"] for row in metric_rows(plain) if "eval/accuracy" in row
-    ]
-    assert min(lengths) > max(row.get("response_length/mean", 0) for row in metric_rows(plain))
+    rows = metric_rows(tmp_path)
+    lengths = [row["eval/response_length/mean"] for row in rows if "eval/accuracy" in row]
+    assert min(lengths) > max(row.get("response_length/mean", 0) for row in rows)
 
 
-def test_bad_stop_strings_are_refused_before_the_run(tmp_path: Path) -> None:
-    config = make_tiny_task(tmp_path)
+def test_bad_stop_strings_are_refused_before_the_run(config: Path, tmp_path: Path) -> None:
     for setting, line in (
         ("rollout.stop=['a','']", "rollout.stop[1]='': must be a string that is not empty"),
         ("eval.stop=[3]", "eval.stop[0]=3: must be str, not int: put it in quotes"),

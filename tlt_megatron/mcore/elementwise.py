@@ -2,7 +2,8 @@
 passes.
 
 Autograd would run two to three times as many kernels, each of which reads and writes whole
-activations. In float32 results and gradients are the same, bit for bit.
+activations. In float32 results and gradients of each part are the same, bit for bit. In a model the
+gradients of a residual stream are added in another order.
 """
 
 from __future__ import annotations
