@@ -56,6 +56,9 @@ FEATURES = {  # overrides of each; {task} is the folder of `write_environment`
     "own layer": " ".join((*TLT, "speculation.drafter=own", "drafter.algorithm=hass")),
     "stop strings": "rollout.stop=['<3','4','b','dd'] eval.stop=[]",
     "batch invariance": "rollout.batch_invariant=true rollout.dtype=float32",
+    "LoRA": "model.lora_rank=4 optimizer.lr=1e-2",
+    "second model": "reference.path={task}/teacher algorithm.kl_coef=0.1",
+    "distillation": "algorithm.distill_coef=0.5",
 }
 REWARD = '''"""Share of the digits of a response that are below five, in steps of 1/4: neither always 0 nor always 1."""
 
@@ -214,7 +217,7 @@ run: {{num_steps: 3}}
 
 def write_teacher(task: Path, kind: str = "qwen2", num_layers: int = 4, seed: int = 5) -> Path:
     """Write teacher/, a model of another size with the tokenizer of the folder `task`."""
-    ids = {"eos_token_id": 1, "pad_token_id": 0}
+    ids = {"eos_token_id": 1, "pad_token_id": 0, "max_position_embeddings": 4096}
     teacher = make_tiny_hf(task / "teacher", kind, vocab_size=48, num_layers=num_layers, seed=seed, **ids)  # fmt: skip
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(task / "model" / name, teacher)

@@ -15,7 +15,14 @@ from pathlib import Path
 
 from tests.faults.case import compare
 from tests.faults.lab import copy_stopped
-from tests.tiny_task import FEATURES, make_tiny_task, run_forked, write_environment, write_tools
+from tests.tiny_task import (
+    FEATURES,
+    make_tiny_task,
+    run_forked,
+    write_environment,
+    write_teacher,
+    write_tools,
+)
 
 ON_A_MIXTURE = {"experts", "routing replay"}
 ONE_RANK = ("parallel.expert=1", "parallel.context=1")
@@ -33,9 +40,9 @@ EXCLUSIVE = (
     ("environment", "tools"),
     ("speculation", "own layer"),
 )
-# Features that one run cannot have. The last pairs are refused by name.
+# Features that one run cannot have. The last three are refused by name.
 CUT = "partial rollouts"
-APART = (*EXCLUSIVE, (CUT, "conversations"), (CUT, "environment"))
+APART = (*EXCLUSIVE, (CUT, "conversations"), (CUT, "environment"), ("critic", "LoRA"))
 # The policies of a dense task and of a mixture's, by whether they have a layer for MTP.
 KINDS = {False: ("qwen2", "qwen3_moe"), True: ("mimo", "glm4_moe")}
 # `make test` checks the pairs of `draw(SEED)`. PAIRS_SEED draws others.
@@ -52,6 +59,7 @@ def make_tasks(root: Path) -> dict[str, Path]:
             configs[kind] = make_tiny_task(root / kind, kind=kind, has_mtp=has_mtp)
             write_environment(root / kind)
             write_tools(root / kind)
+            write_teacher(root / kind, kind)
     return configs
 
 

@@ -16,6 +16,7 @@ from examples.environments_of_others import (
     from_torchtitan,
     from_trl,
 )
+from examples.lookup import Lookup
 from examples.search import Search
 from tlt_megatron import ToolCall, Turn
 from tlt_megatron.rewards.environment_answer import Environments
@@ -154,3 +155,21 @@ def test_a_search_pays_the_distance_that_a_turn_closes() -> None:
     assert [step.is_done for step in steps] == [False] * 4 + [True]
     assert search.end() == {"open_part": 0.0, "turns": 5}
     assert ToolCall("a").arguments == {}
+
+
+def test_a_lookup_pays_half_for_the_call_and_half_for_the_answer() -> None:
+    lookup = Lookup()
+    lookup.start({"ground_truth": "3901"}, 5)
+    wrong, right = (
+        Turn("", tool_calls=(ToolCall("calculate", {"expression": e}),)) for e in ("7*", "47*83")
+    )
+    [message] = lookup.step(wrong).messages
+    assert str(message["content"]).startswith("Error: ")
+    steps = [lookup.step(turn) for turn in (right, right, Turn("####3901"))]
+    assert [(step.reward, step.is_done) for step in steps] == [
+        (0.5, False),
+        (0, False),
+        (0.5, True),
+    ]
+    assert steps[0].messages == [{"role": "tool", "content": "3901"}]
+    assert lookup.end() == {"found": 1}
