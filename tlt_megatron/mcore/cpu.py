@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt_megatron.mcore import elementwise
-
 # (pattern, replacement), applied in this order. A replacement has no quotes of its own, because
 # some are inside f-strings.
 REWRITES: tuple[tuple[str, str], ...] = (
@@ -135,12 +133,7 @@ def _use_no_stream(token_dispatcher: ModuleType) -> None:
     dispatcher._maybe_dtoh_and_synchronize = counts_as_numbers
 
 
-def _use_own_rotation(rope_utils: ModuleType) -> None:
-    vars(rope_utils)["_apply_rotary_pos_emb_bshd"] = elementwise.rotate
-
-
 _PATCHES = {
-    "megatron.core.models.common.embeddings.rope_utils": _use_own_rotation,
     "megatron.core.tensor_parallel.random": _use_cpu_generator,
     "megatron.core.transformer.moe.moe_utils": _use_no_kernel_of_transformer_engine,
     "megatron.core.transformer.moe.token_dispatcher": _use_no_stream,

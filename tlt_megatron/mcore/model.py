@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 
 from tlt_megatron.config.schema import McoreSection, ParallelSection
-from tlt_megatron.mcore import cpu, elementwise, transformer_engine
+from tlt_megatron.mcore import cpu, transformer_engine
 from tlt_megatron.mcore.value_head import ValueHead
 from tlt_megatron.models.config import ExpertsConfig, ModelConfig
 from tlt_megatron.models.layers import rope_frequencies
@@ -111,7 +111,6 @@ def _build_chunk(
 ) -> GPTModel:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.mlp import MLP
 
     place: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk}
     model = GPTModel(
@@ -126,10 +125,6 @@ def _build_chunk(
         share_embeddings_and_output_weights=config.tie_word_embeddings and not has_value_head,
         position_embedding_type="rope",
     )
-    if transformer.use_te_activation_func:
-        for part in model.modules():
-            if isinstance(part, MLP) and part.activation_func is torch.nn.functional.silu:
-                part.activation_func = elementwise.Gate.apply
     # Megatron's own scalings fix numbers that config.json may set otherwise.
     rotary = model.rotary_pos_emb
     frequencies = rope_frequencies(config.rope, config.rotary_dim, torch.float32)
@@ -204,8 +199,6 @@ def transformer_config(
     fields = _architecture_fields(config) | fields | _RECOMPUTE[section.recompute]
     fields |= fp8_fields(section, dtype)
     transformer = TransformerConfig(**fields | section.transformer | balancing)
-    if not (device.is_cuda or transformer.bias_activation_fusion):
-        transformer.use_te_activation_func = True  # of any origin: see `_build_chunk`
     if config.rope.attention_factor != 1.0:
         # Megatron reads these three if they are there, and computes the factor from them: 0.1 *
         # mscale * log(e) + 1. Its fused kernel cannot apply the factor.
@@ -295,11 +288,6 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cpu:
-            return elementwise.Norm.apply(x, self.weight, self.eps)
-        return super().forward(x)
 
 
 def _block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
