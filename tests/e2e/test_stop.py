@@ -137,7 +137,9 @@ def test_a_run_of_one_rank_that_is_killed_says_how_to_start_again(task: Path) ->
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    if Path(__file__).with_name('kill').exists():\n"
         "        Path(__file__).with_name('kill').unlink()\n"
-        "        os.kill(os.getppid(), signal.SIGKILL)\n"
+        "        keeper = Path(f'/proc/{os.getppid()}/stat').read_text()\n"
+        "        trainer = int(keeper.rpartition(')')[2].split()[1])\n"
+        "        os.kill(trainer, signal.SIGKILL)\n"
         "    return float(len(solution_str) % 2)\n"
     )
     run_dir = task.parent / "killed"

@@ -11,7 +11,7 @@ class ModelSizes:
     """Counts of parameters and of KV elements, biases and head norms included."""
 
     def __init__(self, model: ModelConfig) -> None:
-        c = model
+        self.model = c = model
         num_fused = c.num_heads + 2 * c.num_kv_heads
         self.hidden, self.ffn = c.hidden_size, c.ffn_size
         self.query = c.num_heads * c.head_dim
@@ -26,12 +26,9 @@ class ModelSizes:
         # A mixture has layers with experts: the sizes of all their experts, and of the rest.
         self.sparse_layers = frozenset(c.experts.layers if c.experts else ())
         self.experts = rest_of_mlp = self.num_routed = 0
-        self.num_experts = self.expert_ffn = self.shared_ffn = 0
         self.active_ffn = self.ffn  # the most that one token uses in a layer
         if c.experts:
             self.num_routed = c.experts.num_per_token
-            self.num_experts, self.expert_ffn = c.experts.num_experts, c.experts.ffn_size
-            self.shared_ffn = c.experts.shared_ffn_size
             sparse_ffn = self.num_routed * c.experts.ffn_size + c.experts.shared_ffn_size
             is_mixed = len(self.sparse_layers) < self.num_layers
             self.active_ffn = max(sparse_ffn, self.ffn) if is_mixed else sparse_ffn
@@ -45,7 +42,6 @@ class ModelSizes:
         # The matrices of all layers, without norms and biases.
         self.matrices = num_dense * dense + num_sparse * (attention + rest_of_mlp + self.experts)
         self.table = c.vocab_size * self.hidden  # the embedding or the LM head
-        self.num_tables = 1 if c.tie_word_embeddings else 2
         self.total = self.matrices + self.num_layers * rest
         self.total += self.num_tables * self.table + self.hidden
 
@@ -63,10 +59,16 @@ class ModelSizes:
         num_mlp = len({"gate_proj", "up_proj", "down_proj"}.intersection(targets))
         num_sparse = len(self.sparse_layers.intersection(layers))
         dense = (len(layers) - num_sparse) * num_mlp * (self.hidden + self.ffn // tp)
-        if self.shared_ffn:
-            dense += num_sparse * num_mlp * (self.hidden + self.shared_ffn // tp)
-        experts = num_sparse * self.num_experts * num_mlp * (self.hidden + self.expert_ffn)
+        experts, mixture = 0, self.model.experts
+        if mixture:
+            experts = num_sparse * mixture.num_experts * num_mlp * (self.hidden + mixture.ffn_size)
+        if mixture and mixture.shared_ffn_size:
+            dense += num_sparse * num_mlp * (self.hidden + mixture.shared_ffn_size // tp)
         return rank * (len(layers) * attention + dense), rank * experts
+
+    @property
+    def num_tables(self) -> int:
+        return 1 if self.model.tie_word_embeddings else 2
 
     @property
     def vocab(self) -> int:
