@@ -171,7 +171,7 @@ bench-llm: llm-task  ## TLT on SmolLM2-135M-Instruct, about 45 minutes on 2 idle
 	done
 	@$(PY) -m tools.bench llm
 
-setup-peers: $(PEERS_VENV)/.done  ## environment of its own with vLLM's CPU build and TRL, for bench-vllm and bench-trl
+setup-peers: $(PEERS_VENV)/.done  ## environment of its own with vLLM's CPU build, for bench-vllm
 
 $(PEERS_VENV)/.done: requirements/peers.txt requirements/install_torch.sh
 	@$(find_python); \
