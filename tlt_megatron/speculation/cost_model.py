@@ -30,7 +30,7 @@ _UNKNOWN = 0.3  # acceptance of an unknown drafter: too low to rely on
 _HYSTERESIS = 0.02  # relative gain in tokens per second that a change of strategy needs
 _PROBE_SHARE = 0.005  # share of the time that probes of one kind may lose
 _REST = (2.0, 500.0)  # fewest and most passes between two probes of a kind
-_REST_GROWTH = 3.0  # largest growth of the rest from one probe to the next; see `_Kind.probed`
+_REST_GROWTH = 3.0  # largest growth of the rest from one probe to the next
 
 
 @dataclass
@@ -78,7 +78,6 @@ class _Kind:
     widths: dict[str, float] = field(default_factory=dict)  # widths of trees that ran: see `rates`
     ran_at: int = 0
     rest: float = _REST[0]  # passes from `ran_at` to the next probe
-    is_new: bool = True  # nothing has run but probes
 
     def rates(self, strategy: SpeculationStrategy) -> list[float]:
         """Return the acceptance of each depth. Where a chain misses with chance m, a tree of width
@@ -112,17 +111,15 @@ class _Kind:
 
     def ran(self, now: int) -> None:
         """Note a pass that was no probe."""
-        self.ran_at, self.rest, self.is_new = now, _REST[0], False
+        self.ran_at, self.rest = now, _REST[0]
 
-    def probed(self, now: int, lost: float, num_requests: int) -> None:
+    def probed(self, now: int, lost: float) -> None:
         """Note a probe that lost `lost` passes. The next one waits until that is a small share of
         the time.
 
-        One unlucky probe does not put the next one off for long. While there is nothing but probes,
-        one of n requests puts it off as much as sqrt(n).
+        One unlucky probe does not put the next one off for long.
         """
-        growth = _REST_GROWTH * (math.sqrt(num_requests) if self.is_new else 1.0)
-        longest = min(growth * max(self.rest, _REST[0]), _REST[1])
+        longest = min(_REST_GROWTH * self.rest, _REST[1])
         self.ran_at, self.rest = now, max(min(lost / _PROBE_SHARE, longest), _REST[0])
 
 
@@ -175,13 +172,12 @@ class CostModelSelector:
         kind = self._kind_of[strategy]
         probe, self._probe = self._probe, None
         if probe is not None and probe not in kind.strategies:
-            # the engine overruled it
-            self._kind_of[probe].probed(self._num_observed, math.inf, 1)
+            self._kind_of[probe].probed(self._num_observed, math.inf)  # the engine overruled it
         if strategy == probe:
             tokens = 1.0 + sum(accepted_by_depth) / batch_size
             usual_s = self._cost.seconds(self._current, batch_size)
             lost = seconds / usual_s - tokens / self._tokens(self._current)
-            kind.probed(self._num_observed, lost, batch_size)
+            kind.probed(self._num_observed, lost)
         else:
             kind.ran(self._num_observed)
         # A pass of the learned drafter after others, or with new requests, includes its reading of
@@ -201,7 +197,7 @@ class CostModelSelector:
         """Probe the learned drafter at once if it does not run."""
         for kind in self._kinds:
             if kind.strategies[0].is_learned and self._current not in kind.strategies:
-                kind.rest, kind.is_new = 0.0, True
+                kind.rest = 0.0
 
     def _identity(self) -> dict[str, Any]:
         return {"kind": "cost_model", "version": 5, "strategies": [*map(str, self._kind_of)]}

@@ -68,20 +68,6 @@ def test_a_useless_drafter_costs_at_most_three_percent(quality: float) -> None:
             assert run_rollout(selector, world, LENGTHS, seed=number).of_plain > 0.97
 
 
-def test_a_young_drafter_costs_no_rollout_more_than_three_percent() -> None:
-    """Each of ten rollouts gets a drafter that is a little better, from useless on. Reading the
-    tokens of a rollout is expensive here.
-    """
-    for seed in range(2):
-        world = SyntheticDecoding(seed=seed, quality=0.0, catch_up_s=1e-4, slowdown=6.0)
-        selector = CostModelSelector(ARMS)
-        for number in range(10):
-            world.quality = 0.04 * number
-            selector.drafter_changed()
-            score = run_rollout(selector, world, long_tailed_lengths(32), seed=number)
-            assert score.of_plain > 0.97
-
-
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize("quality", [0.02, 0.4, 0.85])
 def test_every_batch_size_is_as_fast_as_plain_or_faster(batch_size: int, quality: float) -> None:
