@@ -33,7 +33,10 @@ def make_trainer(events: list[str]) -> RLTrainer:
 
     policy = McorePolicyModel.__new__(McorePolicyModel)
     policy._offloads, policy._is_away = True, True
-    policy._device = SimpleNamespace(is_cuda=True, release_cached=noting("release"))
+    policy._stage = []
+    policy._device = SimpleNamespace(
+        is_cuda=True, torch_device=torch.device("cpu"), release_cached=noting("release")
+    )
     policy._optimizer = SimpleNamespace(offload=noting("offload"), reload=noting("reload"))
     collected = SimpleNamespace(groups=[], metrics={}, carried=())
     inference = SimpleNamespace(metrics={})
