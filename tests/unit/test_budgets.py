@@ -18,7 +18,7 @@ from tlt_megatron.config.schema import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 # Lines with a token that is neither a comment nor part of a docstring.
 CODE_LINES = {
-    "tlt_megatron": 27_296,
+    "tlt_megatron": 27_294,
     "tlt_megatron/api": 687,
     "tlt_megatron/config": 2_678,
     "tlt_megatron/data": 1_009,
@@ -30,11 +30,11 @@ CODE_LINES = {
     "tlt_megatron/rewards": 1_742,
     "tlt_megatron/rollout": 1_531,
     "tlt_megatron/runtime": 1_834,
-    "tlt_megatron/speculation": 1_187,
+    "tlt_megatron/speculation": 1_185,
     "tlt_megatron/spot": 1_037,
     "tlt_megatron/trainer": 2_810,
     "tools": 8_050,
-    "tests": 34_087,
+    "tests": 34_081,
 }
 NUM_SETTINGS = 127
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things
