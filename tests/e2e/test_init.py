@@ -136,7 +136,7 @@ def test_one_engine_gets_what_fits_and_no_spot_training(
     [
         (("--gpus", -1), r"--gpus -1: must be 0, at most 8, or a multiple of it"),
         (("--gpus", 0, "--eval", "absent.jsonl"), r"absent\.jsonl: no such file"),
-        (("--gpus", 2), r"does not fit into 2 GPUs of 80 GiB: memory: .* MiB"),
+        (("--gpus", 1), r"does not fit into 1 GPU of 80 GiB: memory: .* MiB"),
     ],
 )
 def test_what_cannot_be_or_fit_is_refused_and_nothing_is_written(

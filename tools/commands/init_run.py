@@ -147,8 +147,9 @@ def _fit(
             problem = problem if "divide" in str(error) and problem else str(error)
             continue
         return found
+    gpus = f"{options.gpus} GPU{'s' * (options.gpus > 1)} of {options.gpu_memory} GiB"
     raise ValueError(
-        f"{options.model} does not fit into {options.gpus} GPUs of {options.gpu_memory} GiB: {problem.partition(': change')[0]}"
+        f"{options.model} does not fit into {gpus}: {problem.partition(': change')[0]}"
     )
 
 
