@@ -103,7 +103,7 @@ def build_run(site: Site) -> Run:
     model_config = load_model_config(config.model.path)
     about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
     resumes_drafter = saved is not None and compare_run(saved, about, is_warning=world.is_first)
-    if config.rollout.tools:  # of each prompt whose row has none
+    if config.rollout.tools:  # every prompt gets them, unless its row names others
         rewards.wait_ready()
         tools = {"tools": list(rewards.environment.tools)}
         data = replace(data, chat_template_kwargs=tools | data.chat_template_kwargs)

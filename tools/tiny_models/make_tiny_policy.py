@@ -137,12 +137,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, max_positions: int = MAX_POSITIONS
+) -> LlamaForCausalLM:
     """Return an untrained model. Set torch's seed first."""
     config = LlamaConfig(
         **SIZES,
         vocab_size=len(tokenizer),
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=False,
         initializer_range=0.03,
         bos_token_id=None,

@@ -21,14 +21,14 @@ import itertools
 import json
 import random
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tlt_megatron.runtime.durable import new_folder
-from tools.tiny_models.make_tiny_policy import SIZES
+from tools.tiny_models.make_tiny_policy import make_model
 from tools.tiny_models.reasoning_task import ANSWER_MARK
 
 _ROLES = ("<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -122,22 +122,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """Return an untrained model of 0.8M parameters."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        **SIZES,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=_MAX_POSITIONS,
-        tie_word_embeddings=False,
-        initializer_range=0.03,
-        bos_token_id=None,
-        eos_token_id=cast(int, tokenizer.eos_token_id),
-        pad_token_id=cast(int, tokenizer.pad_token_id),
-    )
-    return LlamaForCausalLM(config)
-
-
 def write_rows(path: Path, rows: list[Row]) -> None:
     """Write one JSON line for each row."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -174,7 +158,8 @@ def main(arguments: list[str] | None = None) -> None:
                 write_rows(folder / "lookup.jsonl", [row | own for row in questions])
         tokenizer = make_tokenizer()
         tokenizer.save_pretrained(folder / "policy")
-        make_model(tokenizer, options.seed).save_pretrained(folder / "policy")
+        torch.manual_seed(options.seed)
+        make_model(tokenizer, _MAX_POSITIONS).save_pretrained(folder / "policy")
     print(f"made {options.out}: a policy, {len(rows)} demonstrations, three tasks")
 
 
