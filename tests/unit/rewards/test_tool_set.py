@@ -294,7 +294,7 @@ def test_a_server_that_hangs_is_bounded(tmp_path: Path) -> None:
 
 
 PAGES = """
-import json, sys
+import json, os, sys
 for line in sys.stdin:
     asked = json.loads(line)
     if "id" not in asked:
@@ -305,7 +305,7 @@ for line in sys.stdin:
         "initialize": {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "s", "version": "1"}},
         "tools/list": {"tools": [tool]} | ({"nextCursor": str(int(page) + 1)} if page < "2" else {}),
         "tools/call": {"content": [
-            {"type": "text", "text": "one"},
+            {"type": "text", "text": os.environ["KEY_OF_A_USER"]},
             {"type": "image", "data": "AAAA", "mimeType": "image/png"},
             {"type": "resource", "resource": {"uri": "file:///a", "text": "two"}},
         ]},
@@ -314,8 +314,11 @@ for line in sys.stdin:
 """
 
 
-def test_all_pages_and_parts_of_a_server_are_read(tmp_path: Path) -> None:
+def test_all_pages_and_parts_of_a_server_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mcp")
+    monkeypatch.setenv("KEY_OF_A_USER", "one")
     (tmp_path / "pages.py").write_text(PAGES)
     tools = ToolSet([f"mcp:{sys.executable} {tmp_path}/pages.py"], 60.0)
     assert [t["function"]["name"] for t in tools.schemas] == ["tool0", "tool1", "tool2"]
