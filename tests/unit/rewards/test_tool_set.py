@@ -93,19 +93,11 @@ def give(kind: str):
     return {"keys": {(1, 2): 3}, "set": {1}, "nan": float("nan")}[kind]
 
 
-def many(*words: str):
+def many(*words: str, **rest: int):
     """Take words.
 
     Args:
         words: The words.
-    """
-
-
-def further(word: str, **rest: int):
-    """Take words.
-
-    Args:
-        word: The word.
         rest: The rest.
     """
 
@@ -116,7 +108,6 @@ def numpy_style(word: str):
     Parameters
     ----------
     word : str
-        The word.
     """
 '''
 
@@ -243,7 +234,6 @@ def test_the_environment_answers_each_call_and_ends_without_one(file: str) -> No
             ["{file}:many"],
             "must have named parameters alone, not *words: str: write one with a list",
         ),
-        (["{file}:further"], "must have named parameters alone, not **rest: int"),
         (["mcp:python 'server.py"], "No closing quotation"),
         (["{file}:later"], "must not be async"),
         (["{file}:lookup", "{file}:lookup"], "there is another tool 'lookup'"),
