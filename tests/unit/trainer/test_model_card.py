@@ -16,7 +16,7 @@ from tlt_megatron.trainer.model_card import model_card
             ["algorithm.distill_coef=0.5", "reference.path=a/teacher", "reward.function=none"],
             ["tags: [reinforcement-learning,", "| teacher | teacher, distill_coef 0.5 |"], ["specul"],
         ),
-        (["speculation.enabled=true", "model.lora_rank=8"], ["decoded speculatively", "rank 8, alpha 32"], ["teacher"]),
+        (["speculation.enabled=true", "speculation.strategies=[ngram_4]", "model.lora_rank=8"], ["decoded speculatively", "rank 8, alpha 32"], ["teacher"]),
     ],
     ids=["sft", "distillation", "lora"],
 )  # fmt: skip
