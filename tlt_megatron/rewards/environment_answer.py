@@ -49,7 +49,7 @@ def read_answer(result: object) -> Answer:
     if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 2:
         raise ValueError(f"{_cut(result)}: must be a pair (observation, is_done)")
     observation, is_done = result
-    return make_answer([] if observation is None and is_done is True else observation, is_done)
+    return make_answer(observation, is_done)
 
 
 def make_answer(
@@ -61,8 +61,11 @@ def make_answer(
     token_ids: object = None,
 ) -> Answer:
     """Return the answer. ValueError if a part of it is not as `Answer` says."""
-    if not isinstance(is_done, bool):
+    if type(is_done).__name__ not in ("bool", "bool_"):  # also NumPy's
         raise ValueError(f"is_done={_cut(is_done)}: must be True or False")
+    is_done = bool(is_done)
+    if observation is None and is_done:
+        observation = ()
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
     if not isinstance(observation, Sequence):

@@ -8,13 +8,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.data.tokenizer import Tokenizer
+from tlt_megatron.rewards.tool_calls import name_of
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import HostedConversation
 from tlt_megatron.rollout.open_responses import join_parts
@@ -150,12 +150,6 @@ def cut_text(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
         return text
     kept = tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=False)
     return kept.rstrip("\ufffd")  # a part of a character
-
-
-def name_of(tool: Mapping[str, Any]) -> object:
-    """Return the name in an OpenAI schema."""
-    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-    return function.get("name") if isinstance(function, Mapping) else None
 
 
 def _observed(token_ids: tuple[int, ...], turn: Rollout) -> Rollout:
