@@ -110,6 +110,9 @@ def _collect(ranks: list[_Rank], deadline: float, killed: Collection[int]) -> li
                     payload = f"the process died without a word, exit code {code}"
             else:
                 assert number not in killed, f"rank {number} was to die and did not: {payload}"
+            if not is_ok and "Timed out" in str(payload):  # another rank stands still
+                others = {n: rank for n, rank in enumerate(ranks) if n not in {number, *results}}
+                payload = f"{payload}\n{_describe_late(others)}"
             assert is_ok, f"rank {number} failed:\n{payload}"
             results[number] = payload
     return [results[number] for number in range(len(ranks))]

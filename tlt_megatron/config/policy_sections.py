@@ -42,7 +42,8 @@ class ModelSection(Section):
     def check(self) -> None:
         targets = self.lora_targets
         is_known = 0 < len(set(targets)) == len(targets) and set(targets) <= set(LORA_TARGETS)
-        self.require(is_known, "lora_targets", f"different ones of {', '.join(LORA_TARGETS)}")
+        names = f"different ones of {', '.join(LORA_TARGETS)}; for all-linear leave it out"
+        self.require(is_known, "lora_targets", names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

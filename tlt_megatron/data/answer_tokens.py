@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.types import Answer, Message
 
+# by which OpenAI, axolotl, ms-swift and slime leave a turn out of the loss
+_FLAGS = ("weight", "train", "loss", "loss_mask", "step_loss_mask")
+
 
 def encode_answer(
     tokenizer: Tokenizer,
@@ -18,7 +21,8 @@ def encode_answer(
     would draw it, up to a stop token, and between turns the observations.
 
     `label` is the answer to a string, or to messages that do not end with a turn of the assistant.
-    ValueError if the chat template writes no stop token, or changes a turn that others follow.
+    A turn with one of `_FLAGS` that is 0 is not imitated. ValueError if all have one, or if the
+    chat template writes no stop token, or changes a turn that others follow.
     """
     if isinstance(text, str):
         if not tokenizer.stop_token_ids:
@@ -53,11 +57,21 @@ def encode_answer(
         if not ends:
             raise ValueError(f"the chat template ends message {i} with no stop token")
         ids += turn
-        mask += [n < ends[0] for n in range(len(turn))]
+        is_imitated = _is_imitated(messages[i], i)
+        mask += [is_imitated and n < ends[0] for n in range(len(turn))]
         written = whole
+    if True not in mask:
+        raise ValueError("no turn of the assistant is to be imitated")
     end = len(mask) - mask[::-1].index(True)
     answer = Answer(tuple(ids[num_prompt:end]), tuple(mask[num_prompt:end]))
     return tuple(ids[:num_prompt]), answer
+
+
+def _is_imitated(message: Message, index: int) -> bool:
+    for name in _FLAGS:
+        if message.get(name, 1) not in (0, 1):
+            raise ValueError(f"message {index}: {name}={message[name]!r:.80}: must be 0 or 1")
+    return all(message.get(name, 1) for name in _FLAGS)
 
 
 def _encode_after(tokenizer: Tokenizer, last: Sequence[int], text: str) -> tuple[int, ...]:

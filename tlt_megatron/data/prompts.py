@@ -156,11 +156,11 @@ def _read_prompts(
         rows.append(dataclasses.replace(row.prompt, **own))
     limit = str(section.max_prompt_tokens)
     if kind is Kind.ANSWERED:
-        limit += f" and rollout.max_new_tokens={max_answer_tokens}"
+        limit += f", or their answers than rollout.max_new_tokens={max_answer_tokens},"
     _warn(path, found, overlong, limit)
     if not rows:
         raise ValueError(
-            f"{path}: all {len(found)} prompts are longer than data.max_prompt_tokens={limit}"
+            f"{path}: all {len(found)} prompts are longer than data.max_prompt_tokens={limit.rstrip(',')}"
         )
     fingerprint, answers = _fingerprint(rows), [row.answer for row in rows]
     return PromptSet(

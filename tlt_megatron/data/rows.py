@@ -77,6 +77,8 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection, kind: K
     has_answers = kind is Kind.ANSWERED
     key = "messages" if has_answers and raw.get("messages") else section.input_key
     text = _text(raw, key, conversions, may_be_answered=has_answers)
+    if has_answers and isinstance(_look_up(raw, section.label_key or "label"), list):
+        text = _with_completion(raw, section, text, conversions)
     is_answered = not isinstance(text, str) and text[-1]["role"] == "assistant"
     label = ""
     if kind is not Kind.UNSCORED and not (has_answers and is_answered):
@@ -139,6 +141,24 @@ def _with_system(raw: dict[str, object], messages: list[Message]) -> list[Messag
     return [{"role": "system", "content": value}, *messages]
 
 
+def _with_completion(
+    raw: dict[str, object],
+    section: DataSection,
+    prompt: str | list[Message],
+    conversions: list[str],
+) -> list[Message]:
+    """Return a prompt with an answer that is messages too, as in TRL. No turn of the prompt is
+    imitated.
+    """
+    key = section.label_key or "label"
+    if isinstance(prompt, str):
+        raise ValueError(f"{key} is a list of messages, so {section.input_key} must be one too")
+    begin = [{**m, "train": False} if m["role"] == "assistant" else m for m in prompt]
+    answer = _text(raw, key, conversions, may_be_answered=True)
+    assert not isinstance(answer, str)
+    return [*begin, *answer]
+
+
 def _template_kwargs(raw: dict[str, object], section: DataSection) -> dict[str, object]:
     """Return what the chat template gets besides the messages: its arguments, and tools."""
     found = dict(section.chat_template_kwargs)
@@ -175,11 +195,12 @@ def with_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
+    function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    arguments = _parsed("arguments of a call", function["arguments"])
-    return call | {"function": function | {"arguments": arguments}}
+    arguments = _parsed("arguments of a call", function["arguments"].strip() or "{}")
+    function = function | {"arguments": arguments}
+    return call | {"function": function} if "function" in call else function
 
 
 def _text(

@@ -47,7 +47,12 @@ class McoreReferenceModel:
         config = load_model_config(model.path)
         self._groups, self._device = groups, device
         self._stage = build_stage(
-            config, parallel=parallel, section=mcore, dtype=dtype, device=device
+            config,
+            parallel=parallel,
+            section=mcore,
+            dtype=dtype,
+            device=device,
+            experts_apart=model.lora_rank > 0,  # as in a policy whose weights it copies
         )
         self._model: list[torch.nn.Module] = [*self._stage]
         if dtype != torch.float32:

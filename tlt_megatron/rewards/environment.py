@@ -47,6 +47,9 @@ class Turn:
     tool_calls: tuple[ToolCall, ...] = ()
     messages: tuple[Message, ...] = ()  # the conversation up to this turn, which is the last of it
     is_last: bool = False  # no turn follows, because a limit on turns or tokens is reached
+    logprobs: tuple[
+        float, ...
+    ] = ()  # of token_ids, from the distribution that they were drawn from
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Step:
     reward: float = 0.0  # of the turn
     is_done: bool = False  # the conversation ends, and `messages` are dropped
     stop: Sequence[str] | None = None  # strings that end the next turn; None: rollout.stop
+    # of an environment that encodes its messages itself: the tokens that follow the turn
+    token_ids: Sequence[int] | None = None
 
 
 class Environment:
@@ -66,11 +71,13 @@ class Environment:
 
     tools: Sequence[Mapping[str, object]] = ()  # OpenAI schemas, for the chat template
 
-    def start(self, row: Mapping[str, object], seed: int) -> Observation | None:
-        """Return messages that follow the prompt, or None.
+    def start(self, row: Mapping[str, object], seed: int) -> Observation | Step | None:
+        """Return messages that follow the prompt, or None. A `Step` has in `token_ids` the whole
+        first prompt, in place of the row's.
 
-        `row` has data_source, ground_truth, extra_info and messages (the prompt). `seed` depends on
-        run.seed, the draw and the sample, so that a resume repeats it.
+        `row` has data_source, ground_truth, extra_info, messages (the prompt) and policy: the
+        folder of its tokenizer, and how turns are drawn. `seed` depends on run.seed, the draw and
+        the sample, so that a resume repeats it.
         """
 
     def step(self, turn: Turn) -> Step:

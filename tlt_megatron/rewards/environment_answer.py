@@ -38,6 +38,7 @@ class Answer:
     reward: float = 0.0
     stop: tuple[str, ...] | None = None  # see `Step`
     tools: tuple[Mapping[str, object], ...] = ()  # of the start
+    token_ids: tuple[int, ...] | None = None  # see `Step`; of the start: the whole prompt
 
 
 def read_answer(result: object) -> Answer:
@@ -48,7 +49,7 @@ def read_answer(result: object) -> Answer:
     if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 2:
         raise ValueError(f"{_cut(result)}: must be a pair (observation, is_done)")
     observation, is_done = result
-    return make_answer([] if observation is None and is_done is True else observation, is_done)
+    return make_answer(observation, is_done)
 
 
 def make_answer(
@@ -57,10 +58,14 @@ def make_answer(
     reward: object = 0.0,
     stop: object = None,
     tools: object = (),
+    token_ids: object = None,
 ) -> Answer:
     """Return the answer. ValueError if a part of it is not as `Answer` says."""
-    if not isinstance(is_done, bool):
+    if type(is_done).__name__ not in ("bool", "bool_"):  # also NumPy's
         raise ValueError(f"is_done={_cut(is_done)}: must be True or False")
+    is_done = bool(is_done)
+    if observation is None and is_done:
+        observation = ()
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
     if not isinstance(observation, Sequence):
@@ -77,15 +82,18 @@ def make_answer(
         raise ValueError(f"stop={_cut(stop)}: must be a list of texts, or None")
     if not _is_list(tools, Mapping):
         raise ValueError(f"tools={_cut(tools)}: must be a list of OpenAI schemas")
+    if token_ids is not None and not _is_list(token_ids, int, is_kept=lambda each: each >= 0):
+        raise ValueError(f"token_ids={_cut(token_ids)}: must be a list of token ids, or None")
     answer = Answer(
         observation=tuple(observation),
         is_done=is_done,
         reward=read_number("reward", reward, MAX_ABS_REWARD),
         stop=None if stop is None else tuple(stop),  # type: ignore[arg-type]
         tools=tuple(tools),  # type: ignore[arg-type]
+        token_ids=None if token_ids is None else tuple(token_ids),  # type: ignore[arg-type]
     )
     try:
-        parts = filter(None, (answer.observation, answer.tools, answer.stop))
+        parts = filter(None, (answer.observation, answer.tools, answer.stop, answer.token_ids))
         num_bytes = sum(len(json.dumps(part, ensure_ascii=False).encode()) for part in parts)
     except (TypeError, ValueError) as error:
         raise ValueError(f"observation: must be JSON in UTF-8: {error}") from error
@@ -117,13 +125,16 @@ class Environments:
                 if not isinstance(step, Step):
                     raise ValueError(f"step returned {_cut(step)}: must be a Step")
                 given = step.messages, step.is_done, step.reward, step.stop
-                return {"answer": asdict(make_answer(*given))}
+                return {"answer": asdict(make_answer(*given, token_ids=step.token_ids))}
             method = getattr(environment, function, None)
             found = None if method is None else await _result(method(**arguments))
             if function == "start":
-                messages = () if found is None else found
+                given = found if isinstance(found, Step) else Step(() if found is None else found)
+                if given != Step(given.messages, token_ids=given.token_ids):
+                    raise ValueError(f"start returned {_cut(given)}: only messages and token_ids")
                 tools = getattr(environment, "tools", ())
-                return {"answer": asdict(make_answer(messages, tools=tools))}
+                answer = make_answer(given.messages, tools=tools, token_ids=given.token_ids)
+                return {"answer": asdict(answer)}
             del self._open[conversation]
             score, details = read_result(_with_score(found))
             return {"score": score, "details": details}
@@ -134,7 +145,7 @@ class Environments:
 
 def _turn(arguments: Mapping[str, Any]) -> Turn:
     calls = tuple(ToolCall(**call) for call in arguments["tool_calls"])
-    lists = {key: tuple(arguments[key]) for key in ("token_ids", "messages")}
+    lists = {key: tuple(arguments[key]) for key in ("token_ids", "messages", "logprobs")}
     return Turn(**{**arguments, **lists, "tool_calls": calls})
 
 
@@ -156,10 +167,10 @@ def score_conversation(
     return {**end, "score": math.fsum((*turn_rewards, end.get("score", 0.0)))}
 
 
-def _is_list(value: object, kind: type) -> bool:
+def _is_list(value: object, kind: type, is_kept: Callable[[Any], object] = bool) -> bool:
     if not isinstance(value, Sequence) or isinstance(value, str):
         return False
-    return all(isinstance(each, kind) and each for each in value)
+    return all(isinstance(each, kind) and is_kept(each) for each in value)
 
 
 def _cut(value: object) -> str:

@@ -30,16 +30,16 @@ class McpServer:
                 f"rollout.tools={entry!r}: needs the package mcp: pip install 'tlt_megatron[mcp]' ({error})"
             ) from error
         self._entry = entry
-        command, *arguments = shlex.split(entry.removeprefix(MCP)) or [""]
-        server = StdioServerParameters(command=command, args=arguments)
         self._stack = ExitStack()  # never closed: the server ends with the worker
         self._portal = self._stack.enter_context(anyio.from_thread.start_blocking_portal())
         open_ = self._portal.wrap_async_context_manager
         try:
+            command, *arguments = shlex.split(entry.removeprefix(MCP)) or [""]
+            server = StdioServerParameters(command=command, args=arguments)
             streams = self._stack.enter_context(open_(stdio_client(server)))
             self._session = self._stack.enter_context(open_(ClientSession(*streams)))
             self._wait(self._session.initialize, timeout_s)
-            tools = self._wait(self._session.list_tools, timeout_s).tools
+            tools = self._wait(self._list_tools, timeout_s)
         except Exception as error:  # of a program of the user and of the package
             raise ValueError(
                 f"rollout.tools={entry!r}: the server does not start: {error!r}"
@@ -63,18 +63,30 @@ class McpServer:
             try:
                 result = self._wait(lambda: self._session.call_tool(name, dict(arguments)), left)
             except TimeoutError as error:
-                raise ToolFailed(f"Error: {name}: no answer within {left:.3g} s") from error
+                raise ToolFailed(f"Error: {name}: it took too long") from error
             except MCPError as error:
                 if error.code != CONNECTION_CLOSED:
                     raise
                 sys.stderr.write(f"{name}: the server has ended: {self._entry}\n")
                 os._exit(1)  # another worker, with a server of its own, repeats the conversations
-            text = "\n".join(part.text for part in result.content if part.type == "text")
+            text = "\n".join(map(_text_of, result.content))
             if result.is_error:
                 raise ToolFailed(text)
             return text
 
         return run
+
+    async def _list_tools(self) -> list[Any]:
+        """Return the tools of all pages."""
+        from mcp_types import PaginatedRequestParams
+
+        page = await self._session.list_tools()
+        tools = [*page.tools]
+        while page.next_cursor:
+            params = PaginatedRequestParams(cursor=page.next_cursor)
+            page = await self._session.list_tools(params=params)
+            tools += page.tools
+        return tools
 
     def _wait(self, function: Callable[[], Any], timeout_s: float) -> Any:
         import anyio
@@ -84,3 +96,9 @@ class McpServer:
                 return await function()
 
         return self._portal.call(limited)
+
+
+def _text_of(part: Any) -> str:
+    """Return the text of a part of a result, or the name of its kind, such as [image]."""
+    found = getattr(getattr(part, "resource", part), "text", None)
+    return f"[{part.type}]" if found is None else found

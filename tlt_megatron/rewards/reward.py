@@ -69,7 +69,7 @@ def read_number(key: str, value: object, limit: float) -> float:
         number = float(value)  # type: ignore[arg-type]  # numpy and torch scalars pass as well
     except OverflowError:  # an integer beyond float64
         number = math.inf
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last from a tensor of several numbers
         number = math.nan
     if isinstance(value, str) or math.isnan(number) or abs(number) > limit:
         raise ValueError(

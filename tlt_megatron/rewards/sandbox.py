@@ -78,7 +78,8 @@ def run_python(code: str, *, level: str, timeout_s: float) -> PythonResult:
     status = process.wait()
     text = output[:MAX_OUTPUT_BYTES].decode(errors="replace")
     notes = {
-        "timeout": f"no end within {timeout_s:g} s",
+        # without the time, which may be the rest of a turn's: a repetition gives the same text
+        "timeout": "it took too long",
         "output": f"more than {MAX_OUTPUT_BYTES} bytes of output",
     }
     if failure:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from tlt_megatron.rewards.environment import ToolCall
@@ -28,6 +29,9 @@ _GLM_ARGUMENT = re.compile(r"(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*",
 _NAMED_MISTRAL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\]")
 _LLAMA_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
+_OF_PYTHON = {"None": "null", "True": "true", "False": "false"}
+_KINDS = {str: "string", bool: "boolean", int: "number", float: "number", list: "array"}
+_KINDS |= {dict: "object", type(None): "null"}
 _SHOWN = 60  # characters of a call in an error
 
 
@@ -44,6 +48,25 @@ def find_form(template: str) -> str:
     if "[TOOL_CALLS]" in template:
         return "mistral"
     return "llama" if "ipython" in template and '"parameters"' in template else ""
+
+
+def function_of(tool: object) -> Mapping[str, Any]:
+    """Return the function in an OpenAI schema, which some write without what is around it."""
+    found = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def name_of(tool: object) -> str:
+    """Return the name in an OpenAI schema; "" if it has none."""
+    name = function_of(tool).get("name")
+    return name if isinstance(name, str) else ""
+
+
+def properties_of(tool: object) -> Mapping[str, Any]:
+    """Return the schema of each argument of a tool."""
+    parameters = function_of(tool).get("parameters")
+    found = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def read_calls(text: str, form: str, tools: Schemas) -> tuple[ToolCall, ...]:
@@ -123,10 +146,12 @@ def _read_mistral(text: str) -> Iterator[ToolCall]:
 
 
 def _decode(text: str) -> tuple[object, int]:
-    """Return the JSON value at the begin of `text` and where it ends; (why, 0) if there is none."""
+    """Return the JSON value at the begin of `text` and where it ends; (why, 0) if there is none.
+    Halves of surrogate pairs are no JSON in UTF-8.
+    """
     try:
         value, end = _DECODER.raw_decode(text)
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         return f"must be JSON: {error}", 0
     return value, end
@@ -145,7 +170,8 @@ def _checked(body: str, value: object, key: str) -> ToolCall:
         return _failed(body, 'must be an object with a text "name"')
     arguments = value.get(key, value.get("arguments", value.get("parameters", {})))
     if isinstance(arguments, str):  # OpenAI's clients write them as text
-        arguments, _ = _decode(arguments)
+        arguments, _ = _decode(arguments.strip() or "{}")
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         return _failed(body, f'"{key}" must be an object', value["name"])
     call_id = value.get("id", "")
@@ -156,19 +182,37 @@ def _with_types(
     body: str, name: str, found: Sequence[re.Match[str] | None], tools: Schemas
 ) -> ToolCall:
     """Return the call of arguments that are texts: those that are no strings by the tool's schema
-    are JSON.
+    are JSON, or None, True or False as Python writes them.
     """
     words = name.split()
     if len(words) != 1 or None in found:
         return _failed(body, "neither JSON nor a name with arguments")
-    named = [tool["function"] for tool in tools if tool["function"]["name"] == words[0]]
-    known = (named[0].get("parameters") or {}).get("properties") or {} if named else {}
+    named = [tool for tool in tools if name_of(tool) == words[0]]
+    known = properties_of(named[0]) if named else {}
     arguments: dict[str, object] = {}
     for key, text in (match.groups() for match in found if match):
-        value, end = _decode(text.strip())
-        is_text = known.get(key.strip(), {}).get("type", "") == "string"
-        arguments[key.strip()] = text if is_text or end < len(text.strip()) else value
+        written = _OF_PYTHON.get(text.strip(), text.strip())
+        value, end = _decode(written)
+        kinds = {*_kinds(known.get(key.strip()))}
+        is_text = "string" in kinds and _KINDS[type(value)] not in kinds - {"string"}
+        arguments[key.strip()] = value if 0 < end == len(written) and not is_text else text
     return ToolCall(words[0], arguments)
+
+
+def _kinds(schema: object) -> Iterator[str]:
+    """Yield the types of JSON that a schema allows, as far as it names them."""
+    if not isinstance(schema, Mapping):
+        return
+    for kind in _items(schema.get("type")) or [schema.get("type")]:
+        yield "number" if kind == "integer" else str(kind)
+    yield from ["null"] if schema.get("nullable") else []
+    yield from (_KINDS.get(type(value), "") for value in _items(schema.get("enum")))
+    for key in ("anyOf", "oneOf", "allOf"):
+        yield from chain.from_iterable(map(_kinds, _items(schema.get(key))))
+
+
+def _items(value: object) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _failed(body: str, why: str, name: str = "") -> ToolCall:

@@ -18,7 +18,8 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from enum import EnumType
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from tlt_megatron.config.extensions import MCP, UNSAFE_PYTHON, load_extension
 from tlt_megatron.rewards.environment import Environment, Step, ToolCall, Turn
@@ -81,7 +82,7 @@ class ToolSet:
             try:
                 if index == MAX_CALLS:
                     raise ToolFailed(f"Error: at most {MAX_CALLS} calls of a turn are run")
-                text, has_failed = _as_text(self._run(call, deadline)), False
+                text, has_failed = self._run(call, deadline), False
             except ToolFailed as error:
                 text, has_failed = str(error), True
             cut = len(text) - limit
@@ -89,7 +90,7 @@ class ToolSet:
                 text = f"{text[:limit]}\n[{cut} more characters were cut]"
             yield encodable(text), has_failed
 
-    def _run(self, call: ToolCall, deadline: float) -> object:
+    def _run(self, call: ToolCall, deadline: float) -> str:
         if call.error:
             raise ToolFailed(f"Error: {call.error}")
         tool = self._tools.get(call.name)
@@ -98,7 +99,7 @@ class ToolSet:
                 f"Error: there is no tool {call.name!r}, only {', '.join(self._tools)}"
             )
         try:
-            return tool.run(call.arguments, deadline)
+            return _as_text(tool.run(call.arguments, deadline))
         except ToolFailed:
             raise
         except (Exception, SystemExit) as error:  # a user's function may raise anything
@@ -182,7 +183,7 @@ def _load_function(entry: str) -> Tool:
     function = load_extension("rollout.tools", entry)
     if is_async(function):
         raise ValueError(f"rollout.tools={entry!r}: must not be async")
-    found = getattr(function, "schema", None)
+    found, enums = getattr(function, "schema", None), {}
     if found is None:
         from transformers.utils.chat_template_utils import get_json_schema
 
@@ -190,8 +191,10 @@ def _load_function(entry: str) -> Tool:
             found = get_json_schema(function)
         except Exception as error:  # transformers has several kinds for docstrings and type hints
             raise ValueError(
-                f"rollout.tools={entry!r}: needs type hints, and a docstring with all arguments: {error}"
+                f"rollout.tools={entry!r}: needs type hints, and a docstring in Google's style with all arguments under"
+                f" Args: {error}"
             ) from error
+        enums = _enums(entry, function)
     schema = found.get("function", found) if isinstance(found, Mapping) else {}
     if not isinstance(schema.get("name"), str) or not isinstance(schema.get("parameters"), Mapping):
         raise ValueError(
@@ -205,12 +208,37 @@ def _load_function(entry: str) -> Tool:
             bound = signature.bind(**arguments)
         except TypeError as error:
             raise ToolFailed(f"Error: {schema['name']}{signature}: {error}") from error
+        for name in enums.keys() & bound.arguments.keys():
+            bound.arguments[name] = _as_enum(enums[name], bound.arguments[name])
         return function(*bound.args, **bound.kwargs)
 
     return Tool(schema, run)
 
 
+def _enums(entry: str, function: Callable[..., Any]) -> dict[str, EnumType]:
+    """Return the enum of each parameter that has one: JSON gives the value of a member. ValueError
+    for parameters that no JSON object of arguments can give.
+    """
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(
+                f"rollout.tools={entry!r}: must have named parameters alone, not {parameter}: write one with a list, or"
+                " give the function an attribute `schema`"
+            )
+    hints = get_type_hints(function).items()
+    kinds = ((name, kind) for name, hint in hints for kind in (hint, *get_args(hint)))
+    return {name: kind for name, kind in kinds if isinstance(kind, EnumType)}
+
+
+def _as_enum(kind: EnumType, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_enum(kind, each) for each in value]
+    return value if value is None else kind(value)
+
+
 def _as_text(result: object) -> str:
     if isinstance(result, str):
         return result
+    if inspect.isawaitable(result):
+        raise TypeError("the tool returns an awaitable: it must return its result")
     return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)

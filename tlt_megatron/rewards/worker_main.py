@@ -54,7 +54,10 @@ class _Channel:
     def send(self, **message: object) -> None:
         if os.getpid() != self._pid:
             os._exit(0)  # a function forked, and its child returned
-        data = memoryview(json.dumps(message).encode() + b"\n")
+        # Escapes of text would exceed the limit of a message, which counts its bytes. A traceback
+        # may have half of a surrogate pair.
+        text = json.dumps(message, ensure_ascii=False)
+        data = memoryview(text.encode(errors="surrogatepass") + b"\n")
         while data:
             data = data[os.write(self._fd, data) :]
 

@@ -24,6 +24,7 @@ from typing import IO, TypedDict
 
 from tlt_megatron.rewards.environment_answer import Answer, make_answer
 from tlt_megatron.rewards.reward import name_setting, read_result
+from tlt_megatron.runtime.environment_variables import with_defaults
 
 _START_TIMEOUT_S = 300.0  # to import the user's module
 _ASYNC_GRACE_S = 2.0  # extra time: an async worker ends its tasks at the timeout by itself
@@ -38,6 +39,10 @@ _PROGRAM = (
     "from tlt_megatron.rewards.worker_main import main; "
     "main(json.loads(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4]))"
 )
+
+
+# Sets of texts have the same order in all workers, so that one may repeat what another has done.
+_VARIABLES = {"PYTHONHASHSEED": "0"}
 
 
 class ToolUseSpec(TypedDict):
@@ -120,6 +125,7 @@ class WorkerProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 cwd=folder,
+                env=with_defaults(_VARIABLES),
                 start_new_session=True,
             )
         self._exited = asyncio.create_task(_wait_exit(self._process))

@@ -155,9 +155,13 @@ class RewardPool:
         self._num_opened += 1
         return HostedConversation(number=self._num_opened, prompt=prompt, sample_index=sample_index)
 
-    def start(self, talk: HostedConversation, seed: int) -> Future[Outcome]:
-        """Ask the environment for its messages and tools, as `answer` does."""
-        row = _arguments(talk.prompt, messages=list(talk.prompt.messages))
+    def start(
+        self, talk: HostedConversation, seed: int, policy: Mapping[str, object] | None = None
+    ) -> Future[Outcome]:
+        """Ask the environment for its messages and tools, as `answer` does. `policy` says how its
+        turns are drawn.
+        """
+        row = _arguments(talk.prompt, messages=list(talk.prompt.messages), policy=policy or {})
         return self._ask(self._workers.ask(talk, "start", {"row": row, "seed": seed}))
 
     def step(self, talk: HostedConversation, turn: Turn) -> Future[Outcome]:

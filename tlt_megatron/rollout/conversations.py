@@ -32,7 +32,9 @@ from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.rollout.open_conversation import (
     OpenConversation,
+    check_given,
     cut_text,
+    describe_policy,
     num_shared,
     seed_of,
     with_tools,
@@ -170,7 +172,8 @@ class Conversations:
         for (draw, sample), conversation in conversations.items():
             if conversation.environment is not None:
                 seed = seed_of(params.seed, draw, sample)
-                conversation.answer = self.pool.start(conversation.environment, seed)
+                policy = describe_policy(self.tokenizer, conversation.prompt, params)
+                conversation.answer = self.pool.start(conversation.environment, seed, policy)
         pending = [each.answer for each in conversations.values() if each.answer is not None]
         while pending:
             if should_stop():
@@ -222,7 +225,10 @@ class Conversations:
         """
         prompt, messages = conversation.prompt, answer.observation
         token_ids, kwargs = prompt.token_ids, with_tools(prompt.template_kwargs, answer.tools)
-        if prompt.messages and (messages or answer.tools):
+        if answer.token_ids is not None:
+            check_given(answer.token_ids, kwargs, self.tokenizer, self.section)
+            token_ids = answer.token_ids
+        elif prompt.messages and (messages or answer.tools):
             token_ids = self.tokenizer.encode_start(prompt.messages, messages, kwargs)
         elif answer.tools:
             raise ValueError("tools need prompts that are lists of messages")
@@ -265,6 +271,7 @@ class Conversations:
                 token_ids=tuple(turn.token_ids.tolist()),
                 messages=tuple(conversation.messages),
                 is_last=is_last,
+                logprobs=tuple(turn.logprobs.tolist()),
             )
             conversation.answer = self.pool.step(conversation.environment, asked)
             return True
@@ -320,13 +327,18 @@ class Conversations:
         if is_last or last.finish_reason is FinishReason.LENGTH:
             return None
         messages = self._cut(answer.observation)
+        kwargs = conversation.template_kwargs
         try:
-            observation = self.tokenizer.encode_observation(
-                messages,
-                int(last.token_ids[-1]),
-                is_chat=bool(prompt.messages),
-                template_kwargs=conversation.template_kwargs,
-            )
+            observation = answer.token_ids
+            if observation is not None:
+                check_given(observation, kwargs, self.tokenizer, self.section)
+            else:
+                observation = self.tokenizer.encode_observation(
+                    messages,
+                    int(last.token_ids[-1]),
+                    is_chat=bool(prompt.messages),
+                    template_kwargs=kwargs,
+                )
             stop = None if answer.stop is None else self.tokenizer.stop_strings(answer.stop)
         except ValueError as error:
             why = f"its observation cannot be encoded: {error}"

@@ -8,12 +8,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.data.tokenizer import Tokenizer
+from tlt_megatron.rewards.tool_calls import name_of
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import HostedConversation
 from tlt_megatron.rollout.open_responses import join_parts
@@ -23,6 +24,7 @@ from tlt_megatron.types import (
     Outline,
     Prompt,
     Rollout,
+    SamplingParams,
     Transcript,
     TurnCredit,
 )
@@ -109,6 +111,38 @@ def with_tools(
     return {**template_kwargs, "tools": [*known, *further]} if further else template_kwargs
 
 
+def describe_policy(
+    tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams
+) -> dict[str, object]:
+    """Return what an environment is told of the policy."""
+    temperature, top_p, top_k = params.distribution
+    return {
+        "tokenizer": str(tokenizer.path),
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "max_new_tokens": prompt.limit(params),  # of the conversation
+        "stop_token_ids": list(params.stop_token_ids),
+    }
+
+
+def check_given(
+    token_ids: Sequence[int],
+    template_kwargs: Mapping[str, object],
+    tokenizer: Tokenizer,
+    section: RolloutSection,
+) -> None:
+    """Raise ValueError for a token of an environment that is none of the tokenizer, and for
+    settings that have no effect where an environment encodes its messages.
+    """
+    unknown = [each for each in token_ids if each >= len(tokenizer.hf)]
+    if unknown:
+        raise ValueError(f"token {unknown[0]} is none of the tokenizer in {tokenizer.path}")
+    ignored = [*template_kwargs, *["rollout.max_tool_tokens"] * bool(section.max_tool_tokens)]
+    if ignored:
+        raise ValueError(f"it gives tokens, so {ignored[0]} would have no effect")
+
+
 def cut_text(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
     """Return the text, cut behind as many tokens if it has more."""
     token_ids = tokenizer.encode_texts([text])[0]
@@ -116,12 +150,6 @@ def cut_text(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
         return text
     kept = tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=False)
     return kept.rstrip("\ufffd")  # a part of a character
-
-
-def name_of(tool: Mapping[str, Any]) -> object:
-    """Return the name in an OpenAI schema."""
-    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-    return function.get("name") if isinstance(function, Mapping) else None
 
 
 def _observed(token_ids: tuple[int, ...], turn: Rollout) -> Rollout:

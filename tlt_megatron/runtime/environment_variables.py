@@ -42,6 +42,11 @@ def unless_set(defaults: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in defaults.items() if name not in os.environ}
 
 
+def with_defaults(defaults: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a child: the user's, and the defaults that it does not set."""
+    return {**defaults, **os.environ}
+
+
 def owned_engine() -> dict[str, str | None]:
     """Return variables for `environment` that make this process the owner of engine processes
     started inside.

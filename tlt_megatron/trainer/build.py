@@ -315,9 +315,9 @@ def _build_models(
     layout |= {"groups": groups, "device": device}
     critic = reference = None
     if config.second_path:
-        reference = McoreReferenceModel(
-            model=replace(config.model, path=config.second_path), **layout
-        )
+        rank = config.model.lora_rank if config.reference.refresh_steps else 0
+        section = replace(config.model, path=config.second_path, lora_rank=rank)
+        reference = McoreReferenceModel(model=section, **layout)
     policy = McorePolicyModel(
         model=config.model,
         optimizer=config.optimizer,

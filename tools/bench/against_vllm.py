@@ -84,6 +84,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         dtype=options.dtype,
         max_new_tokens=options.max_new_tokens,
         max_batch_size=max(options.batch_sizes),
+        num_samples=1,  # no two requests share a prompt, so the KV holds a prompt for each
     )
     prompts = policy.prompts(options.prompts)
     speculation = _speculation(policy, options)

@@ -63,29 +63,7 @@ _COLOURS = {
     OWN: VERMILLION,
 }
 _LEARNED, _ANY, _KL = "drafter/live_accept_length", "rollout/spec_accept_length", "actor/kl_loss"
-_LONG = 400  # characters: a response of the tiny policy with a long derivation
 _SERIAL_PROMPTS = 64  # a serial training gets their responses; a run would reuse its own
-
-
-def terse(
-    data_source: str,  # noqa: ARG001
-    solution_str: str,
-    ground_truth: str,
-    extra_info: Mapping[str, object] | None = None,  # noqa: ARG001
-) -> float:
-    """Return 1 for the right last number, less for each character."""
-    is_right = solution_str.rpartition("####")[2].strip() == ground_truth
-    return float(is_right) - len(solution_str) / _LONG
-
-
-def wordy(
-    data_source: str,  # noqa: ARG001
-    solution_str: str,
-    ground_truth: str,  # noqa: ARG001
-    extra_info: Mapping[str, object] | None = None,  # noqa: ARG001
-) -> float:
-    """Return more for a longer response, up to 1."""
-    return min(len(solution_str) / _LONG, 1.0)
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -141,7 +119,7 @@ def _run(launch: Launch, name: str, options: argparse.Namespace, folder: Path) -
     saved = done / "checkpoints" / "latest_checkpointed_iteration.txt"
     reached = int(saved.read_text(encoding="utf-8")) if saved.is_file() else 0
     for end in sorted(ends):
-        rewards = () if not middle else (f"reward.function=tools/bench/drift.py:{_reward(end <= middle)}",)  # fmt: skip
+        rewards = () if not middle else (f"reward.function=tools/bench/drift_rewards.py:{_reward(end <= middle)}",)  # fmt: skip
         of_drafter = settings or (*variant_overrides(drafter)[FROZEN],)
         if end > reached:
             launch(name, end, *of_drafter, *rewards)
@@ -158,7 +136,7 @@ def _run(launch: Launch, name: str, options: argparse.Namespace, folder: Path) -
 
 
 def _reward(is_first: bool) -> str:
-    return terse.__name__ if is_first else wordy.__name__
+    return "terse" if is_first else "wordy"
 
 
 def _train(model: Path, start: str, out: Path, options: argparse.Namespace) -> None:

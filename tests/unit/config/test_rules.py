@@ -56,6 +56,9 @@ def test_settings_without_effect_are_listed_once_with_what_they_need() -> None:
     drafts = ["speculation.enabled=true", "speculation.strategies=[ngram_4]"]
     (line,) = warnings_of(load_config(None, [*drafts, "speculation.draft_vocab_size=512"]))
     assert line.endswith("speculation.draft_vocab_size (need a strategy with a learned drafter)")
+    sft = ["algorithm.advantage=sft", "rollout.stop=[a]", "eval.stop=[a]"]
+    (line,) = warnings_of(load_config(None, sft))
+    assert "rollout.stop, eval.stop (need algorithm.advantage!=sft)" in line
     used = ["algorithm.advantage=gae", "algorithm.lam=0.9", "critic.path=rm", "critic.lr=1e-4"]
     assert not warnings_of(load_config(None, used))
     assert not warnings_of(load_config(None, [*ignored, "run.num_steps=0"]))  # an evaluation

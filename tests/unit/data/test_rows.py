@@ -55,6 +55,16 @@ def test_a_turn_of_tool_calls_needs_no_content(load: Load, tokenizer: Tokenizer)
     assert row.messages[1] == {"role": "assistant", "tool_calls": [{"name": "f"}]}
 
 
+@pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}, " "])
+def test_arguments_of_a_call_are_objects(arguments: object, load: Load) -> None:
+    """Clients of OpenAI write texts, and some leave out what is around the function."""
+    bare, value = {"name": "f", "arguments": arguments}, {} if arguments == " " else {"x": 1}
+    call = {"role": "assistant", "tool_calls": [bare, {"id": "a", "function": bare}]}
+    (row,) = load([{**ROW, "prompt": [*USER, call, *USER]}]).rows
+    plain = {"name": "f", "arguments": value}
+    assert row.messages[1]["tool_calls"] == [plain, {"id": "a", "function": plain}]
+
+
 def test_labels_become_text_and_numbers_their_plain_form(
     load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from tests.reward_puppet import PoolMaker, score
-from tlt_megatron.rewards.environment_answer import read_answer
+from tlt_megatron.rewards.environment_answer import make_answer, read_answer
 from tlt_megatron.types import Prompt
 
 ENVIRONMENT = """
@@ -31,6 +33,10 @@ def answer(messages, data_source, ground_truth, extra_info):
         return "x" * 2_000_000, False
     if turn == "number":
         return 7
+    if turn == "wide":
+        return chr(1046) * 200_000, False  # escapes would be three times as long
+    if turn == "order":
+        return "".join({chr(97 + i) * 2 for i in range(26)}), False
     if turn == "half a pair":
         return chr(0xD83D), False
     state = messages[-2].get("state", 0) + 1
@@ -92,6 +98,17 @@ def test_answers_and_failures(
         assert warning.startswith("rollout.environment=")
 
 
+def test_an_answer_is_the_same_from_each_worker(make_pool: PoolMaker) -> None:
+    """Also a long one of another alphabet, and one that depends on the order of a set."""
+    found = []
+    for _ in range(2):
+        pool = make_pool("score", code=ENVIRONMENT, environment="answer", on_error="raise")
+        asked = [pool.answer(PROMPT, 0, 1, conversation(turn)) for turn in ("wide", "order")]
+        found.append([future.result().answer for future in asked])
+    assert found[0] == found[1]
+    assert found[0][0].observation[0]["content"] == "\u0416" * 200_000
+
+
 def test_an_environment_that_hangs_is_ended(make_pool: PoolMaker) -> None:
     pool = make_pool("score", code=ENVIRONMENT, environment="answer", timeout_s=0.2)
     outcome = pool.answer(PROMPT, 0, 1, conversation("hang")).result()
@@ -118,3 +135,11 @@ def test_what_is_no_answer_is_refused(result: object, text: str) -> None:
 def test_a_text_is_a_message_of_the_user() -> None:
     assert read_answer(("12", False)).observation == ({"role": "user", "content": "12"},)
     assert read_answer((None, True)).observation == ()
+
+
+def test_numbers_of_numpy_and_torch_are_read() -> None:
+    answer = make_answer(None, np.bool_(True), torch.tensor(0.5))
+    assert (answer.observation, answer.is_done, answer.reward) == ((), True, 0.5)
+    assert make_answer("x", np.bool_(False), np.float32(0.5)).is_done is False
+    with pytest.raises(ValueError, match=r"reward=tensor\(\[1\., 2\.\]\): must be a finite number"):
+        make_answer("x", False, torch.tensor([1.0, 2.0]))

@@ -43,6 +43,10 @@ class Count(Environment):
             os._exit(3)
         if turn.text == "text":
             return "text"
+        if turn.text == "tokens":
+            return Step("given", token_ids=[int(10 * turn.logprobs[0]), 3])
+        if turn.text == "negative":
+            return Step(token_ids=[3, -1])
         if turn.text == "stop":
             return Step(stop=["</a>", ""])
         if turn.text == "clock":
@@ -66,6 +70,11 @@ class Bare:
 
 class NoStep:
     pass
+
+class Encodes(Count):
+    def start(self, row, seed):
+        reward = row["policy"].get("reward", 0.0)
+        return Step(token_ids=[seed, *row["policy"]["stop_token_ids"]], reward=reward)
 
 class Needs(Count):
     def __init__(self, url):
@@ -183,6 +192,7 @@ def test_a_conversation_that_ends_its_workers_is_to_blame_and_no_other(
         ("raise", "error", "no such tool"),
         ("text", "error", "step returned 'text': must be a Step"),
         ("stop", "error", "stop=['</a>', '']: must be a list of texts, or None"),
+        ("negative", "error", "token_ids=[3, -1]: must be a list of token ids, or None"),
         ("hang", "timeout", "timeout_s=1"),
     ],
 )
@@ -262,3 +272,21 @@ def test_rewards_of_an_environment_are_a_weighted_part(tmp_path) -> None:
         RewardPool("environment", environment=f"{path}:answer", **settings) as pool,
     ):
         pool.wait_ready()
+
+
+def test_an_environment_may_give_tokens_and_gets_what_the_policy_is(make_pool: PoolMaker) -> None:
+    pool = make_pool("length", code=CODE, environment="Encodes")
+    talk = pool.open(PROMPT, 0)
+    first = pool.start(talk, 5, {"stop_token_ids": [7, 8]}).result().answer
+    assert first is not None
+    assert (first.token_ids, first.observation) == ((5, 7, 8), ())
+    talk = pool.open(PROMPT, 1)
+    refused = pool.start(talk, 5, {"stop_token_ids": [7], "reward": 1.0}).result()
+    assert "only messages and token_ids" in refused.detail
+    pool = make_pool("length", code=CODE, environment="Count")
+    talk = pool.open(PROMPT, 0)
+    pool.start(talk, 5).result()
+    asked = Turn("tokens", token_ids=(1,), logprobs=(0.5,))
+    answer = pool.step(talk, asked).result().answer
+    assert answer is not None
+    assert (answer.token_ids, answer.observation[0]["content"]) == ((5, 3), "given")

@@ -20,6 +20,7 @@ F, NUMBERS = ToolCall("f", {"count": 3}), {"text": "7", "count": 3, "list": [1, 
         ("tags", 'x<tool_call>{"name": "f", "parameters": {"count": 3}}</tool_call>', [F]),
         ("tags", '<tool_call>{"name": "f", "arguments": "{\\"count\\": 3}"}</tool_call>', [F]),
         ("tags", '<tool_call>{"name": "f"}</tool_call>' * 2, [ToolCall("f")] * 2),
+        ("tags", '<tool_call>{"name": "f", "arguments": ""}</tool_call><tool_call>{"name": "f", "arguments": null}</tool_call>', [ToolCall("f")] * 2),
         ("tags", '<think><tool_call>{"name": "g"}</tool_call></think>\n<tool_call>{"name": "f"}</tool_call>', [ToolCall("f")]),
         ("tags", 'I could <tool_call>{"name": "g"}</tool_call> or\n</think>\n<tool_call>{"name": "f"}</tool_call>', [ToolCall("f")]),
         ("tags", '<think>I could <tool_call>{"name": "g"}</tool_call>', []),
@@ -48,6 +49,47 @@ def test_calls_are_read(form: str, text: str, calls: list[ToolCall]) -> None:
     assert list(read_calls(text, form, TOOLS)) == calls
 
 
+OR_NONE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize("is_bare", [False, True])
+@pytest.mark.parametrize(
+    "written",
+    ["<function=f><parameter=x>\n{}\n</parameter></function>", "f<arg_key>x</arg_key><arg_value>{}</arg_value>"],
+    ids=["coder", "glm"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "7", "7"),
+        ({"type": "string"}, "True", "True"),
+        ({"type": "string"}, '"a"', '"a"'),
+        ({"type": "string", "nullable": True}, "7", "7"),
+        ({"type": "string", "nullable": True}, "null", None),
+        (OR_NONE, "7", "7"),
+        (OR_NONE, "None", None),
+        ({"type": ["integer", "string"]}, "7", 7),
+        ({"type": ["string", "null"]}, "[1]", "[1]"),
+        ({"enum": ["7", "8"]}, "7", "7"),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "number"}, "7", 7),
+        ({"type": "integer"}, "", ""),
+        ({"type": "integer"}, "seven", "seven"),
+        ({}, "7", 7),
+        (True, "7", 7),
+        ({"anyOf": 3, "enum": 3, "type": [[]]}, "7", 7),
+    ],
+)
+def test_arguments_without_quotes_have_the_types_of_the_schema(
+    schema: object, text: str, value: object, written: str, is_bare: bool
+) -> None:
+    function = {"name": "f", "parameters": {"properties": {"x": schema}}}
+    tools = [{}, {"function": 3}, function if is_bare else {"function": function}]
+    (call,) = read_calls(f"<tool_call>{written.format(text)}</tool_call>", "tags", tools)
+    assert call == ToolCall("f", {"x": value})
+    assert type(call.arguments["x"]) is type(value)
+
+
 @pytest.mark.parametrize(
     ("form", "text", "why"),
     [
@@ -61,6 +103,8 @@ def test_calls_are_read(form: str, text: str, calls: list[ToolCall]) -> None:
             '"arguments" must be an',
         ),
         ("tags", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "must be JSON"),
+        ("tags", r'<tool_call>{"name": "\ud800"}</tool_call>', "surrogates not allowed"),
+        ("llama", r'{"name": "f", "parameters": {"a": ["\ud800"]}}', "surrogates not allowed"),
         ("tags", "<tool_call>" + '{"name": ' + "[" * 100000 + "</tool_call>", "must be JSON"),
         (
             "tags",

@@ -22,6 +22,10 @@ from tlt_megatron.rewards.tool_set import (
 )
 
 SOURCE = '''
+import enum
+from typing import Optional
+
+
 def lookup(word: str, count: int = 1):
     """Look a word up.
 
@@ -61,6 +65,59 @@ def bare(text):
 
 def nothing() -> None:
     """Do nothing."""
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+def paint(color: Color, others: list[Color], last: Optional[Color] = None):
+    """Paint.
+
+    Args:
+        color: The color.
+        others: Others.
+        last: Last.
+    """
+    return [each and each.name for each in (color, *others, last)]
+
+
+def give(kind: str):
+    """Return something that JSON does not have.
+
+    Args:
+        kind: The kind.
+    """
+    if kind == "later":
+        return later("x")
+    return {"keys": {(1, 2): 3}, "set": {1}, "nan": float("nan")}[kind]
+
+
+def many(*words: str):
+    """Take words.
+
+    Args:
+        words: The words.
+    """
+
+
+def further(word: str, **rest: int):
+    """Take words.
+
+    Args:
+        word: The word.
+        rest: The rest.
+    """
+
+
+def numpy_style(word: str):
+    """Take a word.
+
+    Parameters
+    ----------
+    word : str
+        The word.
+    """
 '''
 
 
@@ -102,8 +159,15 @@ def test_schemas_come_from_signatures_or_are_given(file: str) -> None:
         (ToolCall("lookup", {"word": "exit"}), "Error: SystemExit: 3", True),
         (ToolCall("lookup", {"count": 1}), "Error: lookup(word: str, count: int = 1): missing a required argument: 'word'", True),
         (ToolCall("lookup", {"other": 1}), "Error: lookup(word: str, count: int = 1): missing a required argument: 'word'", True),
-        (ToolCall("find"), "Error: there is no tool 'find', only lookup, python", True),
+        (ToolCall("find"), "Error: there is no tool 'find', only lookup, paint, give, python", True),
         (ToolCall("", error="the call '{' cannot be read"), "Error: the call '{' cannot be read", True),
+        (ToolCall("paint", {"color": "red", "others": ["red"]}), '["RED", "RED", null]', False),
+        (ToolCall("paint", {"color": "red", "others": [], "last": "red"}), '["RED", "RED"]', False),
+        (ToolCall("paint", {"color": "blue", "others": []}), "Error: ValueError: 'blue' is not a valid Color", True),
+        (ToolCall("give", {"kind": "keys"}), "Error: TypeError: keys must be str", True),
+        (ToolCall("give", {"kind": "later"}), "Error: TypeError: the tool returns an awaitable", True),
+        (ToolCall("give", {"kind": "set"}), '"{1}"', False),
+        (ToolCall("give", {"kind": "nan"}), "NaN", False),
         (ToolCall("python", {"code": "6 * 7"}), "42\n", False),
         (ToolCall("python", {"code": "1 / 0"}), "ZeroDivisionError", True),
         (ToolCall("python", {"code": 3}), 'Error: python takes one argument, the text "code"', True),
@@ -113,7 +177,8 @@ def test_schemas_come_from_signatures_or_are_given(file: str) -> None:
 def test_a_call_gives_its_result_or_its_error(
     file: str, call: ToolCall, text: str, has_failed: bool
 ) -> None:
-    ((found, failed),) = run(ToolSet([f"{file}:lookup", "python"], 10.0), call)
+    names = ["lookup", "paint", "give"]
+    ((found, failed),) = run(ToolSet([*(f"{file}:{n}" for n in names), "python"], 10.0), call)
     assert (text in found, failed) == (True, has_failed), found
     found.encode()
 
@@ -148,6 +213,7 @@ def test_hanging_code_of_one_turn_ends_before_the_limit_of_the_turn() -> None:
     results = run(ToolSet(["python"], 2.0), *[hang] * 4)
     assert time.monotonic() - started < 2.0
     assert all(failed for _, failed in results)
+    assert results[0][0] == "[stopped: it took too long]"  # the same text in a repetition
     assert results[-1][0] == "Error: no time is left for further calls of this turn"
 
 
@@ -171,7 +237,14 @@ def test_the_environment_answers_each_call_and_ends_without_one(file: str) -> No
 @pytest.mark.parametrize(
     ("entries", "says"),
     [
-        (["{file}:bare"], "needs type hints, and a docstring with all arguments"),
+        (["{file}:bare"], "needs type hints, and a docstring in Google's style with all arguments"),
+        (["{file}:numpy_style"], "needs type hints, and a docstring in Google's style with all"),
+        (
+            ["{file}:many"],
+            "must have named parameters alone, not *words: str: write one with a list",
+        ),
+        (["{file}:further"], "must have named parameters alone, not **rest: int"),
+        (["mcp:python 'server.py"], "No closing quotation"),
         (["{file}:later"], "must not be async"),
         (["{file}:lookup", "{file}:lookup"], "there is another tool 'lookup'"),
         (["{file}:gone"], "has no 'gone'"),
@@ -216,5 +289,34 @@ def test_a_server_that_hangs_is_bounded(tmp_path: Path) -> None:
     ((text, failed),) = run(tools, ToolCall("wait", {"seconds": "x"}))
     assert failed
     assert "seconds" in text
-    with pytest.raises(ToolFailed, match=r"wait: no answer within 0\.\d+ s"):
+    with pytest.raises(ToolFailed, match=r"^Error: wait: it took too long$"):
         McpServer(entry, 60.0).caller("wait")({"seconds": 1000}, time.monotonic() + 0.5)
+
+
+PAGES = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    page = (asked.get("params") or {}).get("cursor", "0")
+    tool = {"name": f"tool{page}", "inputSchema": {"type": "object", "properties": {}}}
+    found = {
+        "initialize": {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "s", "version": "1"}},
+        "tools/list": {"tools": [tool]} | ({"nextCursor": str(int(page) + 1)} if page < "2" else {}),
+        "tools/call": {"content": [
+            {"type": "text", "text": "one"},
+            {"type": "image", "data": "AAAA", "mimeType": "image/png"},
+            {"type": "resource", "resource": {"uri": "file:///a", "text": "two"}},
+        ]},
+    }[asked["method"]]
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": found}), flush=True)
+"""
+
+
+def test_all_pages_and_parts_of_a_server_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "pages.py").write_text(PAGES)
+    tools = ToolSet([f"mcp:{sys.executable} {tmp_path}/pages.py"], 60.0)
+    assert [t["function"]["name"] for t in tools.schemas] == ["tool0", "tool1", "tool2"]
+    assert run(tools, ToolCall("tool2")) == [("one\n[image]\ntwo", False)]

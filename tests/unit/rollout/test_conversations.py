@@ -45,6 +45,8 @@ SETTINGS = {
 class Letters:
     """A tokenizer whose token n is the character n + 200."""
 
+    path, hf = Path("letters"), range(48)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(200 + token) for token in token_ids)
 

@@ -15,6 +15,7 @@ from tests.unit.engines.conftest import engine_over
 from tests.unit.rollout.test_conversations import (
     PARAMS,
     SETTINGS,
+    STOPS,
     Letters,
     Pool,
     answer_of,
@@ -47,7 +48,7 @@ class Instances(Pool):
     def open(self, prompt: Prompt, sample_index: int) -> Any:
         return prompt, sample_index
 
-    def start(self, talk: Any, seed: int) -> Future[Outcome]:
+    def start(self, talk: Any, seed: int, policy: Any = None) -> Future[Outcome]:
         prompt, sample = talk
         assert seed == seed_of(PARAMS.seed, prompt.draw_index, sample)
         if self.failing == "start" and sample:
@@ -145,3 +146,55 @@ def test_a_start_that_is_too_long_is_a_failure(tiny_path: Path) -> None:
             " rollout.max_observation_tokens=12",
         )
     }
+
+
+class Encoded(Instances):
+    """The same environments. They encode their messages themselves."""
+
+    further: tuple[int, ...] = ()
+
+    def encoded(self, future: Future[Outcome], *before: int) -> Future[Outcome]:
+        outcome = future.result()
+        texts = [ord(c) - 200 for m in outcome.answer.observation for c in str(m["content"])]
+        given = replace(outcome.answer, token_ids=(*before, *texts, *self.further))
+        return done(replace(outcome, answer=given))
+
+    def start(self, talk: Any, seed: int, policy: Any = None) -> Future[Outcome]:
+        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": [*STOPS]}
+        assert policy == {**sampling, "max_new_tokens": 16, "tokenizer": "letters"}
+        return self.encoded(super().start(talk, seed), *talk[0].token_ids)
+
+    def step(self, talk: Any, turn: Turn) -> Future[Outcome]:
+        assert len(turn.logprobs) == len(turn.token_ids)
+        assert -30 < sum(turn.logprobs) < 0
+        return self.encoded(super().step(talk, turn))
+
+
+def test_an_environment_that_gives_tokens_equals_the_one_of_their_messages(tiny_path: Path) -> None:
+    engine, prompts = engine_over(tiny_path, **SETTINGS), draw_prompts(6)
+    found = converse(engine, prompts, Encoded())
+    for one, other in zip(found, converse(engine, prompts, Instances()), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert (one.outline, one.transcript) == (other.outline, other.transcript)
+
+
+@pytest.mark.parametrize(
+    ("further", "kwargs", "settings", "why"),
+    [
+        ((48,), {}, {}, "token 48 is none of the tokenizer in letters"),
+        ((), {"tools": [{}]}, {}, "it gives tokens, so tools would have no effect"),
+        ((), {}, {"max_tool_tokens": 5}, "so rollout.max_tool_tokens would have no effect"),
+    ],
+)
+def test_tokens_that_cannot_be_used_are_a_failure(
+    tiny_path: Path, further: tuple[int, ...], kwargs: dict, settings: dict, why: str
+) -> None:
+    pool, failed = Encoded(), []
+    pool.further = further
+    pool.fail_answer = lambda prompt, sample, turn, why: failed.append((turn, why))
+    prompts = [replace(each, template_kwargs=kwargs) for each in draw_prompts(1)]
+    section = RolloutSection(**SETTINGS | settings)
+    talks = Conversations(engine_over(tiny_path, **SETTINGS), pool, Letters(), section)
+    talks.generate(prompts, PARAMS, policy_version=1, on_finish=lambda rollout: None)
+    assert [turn for turn, _ in failed] == [0, 0]
+    assert all(said.startswith("its start cannot be used: ") and why in said for _, said in failed)

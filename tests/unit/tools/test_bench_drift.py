@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +14,9 @@ import pytest
 
 from tests.unit.tools.test_bench_step import make_run
 from tests.unit.tools.test_report import figures
-from tools.bench import drift
-from tools.bench.drift import draw, summarize, terse, wordy
+from tools.bench import drift, drift_rewards
+from tools.bench.drift import draw, summarize
+from tools.bench.drift_rewards import terse, wordy
 from tools.commands.compare_runs import Run
 
 
@@ -108,3 +111,8 @@ def test_the_rewards_pull_in_opposite_directions() -> None:
     short, long = "3####1", "3*1:5/61####1"
     assert terse("", short, "1") > terse("", long, "1") > terse("", short, "2")
     assert wordy("", long, "1") > wordy("", short, "1")
+
+
+def test_the_rewards_load_where_the_tools_are_not_importable() -> None:
+    command = f"import runpy; runpy.run_path({drift_rewards.__file__!r})['terse']"
+    subprocess.run([sys.executable, "-I", "-c", command], check=True)

@@ -101,6 +101,9 @@ def test_calls_and_results_of_clients_reach_the_template(caller: tuple[str, Engi
         400,
         "messages[1].tool_calls: arguments of a call='{'",
     )
+    bad = {"messages": USER, "tools": [{"name": "look", "parameters": "place"}]}
+    code, reply = post(address, "chat/completions", bad)
+    assert (code, reply["error"]["message"][:33]) == (400, "tools: {'name': 'look', 'paramete")
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,9 @@ def test_calls_of_an_unknown_form_are_refused_for_tools_and_named_for_an_environ
         ValueError, match=r"^rollout\.tools: the chat template of model has calls in a"
     ):
         check_conversations(tokenizer, [own], TOOLS, setting="rollout.tools", is_complete=True)
-    for bad in ({"type": "function"}, {"function": {"name": 3}}, {"function": "x"}):
+    named = {"name": "look"}
+    lists = (named | {"parameters": ["word"]}, named | {"parameters": {"properties": ["word"]}})
+    for bad in ({"type": "function"}, {"function": {"name": ["x"]}}, {"function": "x"}, *lists):
         with pytest.raises(ValueError, match="must be OpenAI's schema of a tool with a name"):
             check_conversations(
                 tokenizer, [prompt], [bad], setting="rollout.environment", is_complete=False

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt_megatron.data.tokenizer import Tokenizer
-from tlt_megatron.rewards.tool_calls import find_form
-from tlt_megatron.rollout.open_conversation import name_of, with_tools
+from tlt_megatron.rewards.tool_calls import find_form, function_of, name_of, properties_of
+from tlt_megatron.rollout.open_conversation import with_tools
 from tlt_megatron.types import Message, Prompt
 
 _RESULT = "(result)"
@@ -55,7 +55,7 @@ def check_conversations(
         unknown = {name_of(tool) for tool in kwargs.get("tools") or ()} - names
         if is_complete and unknown:
             raise ValueError(
-                f"{where}: its tools {', '.join(map(str, unknown))} must be in rollout.tools, which runs the calls"
+                f"{where}: its tools {', '.join(sorted(unknown))} must be in rollout.tools, which runs the calls"
             )
         named = {key: key if isinstance(value, list) else value for key, value in kwargs.items()}
         arguments.setdefault(repr(named), kwargs)
@@ -94,11 +94,13 @@ def check_tools(
     except ValueError as error:
         raise ValueError(f"{setting}: {error}: {_ADVICE}") from error
     for tool in tools:
-        if not isinstance(name_of(tool), str):
+        if not name_of(tool) or not _has_parameters(tool):
             raise ValueError(
-                f"{setting}: {tool!r:.80} must be OpenAI's schema of a tool with a name"
+                f"{setting}: {tool!r:.80} must be OpenAI's schema of a tool with a name, and with parameters as a JSON"
+                " schema of an object"
             )
-        missing = [each for each in _names(tool) if written.count(each) <= plain.count(each)]
+        names = [name_of(tool), *map(str, properties_of(tool))]
+        missing = [each for each in names if written.count(each) <= plain.count(each)]
         if missing:
             raise ValueError(
                 f"{setting}: {template} leaves out {missing[0]!r} of the tool {name_of(tool)!r}: {_ADVICE}"
@@ -121,7 +123,7 @@ def _unknown_form(tokenizer: Tokenizer) -> str:
     return f"the chat template of {tokenizer.path} has calls in a form that is not known ({known})"
 
 
-def _names(tool: Mapping[str, Any]) -> Iterator[str]:
-    function = tool.get("function", tool)
-    yield function["name"]
-    yield from (function.get("parameters") or {}).get("properties") or {}
+def _has_parameters(tool: Mapping[str, Any]) -> bool:
+    """Return whether the parameters, if there are some, have the form of a JSON schema."""
+    found = function_of(tool).get("parameters") or {}
+    return isinstance(found, Mapping) and isinstance(found.get("properties") or {}, Mapping)
