@@ -35,7 +35,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
     rows: list[dict[str, Any]] = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(8)]
     for i in range(8):
-        chat = [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i}{i}"}]
+        turn = {"role": "assistant", "content": f"{i}{i}", "weight": int(i != 3)}
+        chat = [{"role": "user", "content": f"{i}"}, turn]
         more = [{"role": "user", "content": "bc"}, {"role": "assistant", "content": "d"}]
         rows.append({"messages": chat + more * (i % 2)})
     text = "".join(json.dumps(row) + "\n" for row in rows)

@@ -7,8 +7,8 @@ from tlt_megatron.drafter.drafter_loss import HEAD_CHUNK_TOKENS, make_objective
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.memory_claim import STEP_PHASES, MemoryClaim, Phase
 
-_TRAINED_BYTES = 16  # per parameter: weight, gradient and two moments in float32
-_MOVED_BYTES = 12  # per parameter: a copy of weight and moments, for a broadcast or a publish
+_TRAINED_BYTES = 20  # per parameter: weight, average, gradient and two moments in float32
+_MOVED_BYTES = 16  # per parameter: a copy of weight, average and moments, for a broadcast
 _NUM_AUX_LAYERS = 3  # tapped layers of an EAGLE-3 drafter; the final states come on top
 _STATE_BYTES = 4  # per element of a tapped state on a CPU: float32 for any policy dtype
 

@@ -97,6 +97,8 @@ def interruptible(
 _BETAS = 0.9, 0.95  # decay of Adam's moments
 _NUM_WARMUP = 20  # updates over the drafter's life in which the learning rate rises
 _MAX_GRAD_NORM = 1.0  # larger gradients are scaled down to it
+# The average that engines get is over the last tenth of the drafter's updates, at most so many.
+_AVERAGED_UPDATES = 100
 
 
 def _shares(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, ...]:
@@ -136,6 +138,7 @@ class DrafterTrainer:
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(), lr=section.lr, betas=_BETAS, weight_decay=0.0, fused=True
         )
+        self.average = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._num_weights = sum(p.numel() for p in self._parameters.values())
         # Gradients, loss sum, rows, three sums by unroll step, flags: all that a step reduces.
         num_sums = 2 + 3 * self._objective.num_steps + 2
@@ -263,10 +266,16 @@ class DrafterTrainer:
             group["lr"] = lr
         self._optimizer.step()
         self.num_updates += 1
+        share = 1 / min(1 + self.num_updates / 10, _AVERAGED_UPDATES)
+        weights = [parameter.detach() for parameter in self._parameters.values()]
+        torch._foreach_lerp_([*self.average.values()], weights, share)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return trainable parameters, moments and counters, not copied; nothing of the target."""
+        """Return trainable parameters, their average, moments and counters, not copied; nothing of
+        the target.
+        """
         state = {f"model.{name}": p.detach() for name, p in self._parameters.items()}
+        state |= {f"average.{name}": tensor for name, tensor in self.average.items()}
         for moment in _MOMENTS:
             for name, parameter in self._parameters.items():
                 state[f"{moment}.{name}"] = self._optimizer.state[parameter][moment]
@@ -278,6 +287,9 @@ class DrafterTrainer:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the result of `state_dict`. ValueError names missing, unknown and misshapen keys."""
         own = self.state_dict()
+        weights = ((name, state.get(f"model.{name}")) for name in self._parameters)
+        averages = {f"average.{name}": tensor for name, tensor in weights if tensor is not None}
+        state = averages | dict(state)  # older states have no average
         check_tensors(state, own)
         for name, tensor in own.items():
             tensor.copy_(state[name])

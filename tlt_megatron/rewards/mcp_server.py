@@ -15,6 +15,7 @@ from typing import Any
 
 from tlt_megatron.config.extensions import MCP
 from tlt_megatron.rewards.tool_calls import ToolFailed
+from tlt_megatron.runtime.environment_variables import with_defaults
 
 
 class McpServer:
@@ -35,7 +36,8 @@ class McpServer:
         open_ = self._portal.wrap_async_context_manager
         try:
             command, *arguments = shlex.split(entry.removeprefix(MCP)) or [""]
-            server = StdioServerParameters(command=command, args=arguments)
+            own = with_defaults({})  # else the package passes on a few variables alone
+            server = StdioServerParameters(command=command, args=arguments, env=own)
             streams = self._stack.enter_context(open_(stdio_client(server)))
             self._session = self._stack.enter_context(open_(ClientSession(*streams)))
             self._wait(self._session.initialize, timeout_s)

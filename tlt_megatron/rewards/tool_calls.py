@@ -32,6 +32,7 @@ _DECODER = json.JSONDecoder()
 _OF_PYTHON = {"None": "null", "True": "true", "False": "false"}
 _KINDS = {str: "string", bool: "boolean", int: "number", float: "number", list: "array"}
 _KINDS |= {dict: "object", type(None): "null"}
+_DEEPEST = 100  # values within each other in a call
 _SHOWN = 60  # characters of a call in an error
 
 
@@ -152,9 +153,20 @@ def _decode(text: str) -> tuple[object, int]:
     try:
         value, end = _DECODER.raw_decode(text)
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        if _is_deep(value):
+            raise ValueError(f"more than {_DEEPEST} values within each other")
     except (ValueError, RecursionError) as error:
         return f"must be JSON: {error}", 0
     return value, end
+
+
+def _is_deep(value: object) -> bool:
+    """Return whether a value is too deep for copies, which recurse."""
+    level: list[Any] = [[value]]
+    for _ in range(_DEEPEST + 1):
+        lists = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [part for each in lists for part in each if isinstance(part, dict | list)]
+    return bool(level)
 
 
 def _read_json(body: str, key: str) -> ToolCall:

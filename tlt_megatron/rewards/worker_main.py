@@ -75,7 +75,8 @@ class _Functions:
                 f"reward.function={ENVIRONMENT}: needs an environment that is a class, and {name_environment(environment)}"
                 " is a function, which gives no rewards"
             )
-        methods = [getattr(own, name, None) for name in ("start", "step", "end")]
+        named = {name: getattr(own, name, None) for name in ("start", "step", "end")}
+        named["environment"] = own
         self._environments = Environments(own) if has_instances else None
         tools = getattr(own, "tools", ()) if has_instances else ()
         try:  # a property is known when there is an instance
@@ -83,7 +84,8 @@ class _Functions:
         except ValueError as error:
             raise ValueError(f"{name_environment(environment)}: {error}") from error
         self.loaded = {
-            "is_async": any(map(is_async, (own, *methods))) or self._rewards.is_async,
+            "async_functions": [name for name, each in named.items() if is_async(each)]
+            + ["reward"] * self._rewards.is_async,
             "has_instances": has_instances,
             "tools": tools,
         }
@@ -127,7 +129,7 @@ def main(weights: dict[str, float], environment: str | ToolUseSpec, control_fd: 
         channel.send(failed=line[-_MAX_DETAIL:])
         sys.exit(1)
     channel.send(**functions.loaded)
-    if functions.loaded["is_async"]:
+    if functions.loaded["async_functions"]:
         asyncio.run(_serve_async(channel, functions))
     else:
         _serve(channel, functions)

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import IO, TypedDict
 
@@ -90,9 +90,14 @@ class Outcome:
 class Loaded:
     """What the functions of a worker are."""
 
-    is_async: bool = False  # it may run many calls at once
+    async_functions: Sequence[str] = ()  # of which it may run many calls at once
     has_instances: bool = False  # the environment is a class
     tools: Sequence[Mapping[str, object]] = ()  # of that class
+
+    @property
+    def is_async(self) -> bool:
+        """Return whether it runs many calls at once. A function that is not async holds them."""
+        return bool(self.async_functions)
 
 
 class WorkerProcess:
@@ -112,6 +117,7 @@ class WorkerProcess:
         self._weights = dict(weights)
         self._num_tasks = 0
         self._answers: dict[int, asyncio.Future[Outcome]] = {}
+        self._turn_to_block = asyncio.Lock()
         self._loading: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._end_reason: tuple[str, str, float] | None = None  # failure, detail, grace in seconds
         ours, theirs = socket.socketpair()
@@ -157,12 +163,17 @@ class WorkerProcess:
         answer = self._answers[self._num_tasks] = asyncio.get_running_loop().create_future()
         task = {"task": self._num_tasks, "function": function, "timeout_s": timeout_s}
         message = json.dumps({**task, "arguments": arguments}, default=_as_text)
-        self._writer.write(message.encode() + b"\n")
-        # `wait` reports answers that came in time, even if this thread resumed after the deadline.
-        await asyncio.wait([answer], timeout=timeout_s + _ASYNC_GRACE_S * self.loaded.is_async)
-        if not answer.done():
-            what = "score" if function == "reward" else "answer"
-            self._end("timeout", f"no {what} within timeout_s={timeout_s}")
+        # A call that blocks waits here for others, so that it does not use up its time there.
+        is_blocking = self.loaded.is_async and function not in self.loaded.async_functions
+        async with self._turn_to_block if is_blocking else nullcontext():
+            if not answer.done():  # the worker has not ended
+                self._writer.write(message.encode() + b"\n")
+                limit = timeout_s + _ASYNC_GRACE_S * self.loaded.is_async
+                # `wait` reports answers in time, even if this thread resumed after the deadline.
+                await asyncio.wait([answer], timeout=limit)
+            if not answer.done():
+                what = "score" if function == "reward" else "answer"
+                self._end("timeout", f"no {what} within timeout_s={timeout_s}")
         return await answer
 
     async def close(self) -> None:

@@ -191,9 +191,9 @@ class DrafterLifecycle:
         metrics["bubble/stall_s"] += time.perf_counter() - started
 
     def _copy_weights(self) -> dict[str, Tensor]:
-        """Return the trainer's weights, copied to the CPU."""
-        state = self.trainer.model.state_dict()
-        return {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+        """Return the average of the trainer's weights, copied to the CPU."""
+        average = self.trainer.average
+        return {name: tensor.to("cpu", copy=True) for name, tensor in average.items()}
 
     def _consider(self, checksum: int, comparison: Comparison) -> dict[str, float]:
         """Publish and save the candidate, or drop it. Returns metrics."""

@@ -37,25 +37,35 @@ def model_card(config: RunConfig, summary: Mapping[str, float | None], *, has_dr
         "data": config.data.train,
         "arguments of the chat template (its defaults here)": config.data.chat_template_kwargs
         or "-",
-        "reward": ", ".join(config.reward.weights),
         "advantage": algorithm.advantage,
-        "loss": algorithm.loss,
-        "prompts x responses of a step": f"{config.rollout.num_prompts} x {config.rollout.num_samples}",
-        "tokens of a response, at most": config.rollout.max_new_tokens,
         "learning rate": config.optimizer.lr,
         "seed": config.run.seed,
     }
+    tag, how = "sft", "supervised training on the answers of its data"
+    if not algorithm.is_sft:
+        tag = how = "reinforcement learning"
+        recipe |= {
+            "reward": ", ".join(config.reward.weights),
+            "loss": algorithm.loss,
+            "prompts x responses of a step": f"{config.rollout.num_prompts} x {config.rollout.num_samples}",
+            "tokens of a response, at most": config.rollout.max_new_tokens,
+        }
+    if algorithm.distill_coef:
+        teacher = base_model(config.reference.path or config.model.path)
+        recipe["teacher"] = f"{teacher}, distill_coef {algorithm.distill_coef:g}"
+    if config.speculation.enabled:
+        how += " whose rollouts are decoded speculatively, without a change of any token"
     if config.model.lora_rank:
         recipe["LoRA, merged"] = f"rank {config.model.lora_rank}, alpha {config.model.lora_alpha:g}"
     found = {name: value for name in _SHOWN if (value := summary.get(name)) is not None}
     lines = [
         "---",
         f"base_model: {base}",
-        "tags: [reinforcement-learning, tlt_megatron]",
+        f"tags: [{tag.replace(' ', '-')}, tlt_megatron]",
         "---",
         f"# {base}, trained by {algorithm.advantage}",
         "",
-        f"Trained with tlt_megatron {__version__}: reinforcement learning whose rollouts are decoded speculatively, without a change of any token.",
+        f"Trained with tlt_megatron {__version__}: {how}.",
         "",
         *_table("recipe", recipe),
         *_table("measured", {name: f"{value:.4g}" for name, value in found.items()}),

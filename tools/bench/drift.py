@@ -11,11 +11,17 @@ have the same policy at every step; "equal" counts the steps in which they drew 
 the seconds of training alone. `own` starts from
 the MTP layer of the policy, which must have one. Runs are kept in
 --folder and continued, so more steps or variants can be added. Beside the JSON there is a figure.
+
+A last table has the first block and all blocks over the seeds, which then are repetitions. This
+shows a cold start:
+
+    python -m tools.bench drift --task quickstart --steps 5 --block 1 --variants off tlt own ...
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import subprocess
@@ -26,7 +32,7 @@ from statistics import fmean
 from typing import Any
 
 from tlt_megatron.config.own_layer import OWN
-from tools.bench.measure import made
+from tools.bench.measure import made, ratios, spread, told
 from tools.bench.step import (
     COLD,
     FROZEN,
@@ -37,6 +43,7 @@ from tools.bench.step import (
     Launch,
     launching,
     num_same_steps,
+    turned,
     variant_overrides,
 )
 from tools.commands.compare_runs import STEP_SECONDS, Run, read_run
@@ -78,16 +85,18 @@ def add_options(add: Callable[..., object]) -> None:
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Run what is missing, print a table for each seed, draw the figure. Return the JSON."""
     found = {}
-    for seed in options.seeds:
+    for index, seed in enumerate(options.seeds):
         shared = [f"run.seed={seed}", "eval.num_prompts=8", "eval.num_samples=1"]
         shared += ["logging.rollouts=true", "speculation.measure_gain=false"]
         if options.task == "drift":  # the reference is measured, and its weight is nothing
             shared += ["algorithm.kl_coef=1.0e-12"]
         folder = options.folder / options.task / str(seed)
         with launching(options, *shared, root=folder) as launch:
-            runs = {name: _run(launch, name, options, folder) for name in options.variants}
-        found[seed] = summarize(runs, options.block)
+            order = turned(options.variants, index)
+            ran = {name: _run(launch, name, options, folder) for name in order}
+        found[seed] = summarize({name: ran[name] for name in options.variants}, options.block)
         _print(seed, found[seed])
+    _print_over_seeds([*found.values()], options.variants)
     figure = options.folder / f"{options.task}.html"
     figure.write_text(draw(found), encoding="utf-8")
     print(figure)
@@ -166,6 +175,25 @@ def _print(seed: int, found: Mapping[str, Any]) -> None:
     by_block += [found[kind][name] for kind in ("accept_length", "step_s") for name in names]
     print_table(f"accept length, seed {seed}", columns, [*zip(*by_block, strict=True)])
     print("steps with equal tokens:", found["equal"])
+
+
+def _print_over_seeds(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Print accept lengths, and the seconds of the first variant over those of each other one."""
+
+    def means(kind: str, name: str, num_blocks: int | None) -> list[float]:
+        return [fmean(each[kind][name][:num_blocks]) for each in found]
+
+    base, *others = names
+    rows = []
+    for name, (blocks, count) in itertools.product(others, (("first", 1), ("all", None))):
+        lengths = spread(means("accept_length", name, count))
+        speeds = [
+            ratios(means(k, base, count), means(k, name, count)) for k in ("rollout_s", "step_s")
+        ]
+        rows.append([name, blocks, *map(told, (lengths, *speeds))])
+    columns = ["variant", "blocks", "accept length", "rollout speed-up", "step speed-up"]
+    title = f"over {base}, median (min-max) of {len(found)} seeds"
+    print_table(title, columns, rows, num_names=2)
 
 
 def draw(found: Mapping[int, Mapping[str, Any]]) -> str:

@@ -41,9 +41,8 @@ from tlt_megatron.config.preflight import check_own
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
-from tlt_megatron.drafter.eagle_folder import load_trainer_state, save_drafter
+from tlt_megatron.drafter.eagle_folder import config_of, load_trainer_state, write_drafter
 from tlt_megatron.drafter.packing import DraftBatch, pack_sequences
-from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.own_drafter import save_with_own_layer
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.types import DraftSequence, Prompt, SamplingParams
@@ -108,13 +107,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     until_step = trainer.num_updates + options.steps
     while True:
         steps = trainer.num_updates
-        accepted = _measure(policy, model, options.strategy, held_out, params)
+        accepted = _measure(policy, trainer, options.strategy, held_out, params)
         progress.message(f"accept length, after {steps} steps: {accepted:.2f}")
         measured.append({"training_s": trained_s, "steps": steps, "accept_length": accepted})
         if architecture == MTP:
-            save_with_own_layer(options.out, Path(config.model.path), model.state_dict())
+            save_with_own_layer(options.out, Path(config.model.path), trainer.average)
         else:
-            save_drafter(options.out, model, trainer.state_dict())
+            write_drafter(options.out, config_of(model), trainer.average, trainer.state_dict())
         text = json.dumps(measured, indent=2) + "\n"
         (options.out / "warm_up.json").write_text(text, encoding="utf-8")
         if steps >= until_step or (trained_s > 0.0 and time.monotonic() >= deadline):
@@ -171,13 +170,14 @@ def _generate(
 
 def _measure(
     policy: LoadedPolicy,
-    model: DraftModel,
+    trainer: DrafterTrainer,
     strategy: SpeculationStrategy,
     prompts: Sequence[Prompt],
     params: SamplingParams,
 ) -> float:
-    twin = policy.new_drafter(model.config.architecture, model.config.aux_layer_ids)
-    twin.load_state_dict(model.state_dict())
+    config = trainer.model.config
+    twin = policy.new_drafter(config.architecture, config.aux_layer_ids)
+    twin.load_state_dict(trainer.average)
     policy.speculate(twin, strategy)
     return accept_length(policy.generate(prompts, params))
 

@@ -85,6 +85,26 @@ def test_learning_rate_warms_up_over_the_whole_life_and_stays() -> None:
     assert rates == pytest.approx([0.001 * number for number in range(1, 21)] + [0.02, 0.02])
 
 
+def test_the_average_is_over_the_last_tenth_of_all_updates_and_at_most_100() -> None:
+    trainer = make_trainer()
+    batch = make_batches(trainer.model)[0]
+    expected = trainer.model.fc.weight.detach().clone()
+    for number in (1, 2, 3, 2000):
+        trainer.num_updates = number - 1
+        trainer.step(batch)
+        share = max(1 / (1 + number / 10), 1 / 100)
+        expected = (1 - share) * expected + share * trainer.model.fc.weight
+        torch.testing.assert_close(trainer.average["fc.weight"], expected)
+
+
+def test_a_state_without_an_average_starts_one_at_its_weights() -> None:
+    trained, trainer = make_trainer(), make_trainer()
+    trained.step(make_batches(trained.model)[0])
+    state = {n: t for n, t in trained.state_dict().items() if not n.startswith("average.")}
+    trainer.load_state_dict(state)
+    assert torch.equal(trainer.average["fc.weight"], trained.model.fc.weight)
+
+
 def test_non_finite_gradient_skips_the_step_on_all_members() -> None:
     def member() -> tuple[bool, list, int, int]:
         group = world_group()

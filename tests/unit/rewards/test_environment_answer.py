@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,9 @@ def answer(messages, data_source, ground_truth, extra_info):
         return "x" * 2_000_000, False
     if turn == "number":
         return 7
+    if turn == "slow":
+        time.sleep(0.1)
+        return str(os.getpid()), False
     if turn == "wide":
         return chr(1046) * 200_000, False  # escapes would be three times as long
     if turn == "order":
@@ -107,6 +111,15 @@ def test_an_answer_is_the_same_from_each_worker(make_pool: PoolMaker) -> None:
         found.append([future.result().answer for future in asked])
     assert found[0] == found[1]
     assert found[0][0].observation[0]["content"] == "\u0416" * 200_000
+
+
+def test_answers_that_block_an_async_worker_do_not_use_up_their_time(make_pool: PoolMaker) -> None:
+    code = ENVIRONMENT.replace("def score(", "async def score(")
+    limits: dict[str, Any] = {"timeout_s": 0.5, "on_error": "raise"}
+    pool = make_pool("score", code=code, environment="answer", **limits)
+    asked = [pool.answer(PROMPT, 0, 1, conversation("slow")) for _ in range(30)]
+    pids = {future.result().answer.observation[0]["content"] for future in asked}
+    assert len(pids) == 1  # no worker was lost
 
 
 def test_an_environment_that_hangs_is_ended(make_pool: PoolMaker) -> None:

@@ -111,6 +111,14 @@ def test_arguments_without_quotes_have_the_types_of_the_schema(
             '<tool_call>{"name": "f", "arguments": ' + "9" * 9999 + "}</tool_call>",
             "must be",
         ),
+        (
+            "tags",
+            '<tool_call>{"name": "f", "arguments": {"a": '
+            + "[" * 500
+            + "]" * 500
+            + "}}</tool_call>",
+            "within each other",
+        ),
         ("tags", "<tool_call></tool_call>", "neither JSON nor a name"),
         ("tags", "<tool_call>f and words</tool_call>", "neither JSON nor a name"),
         ("llama", '<|python_tag|>print("a")', "must be JSON"),

@@ -93,19 +93,11 @@ def give(kind: str):
     return {"keys": {(1, 2): 3}, "set": {1}, "nan": float("nan")}[kind]
 
 
-def many(*words: str):
+def many(*words: str, **rest: int):
     """Take words.
 
     Args:
         words: The words.
-    """
-
-
-def further(word: str, **rest: int):
-    """Take words.
-
-    Args:
-        word: The word.
         rest: The rest.
     """
 
@@ -116,7 +108,6 @@ def numpy_style(word: str):
     Parameters
     ----------
     word : str
-        The word.
     """
 '''
 
@@ -243,7 +234,6 @@ def test_the_environment_answers_each_call_and_ends_without_one(file: str) -> No
             ["{file}:many"],
             "must have named parameters alone, not *words: str: write one with a list",
         ),
-        (["{file}:further"], "must have named parameters alone, not **rest: int"),
         (["mcp:python 'server.py"], "No closing quotation"),
         (["{file}:later"], "must not be async"),
         (["{file}:lookup", "{file}:lookup"], "there is another tool 'lookup'"),
@@ -294,7 +284,7 @@ def test_a_server_that_hangs_is_bounded(tmp_path: Path) -> None:
 
 
 PAGES = """
-import json, sys
+import json, os, sys
 for line in sys.stdin:
     asked = json.loads(line)
     if "id" not in asked:
@@ -305,7 +295,7 @@ for line in sys.stdin:
         "initialize": {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "s", "version": "1"}},
         "tools/list": {"tools": [tool]} | ({"nextCursor": str(int(page) + 1)} if page < "2" else {}),
         "tools/call": {"content": [
-            {"type": "text", "text": "one"},
+            {"type": "text", "text": os.environ["KEY_OF_A_USER"]},
             {"type": "image", "data": "AAAA", "mimeType": "image/png"},
             {"type": "resource", "resource": {"uri": "file:///a", "text": "two"}},
         ]},
@@ -314,8 +304,11 @@ for line in sys.stdin:
 """
 
 
-def test_all_pages_and_parts_of_a_server_are_read(tmp_path: Path) -> None:
+def test_all_pages_and_parts_of_a_server_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mcp")
+    monkeypatch.setenv("KEY_OF_A_USER", "one")
     (tmp_path / "pages.py").write_text(PAGES)
     tools = ToolSet([f"mcp:{sys.executable} {tmp_path}/pages.py"], 60.0)
     assert [t["function"]["name"] for t in tools.schemas] == ["tool0", "tool1", "tool2"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from tests.unit.tools.test_bench_step import make_run
 from tests.unit.tools.test_report import figures
-from tools.bench import drift_rewards
+from tools.bench import drift, drift_rewards
 from tools.bench.drift import draw, summarize
 from tools.bench.drift_rewards import terse, wordy
 from tools.commands.compare_runs import Run
@@ -47,6 +51,60 @@ def test_the_figure_has_a_line_for_each_variant_and_seed_over_steps_and_over_kl(
         assert len(curves) == 2 * 2
         assert (curves["frozen, seed 1"]["x"], curves["frozen, seed 1"]["y"]) == (x, [2, 4, 6])
         assert curves["ngram, seed 0"]["x"] == x[:2]  # nothing was drafted in the last block
+
+
+def test_seeds_are_repetitions_of_the_first_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The policy's own layer is a variant. The order turns, so no variant is always the first."""
+    launched: list[tuple[str, str, tuple[str, ...]]] = []
+
+    @contextmanager
+    def launching(_: object, *shared: str, root: Path) -> Iterator[drift.Launch]:
+        def launch(name: str, num_steps: int, *settings: str) -> Path:
+            assert num_steps == 2
+            launched.append((shared[0], name, settings))
+            return root / name
+
+        yield launch
+
+    def read_run(folder: Path) -> Run:
+        step, length = {"off": (6.0, math.nan), "tlt": (3.0, 4.0), "own": (2.0, 5.0)}[folder.name]
+        first = step * 2 if folder.parent.name == "8" else step
+        lengths = {"drafter__live_accept_length": [length - 1, length + 1]}
+        return make_run([first, step], timing_s__gen=[1.0, first / 2], **lengths)
+
+    monkeypatch.setattr(drift, "launching", launching)
+    monkeypatch.setattr(drift, "read_run", read_run)
+    parser = argparse.ArgumentParser()
+    drift.add_options(parser.add_argument)
+    words = "--task quickstart --variants off tlt own --steps 2 --block 1 --seeds 7 8 --drafter"
+    options = parser.parse_args(
+        [*words.split(), str(_drafter(tmp_path)), "--folder", str(tmp_path)]
+    )
+    found = drift.run(options)
+    names = [(seed, name) for seed, name, _ in launched]
+    assert names == [
+        *(("run.seed=7", name) for name in ("off", "tlt", "own")),
+        *(("run.seed=8", name) for name in ("tlt", "own", "off")),
+    ]
+    settings = next(given for _, name, given in launched if name == "own")
+    assert {"speculation.drafter=own", "spot.enabled=true"} <= {*settings}
+    seeds = found["seeds"]
+    assert isinstance(seeds, dict)
+    assert [*seeds[8]["step_s"]] == ["off", "tlt", "own"]
+    table = capsys.readouterr().out.partition("over off, median (min-max) of 2 seeds")[2]
+    rows = [line.split("│")[1:-1] for line in table.splitlines() if "own" in line]
+    cells = [[cell.strip() for cell in row[1:]] for row in rows]
+    assert cells == [
+        ["first", "4.00 (4.00-4.00)", "1.00 (1.00-1.00)", "3.00 (3.00-3.00)"],
+        ["all", "5.00 (5.00-5.00)", "2.17 (2.00-2.33)", "3.00 (3.00-3.00)"],
+    ]
+
+
+def _drafter(folder: Path) -> Path:
+    (folder / "config.json").write_text("{}")
+    return folder
 
 
 def test_the_rewards_pull_in_opposite_directions() -> None:

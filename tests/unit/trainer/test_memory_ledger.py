@@ -102,7 +102,7 @@ TAPPED = (
         (SGLANG, 4, "engine weights", TOTAL * 2 / 4),
         (SGLANG, 4, "engine KV", 102400 * 1024 * 28 * 2 / 4),
         (SGLANG, 4, "engine graphs", (512 + 1.5 * 2048 + 4 * 128 + 2 * 64) * 2**20),
-        (TLT, 1, "drafter in training", DRAFTER * 16),
+        (TLT, 1, "drafter in training", DRAFTER * 20),
         (TLT, 1, "engine drafter", (DRAFTER + 8192 * 3584) * 2),  # with rows of the head
         (f"{TLT} speculation.draft_vocab_size=0", 1, "engine drafter", DRAFTER * 2),
         (TAPPED, 1, "tapped states", 16 * 1000 * 3584 * 2),
