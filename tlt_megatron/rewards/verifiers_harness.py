@@ -42,7 +42,8 @@ class InProcess(vf.Harness[vf.HarnessConfig]):
         servers = {name: {"url": url, "timeout": limit_s} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(client)
-            tools, places, clients = await _mcp.connect_mcp({"mcpServers": servers}, stack)
+            found, places, clients = await _mcp.connect_mcp({"mcpServers": servers}, stack)
+            tools = list(map(with_ordered_keys, found))
             calls: Any = True
             while calls:
                 completion = await client.chat.completions.create(
@@ -57,6 +58,15 @@ class InProcess(vf.Harness[vf.HarnessConfig]):
                     result = {"role": "tool", **named, "content": content}
                     messages.append(_results.bound_tool_message(result))
         return _runtimes.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+def with_ordered_keys(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema with the keys of its parameters in one order: it depends on the version of
+    MCP on which client and server agree, which a busy machine changes.
+    """
+    function = dict(tool["function"])
+    function["parameters"] = dict(sorted(function["parameters"].items()))
+    return {**tool, "function": function}
 
 
 async def _run(call: Any, places: Mapping[str, Any], clients: Any) -> Any:

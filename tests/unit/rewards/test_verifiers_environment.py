@@ -157,6 +157,22 @@ def test_a_row_of_another_taskset_is_refused(tmp_path: Path) -> None:
         asyncio.run(environment().start(row, 0))
 
 
+def test_a_tool_is_written_alike_by_both_versions_of_mcp() -> None:
+    from tlt_megatron.rewards.verifiers_harness import with_ordered_keys
+
+    word = {"properties": {"word": {"type": "string"}, "a": {}}, "required": ["word"]}
+    function = {"name": "lookup", "description": "finds"}
+    old, new = {**word, "type": "object", "title": "x"}, {"type": "object", **word, "title": "x"}
+    texts = {
+        json.dumps(
+            with_ordered_keys({"type": "function", "function": {**function, "parameters": p}})
+        )
+        for p in (old, new)
+    }
+    assert len(texts) == 1
+    assert '{"properties": {"word": {"type": "string"}, "a": {}}, "required"' in texts.pop()
+
+
 CODE = """
 from tlt_megatron.rewards.verifiers_environment import from_verifiers
 
