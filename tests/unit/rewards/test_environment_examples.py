@@ -105,7 +105,7 @@ def play(make: Any, turns: list[dict[str, Any]]) -> tuple[list[object], dict[str
     async def run() -> tuple[list[object], dict[str, object]]:
         found = [await environments.call("start", 1, {"row": ROW, "seed": 3})]
         for turn in turns:
-            own = {"token_ids": [], "tool_calls": [], "is_last": False, **turn}
+            own = {"token_ids": [], "logprobs": [], "tool_calls": [], "is_last": False, **turn}
             own["messages"] = [{"role": "assistant", "content": turn["text"]}]
             found.append(await environments.call("step", 1, own))
         return [each["answer"] for each in found], await environments.call("end", 1, {})
