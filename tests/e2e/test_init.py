@@ -66,7 +66,7 @@ def test_a_cpu_run_starts_with_what_is_written(
     [
         (QWEN_7B, 8, 1, 1, "tlt train {}/config.yaml --nproc-per-node 8"),
         (QWEN_7B, 4, 2, 1, "tlt train {}/config.yaml --nproc-per-node 4"),
-        (QWEN_32B, 32, 4, 1, "sbatch {}/train.sbatch"),
+        (QWEN_32B, 32, 8, 1, "sbatch {}/train.sbatch"),
         (QWEN_30B_A3B, 16, 2, 8, "sbatch {}/train.sbatch"),
     ],
 )
