@@ -24,10 +24,8 @@ def engine(config, device, run_dir, world):
     forward = Transformer.forward
 
     def slowed(*args):
-        started = time.perf_counter()
-        result = forward(*args)
-        time.sleep(4 * (time.perf_counter() - started))
-        return result
+        time.sleep(0.03)  # about ten passes
+        return forward(*args)
 
     if world.rank == 1:
         Transformer.forward = slowed
@@ -35,14 +33,14 @@ def engine(config, device, run_dir, world):
 """
 
 
-def test_a_rank_whose_passes_take_five_times_as_long_is_named_with_its_cost(
+def test_a_rank_whose_passes_take_ten_times_as_long_is_named_with_its_cost(
     config: Path, tmp_path: Path
 ) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(SLOW_ENGINE)
     settings = ("run.num_steps=6", "data.eval=", f"rollout.engine={slow}:engine")
     said = run_ending(0, 2, config, tmp_path / "run", *settings)
-    assert len(re.findall(r"rank 1 decodes \d\.\d times as slow as the others", said)) == 1
+    assert len(re.findall(r"rank 1 decodes \d+\.\d times as slow as the others", said)) == 1
     rows = metric_rows(tmp_path / "run")
     for row in rows:
         assert row["perf/slowest_rank/rank"] == 1
