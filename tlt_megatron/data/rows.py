@@ -134,8 +134,9 @@ def _check_media(values: Mapping[str, object]) -> None:
 
 def _as_object(key: str, value: object) -> object:
     """Return a value, and JSON text as the object that it stands for, as tables store it."""
-    is_text = isinstance(value, str) and value.lstrip().startswith("{")
-    return _parsed(key, value) if is_text else value
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        return _parsed(key, value)
+    return value
 
 
 def _check_string(raw: dict[str, object], section: DataSection, conversions: list[str]) -> None:
