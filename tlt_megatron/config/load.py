@@ -197,10 +197,13 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         node = node[section]
     try:
         value = _parse(text, f"override {override!r}") if text else ""
+        is_block = isinstance(value, dict | list) and text.lstrip()[0] not in "[{"
     except ValueError:
         if not Path(text).exists():
             raise
-        value = text  # such as the file [a].jsonl
+        is_block = True
+    if is_block and Path(text).exists():
+        value = text  # such as the files [a].jsonl and a: b.jsonl
     is_cut = isinstance(value, str) and " #" in text and text[:1] not in ("'", '"')
     node[last] = text if is_cut else value  # YAML ends a plain text at " #"
 

@@ -10,6 +10,7 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -383,7 +384,7 @@ def read_eos_token_ids(folder: Path, vocab_size: int | None = None) -> list[int]
     found: list[int] = []
     for name in ("config.json", "generation_config.json"):
         file = folder / name
-        eos = read_json(file).get("eos_token_id") if file.is_file() else None
+        eos = read_json(file).get("eos_token_id") if lexists(file) else None
         if eos is None:
             continue
         token_ids = eos if isinstance(eos, list) else [eos]

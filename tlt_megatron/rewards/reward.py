@@ -71,7 +71,7 @@ def read_number(key: str, value: object, limit: float) -> float:
         number = math.inf
     except (TypeError, ValueError, RuntimeError):  # the last from a tensor of several numbers
         number = math.nan
-    if isinstance(value, str) or math.isnan(number) or abs(number) > limit:
+    if isinstance(value, str | bytes | bytearray) or math.isnan(number) or abs(number) > limit:
         raise ValueError(
             f"{key}={repr(value)[:80]}: must be a finite number from {-limit:g} to {limit:g}"
         )

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tests.model_files import CONFIG, write_model
 from tests.ranks import run_ranks
 from tests.tiny_models import KINDS, LLAMA3
+from tlt_megatron.config.model_folder import check_model
 from tlt_megatron.config.weight_files import INDEX_NAME
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader, save_hf_model
@@ -56,6 +57,21 @@ def test_config_is_read_as_transformers_reads_it(
     assert (own.rope.kind, own.rope.theta) == (rope["rope_type"], rope["rope_theta"])
     for name in ("factor", "low_freq_factor", "original_max_position_embeddings"):
         assert getattr(own.rope, name) == rope.get(name, getattr(own.rope, name))
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_stop_tokens_are_not_lost_with_a_file_that_cannot_be_read(
+    tmp_path: Path, kind: str
+) -> None:
+    """A link of the Hub's cache may point to a file that was deleted."""
+    write_model(tmp_path)
+    file = tmp_path / "generation_config.json"
+    makers = {"link": lambda: file.symlink_to("gone"), "pipe": lambda: os.mkfifo(file)}
+    makers.get(kind, file.mkdir)()
+    with pytest.raises(
+        ValueError, match=r"^model\.path=.*generation_config\.json: (cannot be|is not)"
+    ):
+        check_model("model.path", tmp_path)
 
 
 def test_the_index_says_which_file_a_tensor_comes_from(tmp_path: Path) -> None:

@@ -69,7 +69,10 @@ def test_scores_that_are_read(result: object) -> None:
 @pytest.mark.parametrize(
     ("result", "key"),
     [
-        *((result, "score") for result in (None, "1.0", float("nan"), float("inf"), [1.0], {})),
+        *(
+            (result, "score")
+            for result in (None, "1.0", b"1", float("nan"), float("inf"), [1.0], {})
+        ),
         *(({"score": result}, "score") for result in (None, 2e6)),
         # 1e200 has a variance that overflows: advantages and gradients would be 0 without a word
         *((result, "score") for result in (1e200, -1e7, 10**400, {"reward": 1})),
