@@ -39,21 +39,19 @@ def score_math(
     solution_str, ground_truth = without_fonts(solution_str), without_fonts(ground_truth)
     is_boxed = "\\boxed" in ground_truth
     with _limited():
-        gold = parse(
-            ground_truth if is_boxed else f"\\boxed{{{ground_truth}}}", parsing_timeout=None
-        )
+        gold = parse(ground_truth if is_boxed else f"\\boxed{{{ground_truth}}}", parsing_timeout=0)
     if not gold or not ground_truth.strip():
         raise ValueError(f"ground_truth={ground_truth!r}: math-verify finds no answer in it")
     with _limited():
         answer = parse(
             solution_str,
             [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],
-            parsing_timeout=None,
+            parsing_timeout=0,
         )
     if isinstance(gold[0], sympy.Number) and answer and not _is_written_number(answer[0]):
         return 0.0
     with _limited():
-        return float(verify(gold, answer, timeout_seconds=None))
+        return float(verify(gold, answer, timeout_seconds=0))
 
 
 @contextmanager
