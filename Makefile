@@ -24,7 +24,9 @@ python=""; for candidate in $(PYTHON) python3.11 python3.12 python3; do \
 test -n "$$python" || { echo "set-up: needs Python 3.11 or 3.12 (or make PYTHON=/path/to/it)" >&2; exit 1; }
 endef
 
-setup: $(VENV)/.done  ## virtual environment with everything that the run and the tests need
+setup: $(VENV)/.done  ## virtual environment with everything that runs and `tlt` need
+
+setup-dev: $(VENV)/.dev  ## and what the tests and `make lint` need
 
 $(VENV)/.done: pyproject.toml requirements/install_torch.sh
 	@$(find_python); \
@@ -32,8 +34,13 @@ $(VENV)/.done: pyproject.toml requirements/install_torch.sh
 	test -x $(PY) || $$python -m venv $(VENV)
 	@requirements/install_torch.sh $(PY)
 	@echo "set-up: tlt_megatron and what it needs"
-	@$(PY) -m pip install -q -e ".[dev,report]"
+	@$(PY) -m pip install -q -e ".[data,serve,report]"
 	@touch $@; echo "set-up: done"
+
+$(VENV)/.dev: $(VENV)/.done
+	@echo "set-up: what the tests need"
+	@$(PY) -m pip install -q -e ".[dev,report]"
+	@touch $@
 
 doctor: setup  ## what this machine can run, what is missing and how to get it
 	@$(PY) -m tlt_megatron.doctor
@@ -52,7 +59,7 @@ COMMIT = $(shell git describe --always --dirty)
 FIGURES_RUNS ?= runs/figures-$(shell date +%Y%m%d-%H%M%S)
 BROWSER ?= $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
 
-figures: setup  ## the runs of planner, two benchmarks, and from them all pictures and numbers of README and docs; needs Chromium
+figures: setup-dev  ## the runs of planner, two benchmarks, and from them all pictures and numbers of README and docs; needs Chromium
 	@test -n "$(BROWSER)" || { echo "figures: needs Chromium on PATH (apt-get install chromium), or make figures BROWSER=/path/to/it" >&2; exit 1; }
 	@$(MAKE) --no-print-directory planner PLANNER_RUNS=$(FIGURES_RUNS)
 	@sed -i '1s/{/{"commit": "$(COMMIT)",/' docs/figures/planner.json
@@ -68,7 +75,7 @@ figures: setup  ## the runs of planner, two benchmarks, and from them all pictur
 
 PLANNER_RUNS ?= runs/planner
 
-planner: quickstart-policy  ## five quickstarts, 12 minutes, and the seconds that tlt plan predicts for three of them from the other two
+planner: setup-dev quickstart-policy  ## five quickstarts, 12 minutes, and the seconds that tlt plan predicts for three of them from the other two
 	@run() { test -f $(PLANNER_RUNS)/$$1/summary.json || $(PY) launch/torchrun.py --standalone --nproc-per-node 2 \
 	  launch/pretrain_rl.py --config examples/quickstart.yaml run.dir=$(PLANNER_RUNS)/$$1 "$${@:2}"; }; \
 	run first && run second run.seed=1 && run plain speculation.enabled=false spot.enabled=false && \
@@ -93,7 +100,7 @@ drafter: setup  ## an EAGLE drafter for the quickstart's policy, in build/tiny_d
 	@$(PY) -m tools.tiny_models.make_tiny_policy --out build/tiny_policy
 	@$(VENV)/bin/tlt train-drafter --model build/tiny_policy --out build/tiny_drafter
 
-test: setup  ## the whole test suite (CPU): what computes two files at a time, what waits two tests at a time, the rest
+test: setup-dev  ## the whole test suite (CPU): what computes two files at a time, what waits two tests at a time, the rest
 	@echo "test: pytest"; code=0; \
 	$(PY) -m pytest -n 2 --dist loadfile -m "not gpu and not waits" tests/unit tests/distributed || code=1; \
 	$(PY) -m pytest -n 2 -m waits tests/distributed || code=1; \
@@ -103,7 +110,7 @@ test: setup  ## the whole test suite (CPU): what computes two files at a time, w
 FAULT_SCHEDULES ?= 250
 FAULT_SEEDS ?= 1 2
 
-faults: setup  ## 500 schedules of injected faults against real runs, of two seeds; tables and build/faults-SEED.json
+faults: setup-dev  ## 500 schedules of injected faults against real runs, of two seeds; tables and build/faults-SEED.json
 	@code=0; for seed in $(FAULT_SEEDS); do \
 	  echo "faults: $(FAULT_SCHEDULES) schedules of seed $$seed, two at a time"; \
 	  $(PY) -m tests.faults --schedules $(FAULT_SCHEDULES) --seed $$seed --json build/faults-$$seed.json || code=1; \
@@ -111,18 +118,18 @@ faults: setup  ## 500 schedules of injected faults against real runs, of two see
 	$(PY) -m tests.faults --environments --schedules 60 --json build/faults-environments.json || code=1; \
 	exit $$code
 
-pairs: setup  ## features two by two in one run: equal to their references or refused; all layouts of a mixture's checkpoints
+pairs: setup-dev  ## features two by two in one run: equal to their references or refused; all layouts of a mixture's checkpoints
 	@echo "pairs: every two features, then checkpoints of a mixture"; code=0; \
 	$(PY) -W ignore -m tests.pairs || code=1; \
 	ALL_LAYOUTS=1 $(PY) -m pytest tests/distributed/test_mixture_checkpoint.py || code=1; \
 	exit $$code
 
-lint: setup  ## ruff check and format, types by pyright
+lint: setup-dev  ## ruff check and format, types by pyright
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/basedpyright
 
-docs: setup  ## the documentation site, in build/site; a broken link is an error
+docs: setup-dev  ## the documentation site, in build/site; a broken link is an error
 	@$(PY) -c "import material" 2>/dev/null || $(PY) -m pip install -q -e ".[docs]"
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet && echo "docs: build/site/index.html"
 
@@ -149,7 +156,7 @@ test-triton: setup-sglang  ## the kernels under an older Triton too, whose inter
 	@$(SGLANG_PY) -m pip install -q --no-deps --upgrade --target "build/$(TRITON)" $(TRITON)
 	@TRITON_INTERPRET=1 PYTHONPATH="build/$(TRITON)" $(SGLANG_PY) -m pytest tests/kernels
 
-bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
+bench: setup-dev  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) -m tools.tiny_models.make_tiny_policy --out build/tiny_policy
 	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
 	@$(PY) -m tools.bench rollout
@@ -196,7 +203,7 @@ setup-gpu: setup  ## on a GPU host: SGLang and Transformer Engine too; not yet r
 	  $(PY) -m pip install -q --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.11.0"; \
 	  touch $(VENV)/.gpu; echo "set-up: done"; fi
 
-test-gpu: setup-gpu  ## the tests that need a GPU; without one each is skipped and says so
+test-gpu: setup-gpu setup-dev  ## the tests that need a GPU; without one each is skipped and says so
 	@echo "test-gpu: pytest"
 	@$(PY) -m pytest -m gpu -rs tests/gpu
 	@$(PY) -m pytest -rs tests/kernels
@@ -205,11 +212,11 @@ gpu-check:  ## what works on this GPU and how fast, without installing anything;
 	@$(or $(wildcard $(PY)),python3) tools/gpu_check.py
 
 test-megatron:  ## what touches Megatron, with megatron-core 0.19.2 in an environment of its own; needs Python 3.12
-	@$(MAKE) --no-print-directory setup VENV=.venv-megatron PYTHON=$(or $(PYTHON),python3.12)
+	@$(MAKE) --no-print-directory setup-dev VENV=.venv-megatron PYTHON=$(or $(PYTHON),python3.12)
 	@.venv-megatron/bin/python -m pip install -q --no-deps megatron-core==0.19.2
 	@.venv-megatron/bin/python -m pytest tests/unit/mcore tests/distributed tests/e2e/test_mixture.py tests/e2e/test_pretrain.py
 
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV) $(PEERS_VENV) .venv-megatron
 
-.PHONY: help doctor setup setup-sglang setup-peers test-sglang quickstart-policy quickstart figures planner quickstart-sglang small-llm llm-task drafter test faults pairs test-gpu test-megatron lint docs bench bench-llm bench-vllm gpu-check clean
+.PHONY: help doctor setup setup-dev setup-sglang setup-peers test-sglang quickstart-policy quickstart figures planner quickstart-sglang small-llm llm-task drafter test faults pairs test-gpu test-megatron lint docs bench bench-llm bench-vllm gpu-check clean

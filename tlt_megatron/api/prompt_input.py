@@ -8,7 +8,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
-from tlt_megatron.data.rows import with_arguments
+from tlt_megatron.data.rows import with_arguments, with_text
 from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.types import Message
 
@@ -121,17 +121,13 @@ def _message(item: Any, name: str) -> dict[str, Any]:
     if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
         raise ValueError(f"{name}={item!r:.80}: must be a message with the keys role and content")
     try:
-        message, content = with_arguments(dict(item)), item.get("content")
+        message = with_text(dict(item))
+    except ValueError as error:
+        raise ValueError(f"{name}.{error}") from None
+    content = message.get("content")
+    if not isinstance(content, str) and not (content is None and "tool_calls" in item):
+        raise ValueError(f"{name}.content={content!r:.80}: must be a text or a list of text parts")
+    try:
+        return with_arguments(message)
     except ValueError as error:
         raise ValueError(f"{name}.tool_calls: {error}") from None
-    if isinstance(content, str) or (content is None and "tool_calls" in item):
-        return message
-    if not isinstance(content, Sequence):
-        raise ValueError(f"{name}.content={content!r:.80}: must be a text or a list of text parts")
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(
-                f"{name}.content[{index}] has the type {kind!r:.80}: must be text, with a text"
-            )
-    return message | {"content": "".join(part["text"] for part in content)}

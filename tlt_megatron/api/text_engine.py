@@ -44,6 +44,7 @@ from tlt_megatron.types import Prompt, SamplingParams
 
 WITH_DRAFTER = ("2_1_2", "4_1_4", "6_1_6")
 _VERSION = 0  # the weights never change
+_LEAST = {"max_tokens": 2, "max_batch_size": 1}  # a prompt and a response have a token each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ class Engine:
         model: str | Path,
         *,
         drafter: str | PathLike[str] | None = None,
-        strategies: Sequence[str] | None = None,
+        strategies: str | Sequence[str] | None = None,
         dtype: str = "auto",
         device: str = "auto",
         max_batch_size: int = 8,
@@ -103,8 +104,12 @@ class Engine:
         float32 on a CPU. `max_tokens` limits prompt and response together; the KV memory holds
         `max_batch_size` of them.
         """
+        for name, size in (("max_tokens", max_tokens), ("max_batch_size", max_batch_size)):
+            if as_number(name, size) < _LEAST[name]:
+                raise ValueError(f"{name}={size}: must be at least {_LEAST[name]}")
         folder = fetch_model("model", str(model))
         config = check_model("model", folder)
+        strategies = [strategies] if isinstance(strategies, str) else strategies
         tap_layers, self._load_drafter = _open_drafter(drafter, folder, config)
         self._strategies = [
             SpeculationStrategy.parse(text)

@@ -27,7 +27,7 @@ from typing import Any
 
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.saved_files import one_line, parse_json
+from tlt_megatron.saved_files import first_twin, one_line, parse_json
 
 _NAME = r"[\w-][\w.-]*"
 _MODEL = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[\w./-]+))?")
@@ -188,6 +188,8 @@ def fetch_data(key: str, name: str) -> Path:
     try:
         return _write_split(f"{key}={name!r}", source, split, stem)
     except _hub_errors() as error:
+        if source[0] == folder:
+            raise ValueError(f"{key}={name!r}: {one_line(error, 300)}") from error
         command = f"hf download --repo-type dataset {source[0]}"
         raise _unreachable(key, name, ".jsonl or .parquet file", command, error) from error
 
@@ -252,7 +254,16 @@ def _csv_lines(file: str, config: Any) -> list[bytes]:
     import pandas
 
     as_text = {"dtype": str, "keep_default_na": False, "na_filter": False, "chunksize": None}
-    rows = pandas.read_csv(file, **config.pd_read_csv_kwargs | as_text).to_dict("records")
+    options = config.pd_read_csv_kwargs | as_text
+    table = pandas.read_csv(file, **options)
+    if options.get("index_col") is None and not isinstance(table.index, pandas.RangeIndex):
+        raise ValueError(f"{file}: its rows have more cells than its header names columns")
+    if options.get("header") == "infer" and options.get("names") is None:
+        own = {"header": None, "nrows": 1}
+        names = pandas.read_csv(file, **options | own).iloc[0].tolist()
+        if twin := first_twin([name for name in names if name]):
+            raise ValueError(f"{file}: the column {twin!r} stands twice")
+    rows = table.to_dict("records")
     return [json.dumps({key: cell for key, cell in row.items() if cell}).encode() for row in rows]
 
 

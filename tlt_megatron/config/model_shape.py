@@ -319,9 +319,11 @@ def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
         attention /= strength(read_number(given, "mscale_all_dim", 1.0))
     truncate = given.get("truncate", True)
     require(isinstance(truncate, bool), "truncate", truncate, "true or false")
+    fast, slow = read_number(given, "beta_fast", 32.0), read_number(given, "beta_slow", 1.0)
+    require(fast > slow, "beta_fast", fast, f"above beta_slow={slow:g}")
     return {
-        "beta_fast": read_number(given, "beta_fast", 32.0),
-        "beta_slow": read_number(given, "beta_slow", 1.0),
+        "beta_fast": fast,
+        "beta_slow": slow,
         "truncate": truncate,
         "attention_factor": read_number(given, "attention_factor", attention),
     }

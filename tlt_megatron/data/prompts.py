@@ -216,6 +216,11 @@ def _warn(path: str | Path, found: list[Row], overlong: list[str], limit: str) -
             by_kind[kind].append(row.number)
     for kind, numbers in by_kind.items():
         log.warning("%s: %s, in %d rows: %s", path, kind, len(numbers), _name_some(numbers))
+    if unread := {name: None for row in found for name in row.unread}:
+        log.warning(
+            f"{path}: {_name_some([*unread])}: keys that nothing reads. A reward gets data_source, the label and the"
+            " contents of extra_info and metadata"
+        )
     if overlong:
         log.warning(
             f"{path}: {len(overlong)} of {len(found)} prompts are longer than data.max_prompt_tokens={limit} and left out:"

@@ -31,7 +31,9 @@ def read_raw_rows(path: Path) -> Iterator[tuple[int, object]]:
     """
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
-        raise ValueError(f"{path}: must be a .jsonl or .parquet file")
+        raise ValueError(
+            f"{path}: must be a .jsonl or .parquet file. FOLDER:train reads .json and .csv files too"
+        )
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     for number, raw in readers[path.suffix](path):
@@ -54,7 +56,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
             if number == 1 and line.startswith(_UTF_16):
                 raise ValueError(f"{path}: is UTF-16, must be UTF-8")
             try:
-                raw = parse_json(line)
+                raw = parse_json(line.decode("utf-8-sig"))
             except ValueError as error:  # bad JSON or bad UTF-8
                 raise ValueError(
                     f"{path} row {number}: must be one JSON object: {error}"

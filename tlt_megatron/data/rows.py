@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from enum import Enum
 from pathlib import Path
@@ -21,10 +21,15 @@ from tlt_megatron.types import Message, Prompt
 
 _VERL_LABEL = "reward_model.ground_truth"
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
-# columns of data sets of verl and TRL
-_OTHER_MEDIA = ("images", "videos", "audios", "image", "video", "audio", "multi_modal_data")
+_LIST_AS_TEXT = re.compile(r"\s*\[\s*\{")
+# keys of data sets of verl and TRL, and of their messages
+_OTHER_MEDIA = re.compile(
+    r"(image|video|audio)s?(_(url|path|file|byte)s?)?|multi_modal_(data|inputs)|mm_data|pixel_values\w*"
+)
+_OBJECTS = ("reward_model", "extra_info", "metadata")
 _SYSTEM = ("system", "system_prompt")
 _OF_TEMPLATE = {"tools": list, "documents": list, "chat_template_kwargs": dict}
+_KNOWN = {"label", "id", "data_source", "ability", *_OBJECTS, *_SYSTEM, *_OF_TEMPLATE}
 _SHOWN_CHARACTERS = 60  # that an error message shows of a prompt
 
 
@@ -43,6 +48,7 @@ class Row(NamedTuple):
     text: str | list[Message]  # what becomes the tokens of `prompt`
     prompt: Prompt  # without tokens and the number of its draw
     conversions: list[str]  # what was converted or may be a mistake, for a warning
+    unread: list[str]  # keys that nothing reads
 
 
 def read_rows(path: Path, section: DataSection, kind: Kind = Kind.SCORED) -> Iterator[Row]:
@@ -71,9 +77,8 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection, kind: K
     if not isinstance(raw, dict):
         raise ValueError(f"is a {type(raw).__name__}, must be an object with keys")
     conversions: list[str] = []
-    for key in _OTHER_MEDIA:
-        if raw.get(key):
-            raise ValueError(f"{key} is not empty: the policy reads and writes text alone")
+    _check_media(raw)
+    raw |= {key: _as_object(key, raw[key]) for key in _OBJECTS if key in raw}
     has_answers = kind is Kind.ANSWERED
     key = "messages" if has_answers and raw.get("messages") else section.input_key
     text = _text(raw, key, conversions, may_be_answered=has_answers)
@@ -112,7 +117,26 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection, kind: K
             raise ValueError(
                 f"{key}={shown} holds half of a surrogate pair, must be Unicode text"
             ) from None
-    return Row(number, text, prompt, conversions)
+    return Row(number, text, prompt, conversions, _unread(raw, section, has_answers=has_answers))
+
+
+def _unread(raw: dict[str, object], section: DataSection, *, has_answers: bool) -> list[str]:
+    named = {name.partition(".")[0] for name in (section.input_key, section.label_key)}
+    read = {*_KNOWN, *named, *(["messages"] if has_answers else [])}
+    return [key for key, value in raw.items() if value and key not in read]
+
+
+def _check_media(values: Mapping[str, object]) -> None:
+    for key, value in values.items():
+        if value and _OTHER_MEDIA.fullmatch(key):
+            raise ValueError(f"{key} is not empty: the policy reads and writes text alone")
+
+
+def _as_object(key: str, value: object) -> object:
+    """Return a value, and JSON text as the object that it stands for, as tables store it."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        return _parsed(key, value)
+    return value
 
 
 def _check_string(raw: dict[str, object], section: DataSection, conversions: list[str]) -> None:
@@ -194,6 +218,23 @@ def with_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"tool_calls": [_with_arguments(call) for call in calls]}
 
 
+def with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a text, the parts of a content joined. ValueError for what
+    is no text.
+    """
+    _check_media(message)
+    content = message.get("content")
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        return message
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"content[{index}] has the type {kind!r:.80}: must be text, with a text"
+            )
+    return message | {"content": "".join(part["text"] for part in content)}
+
+
 def _with_arguments(call: Any) -> Any:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
@@ -213,31 +254,48 @@ def _text(
             " data.input_key names the key of prompts"
         )
     if isinstance(value, str):
-        if not _MESSAGES_AS_TEXT.match(value):
+        found = _messages_in(key, value)
+        if found is None:
             return value
         conversions.append(f"{key} is JSON text, read as chat messages")
-        value = _parsed(key, value)
+        value = found
     if not isinstance(value, list) or not value:
         raise ValueError(f"{key}={value!r} must be a string or a list of messages")
     messages: list[Message] = []
     for index, message in enumerate(value):
-        is_call = isinstance(message, dict) and message.get("tool_calls")
-        if not isinstance(message, dict) or not (
+        try:
+            message = with_arguments(with_text(message)) if isinstance(message, dict) else None
+        except ValueError as error:
+            raise ValueError(f"{key}[{index}]: {error}") from error
+        is_call = message is not None and message.get("tool_calls")
+        if message is None or not (
             isinstance(message.get("role"), str)
             and isinstance(message.get("content", "" if is_call else None), str)
         ):
             raise ValueError(
-                f"{key}[{index}]={message!r} must be a message with the strings role and content"
+                f"{key}[{index}]={value[index]!r} must be a message with the strings role and content"
             )
-        try:
-            messages.append(with_arguments(message))
-        except ValueError as error:
-            raise ValueError(f"{key}[{index}]: {error}") from error
+        messages.append(message)
     if messages[-1]["role"] == "assistant" and not may_be_answered:
         raise ValueError(
             f"{key} ends with a turn of the assistant, must end with one that it answers"
         )
     return messages
+
+
+def _messages_in(key: str, text: str) -> object:
+    """Return the chat messages that a prompt is as JSON text; None if it is another text."""
+    if not _LIST_AS_TEXT.match(text):
+        return None
+    is_meant = _MESSAGES_AS_TEXT.match(text)
+    try:
+        found = _parsed(key, text)
+    except ValueError:
+        if is_meant:
+            raise
+        return None
+    are_messages = all(isinstance(each, dict) and "role" in each for each in found)
+    return found if is_meant or are_messages else None
 
 
 def _label(raw: dict[str, object], key: str, conversions: list[str]) -> str:
@@ -285,7 +343,7 @@ def _prompt_id(raw: dict[str, object]) -> str:
     key, value = _first(raw, "id", "metadata.id", "extra_info.index", absent=(None, ""))
     if isinstance(value, float) and value.is_integer():  # tables with gaps store ints as floats
         value = int(value)
-    if not isinstance(value, str | int | None):
+    if not isinstance(value, str | int | None) or isinstance(value, bool):
         raise ValueError(f"{key}={value!r} must be a string or a whole number")
     return "" if value is None else str(value)
 

@@ -58,7 +58,7 @@ def function_of(tool: object) -> Mapping[str, Any]:
 
 
 def name_of(tool: object) -> str:
-    """Return the name in an OpenAI schema; "" if it has none."""
+    """Return the name in an OpenAI schema, or an empty string for a schema without a name."""
     name = function_of(tool).get("name")
     return name if isinstance(name, str) else ""
 

@@ -207,8 +207,11 @@ class QueueLimit:
 def select_device(name: str) -> Device:
     """Return the device for `auto`, `cpu` or `cuda`. On GPUs the local rank selects the card.
 
-    ValueError if cuda is requested and absent, or if there are fewer cards than ranks.
+    ValueError for another name, if cuda is requested and absent, or if there are fewer cards than
+    ranks.
     """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"run.device={name!r}: must be one of auto, cpu, cuda")
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ValueError("run.device='cuda': torch sees no CUDA device here; allowed: auto, cpu")

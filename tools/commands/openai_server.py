@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 
 from tlt_megatron.api.live_batch import Job
 from tlt_megatron.api.text_engine import Engine
+from tlt_megatron.saved_files import parse_json
 from tools.commands.openai_protocol import (
     ChatRequest,
     Replies,
@@ -92,8 +93,8 @@ class Service:
             if len(body) > most:
                 raise HTTPException(413, f"the body is larger than {most} bytes, the most here")
         try:
-            return json.loads(body)
-        except (ValueError, RecursionError) as error:
+            return parse_json(bytes(body))
+        except ValueError as error:
             raise ValueError(f"the body is no JSON: {error}") from None
 
     async def _submit(self, asked: TextRequest | ChatRequest) -> _Client:

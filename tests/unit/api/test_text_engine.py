@@ -125,6 +125,27 @@ def test_a_bad_setting_is_refused(engine: Engine, settings: dict[str, Any], said
         engine.generate("1", **{"max_new_tokens": 4, **settings})
 
 
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"max_tokens": 1}, "max_tokens=1: must be at least 2"),
+        ({"max_tokens": 9.5}, "max_tokens=9.5: must be an integer"),
+        ({"max_batch_size": 0}, "max_batch_size=0: must be at least 1"),
+        ({"device": "cuda:0"}, "device='cuda:0': must be one of auto, cpu, cuda"),
+        ({"strategies": "ngram"}, "strategy='ngram'"),
+    ],
+)
+def test_a_bad_engine_is_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Engine(make_chat_model(tmp_path), **settings)
+
+
+def test_one_strategy_may_be_a_text(tmp_path: Path) -> None:
+    engine = Engine(make_chat_model(tmp_path), max_tokens=64, strategies="ngram_2")
+    assert engine.generate("1212", max_new_tokens=9, temperature=0)[0].accept_lengths
+    engine.close()
+
+
 def test_a_setting_may_be_a_number_of_numpy_and_a_seed_any_integer(engine: Engine) -> None:
     plain = texts(engine, "1", seed=7, max_new_tokens=9, temperature=0.5)
     numbers = {"seed": np.int64(7), "max_new_tokens": np.int32(9), "temperature": np.float32(0.5)}

@@ -176,6 +176,7 @@ CASES = [
     Case("layer_types of another type", r"layer_types='full_attention': must be a list", model(layer_types="full_attention")),
     Case("yarn without factor, as transformers 4 wrote it", r"rope_type='yarn' lacks factor", model(rope_parameters=None, rope_scaling={"type": "yarn"})),
     Case("yarn with an odd number", r"beta_fast=-1: must be a number > 0", model(rope_parameters={"rope_type": "yarn", "factor": 4.0, "beta_fast": -1})),
+    Case("yarn with its bounds swapped", r"beta_fast=1: must be above beta_slow=32", model(rope_parameters={"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 32})),
     Case("Mistral's sliding window", r"sliding_window=32: must be null \(max_position_embeddings=64\)", model(model_type="mistral", sliding_window=32)),
     Case("dynamic rope", r"rope_type='dynamic': must be one of default, linear, llama3, yarn", model(rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
     Case("a rope for each type of layer", r"rope_parameters\.full_attention=.*: must be a value for all layers", model(rope_parameters={"full_attention": {"rope_theta": 5e5}})),

@@ -146,6 +146,24 @@ def test_a_key_that_stands_twice_is_refused_in_a_list_of_json_too(tmp_path: Path
         fetch_data("data.train", f"{tmp_path}:train")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train.csv", "prompt,label,label\na,1,2\n", "train.csv: the column 'label' stands twice"),
+        ("train.csv", "prompt,label\na,1,\nb,2,\n", "train.csv: its rows have more cells than"),
+        ("test.jsonl", '{"prompt": "a"}', "Unknown split|Bad split"),
+    ],
+)
+def test_what_a_folder_does_not_hold_is_named(
+    name: str, content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"^data\.train='{tmp_path}/folder:train': .*({message})"):
+        fetch_data("data.train", f"{tmp_path}/folder:train")
+
+
 def test_a_cell_of_csv_is_the_text_that_stands_there(
     read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

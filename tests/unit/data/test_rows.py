@@ -55,6 +55,43 @@ def test_a_turn_of_tool_calls_needs_no_content(load: Load, tokenizer: Tokenizer)
     assert row.messages[1] == {"role": "assistant", "tool_calls": [{"name": "f"}]}
 
 
+def test_texts_and_parts_mean_what_they_stand_for(load: Load) -> None:
+    """As CSV and other tables store objects, and as OpenAI's clients write messages."""
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
+    named = [{"name": "Ann", **USER[0]}]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": parts}],
+            "label": "2",
+            "extra_info": '{"index": 7}',
+        },
+        {"prompt": json.dumps(named), "reward_model": '{"ground_truth": 3}', "metadata": {"x": 1}},
+    ]
+    for suffix in (".jsonl", ".parquet"):
+        first, second = (load([row], suffix).rows[0] for row in rows)
+        assert [*first.messages, *second.messages] == [*USER, *named]
+        assert (first.prompt_id, first.extra_info) == ("7", {"index": 7})
+        assert (second.ground_truth, second.extra_info) == ("3", {"x": 1})
+
+
+def test_keys_that_nothing_reads_are_named_once(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A template's argument, a system prompt or tools under another name would be lost."""
+    caplog.set_level(logging.WARNING)
+    load([VERL, {**SLIME, "functions": [], "id": 1}])
+    load([{"question": "a", "answer": {"x": "b"}}], input_key="question", label_key="answer.x")
+    assert caplog.text == ""
+    load(
+        [
+            {**ROW, "functions": [1], "history": None},
+            {**ROW, "enable_thinking": True, "functions": [1]},
+        ]
+    )
+    assert caplog.text.count("keys that nothing reads") == 1
+    assert "t.jsonl: functions, enable_thinking: keys that nothing reads" in caplog.text
+
+
 @pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}, " "])
 def test_arguments_of_a_call_are_objects(arguments: object, load: Load) -> None:
     """Clients of OpenAI write texts, and some leave out what is around the function."""
@@ -146,6 +183,10 @@ def test_blank_lines_are_passed_over_and_counted(load: Load) -> None:
         ({"prompt": [{**USER[0], "own": "\ud83d"}]}, "prompt=.* holds half of a surrogate"),
         ({"prompt": USER, "tools": [{"name": "\ud83d"}]}, "the template's arguments=.* holds half of a surrogate"),
         ({"images": ["a.png"]}, "images is not empty"),
+        *[({key: "a.png"}, f"{key} is not empty") for key in ("image_url", "image_paths", "video_path", "pixel_values")],
+        ({"prompt": [{**USER[0], "images": ["a"]}]}, r"prompt\[0\]: images is not empty"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, r"prompt\[0\]: content\[0\] has the type 'image'"),
+        ({"id": True}, "id=True must be a string or a whole number"),
         *[({key: [{"path": "a"}]}, f"{key} is not empty") for key in ("image", "video", "audio", "multi_modal_data")],
         ({"tools": [{"name": "f"}]}, "tools is not empty, and prompt is a string"),
         ({"system": "be brief"}, "system is not empty, and prompt is a string"),
@@ -187,8 +228,9 @@ def test_unusable_rows_are_refused(load: Load, change: dict[str, object], messag
         ('{"prompt": "a", "label": 1, "label": 2}', "must be one JSON object: the key 'label'"),
         ('{"prompt": "a", "label": 1, "extra_info": {"x": 1, "x": 1}}', ".*key 'x' stands twice"),
         (DEEP, "must be one JSON object: .*recursion"),
+        ("\x00" + json.dumps(ROW), "must be one JSON object: Expecting value"),
     ],
-    ids=["cut", "list", "key", "inner key", "deep"],
+    ids=["cut", "list", "key", "inner key", "deep", "zero"],
 )
 def test_lines_that_are_not_one_object_are_refused(load: Load, line: str, message: str) -> None:
     with pytest.raises(ValueError, match=rf"t\.jsonl row 2: {message}"):

@@ -171,6 +171,7 @@ def test_neutral_defaults_are_accepted(address: str) -> None:
         ("completions", {"prompt": "1", "nonsense": 2}, 400, "'nonsense': this server has no such"),
         ("completions", [1], 400, "the body is list: must be a JSON object"),
         ("completions", b"{", 400, "the body is no JSON"),
+        ("completions", b'{"prompt": "1", "prompt": "2"}', 400, "the key 'prompt' stands twice"),
         ("completions", b"[" * 4000, 400, "the body is no JSON"),
         ("completions", b"x" * 5000, 413, "the body is larger than 4096 bytes, the most here"),
         (
