@@ -62,12 +62,13 @@ def main(arguments: list[str]) -> int:
     options = parse_args([*arguments, *fetched])
     if _local_ranks(options) is None:
         return 2
-    options = with_rendezvous(options)
+    options, leave = with_rendezvous(options)
     options.signals_to_handle = "SIGQUIT"
     # Ranks print in one line why they end. This hides torchrun's own report after it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run(options)
+        leave()
     except (OSError, DistError) as error:
         print(f"torchrun.py: the ranks cannot start: {error}", file=sys.stderr)
         return 1

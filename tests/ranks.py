@@ -25,7 +25,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
-GROUP_TIMEOUT_S = 180.0  # for the world's collectives
+# Against a hang alone: another job may hold the disk or the CPUs for minutes.
+GROUP_TIMEOUT_S = 600.0  # for the world's collectives
+LIMIT_S = 900.0  # for a whole test's ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 300.0,
+    timeout_s: float = LIMIT_S,
     killed: Collection[int] = (),
     has_world: bool = True,
     method: str = "fork",

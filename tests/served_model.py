@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 
+from tests.ranks import LIMIT_S
 from tests.tiny_task import make_tiny_task
 from tlt_megatron import Engine
 from tools.commands.openai_server import Bounds, make_app
@@ -60,7 +61,7 @@ def post(address: str, path: str, body: Any, **headers: str) -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(f"{address}/v1/{path}", data, headers)
     try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as reply:
             return 200, json.load(reply)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -69,26 +70,25 @@ def post(address: str, path: str, body: Any, **headers: str) -> tuple[int, Any]:
 def get(address: str, path: str, **headers: str) -> tuple[int, Any]:
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(f"{address}{path}", headers=headers), timeout=60
+            urllib.request.Request(f"{address}{path}", headers=headers), timeout=LIMIT_S
         ) as reply:
             return 200, json.load(reply)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 
 
-def stream(address: str, path: str, **body: Any) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield the time and content of each event."""
+def stream(address: str, path: str, **body: Any) -> Iterator[dict[str, Any]]:
+    """Yield the content of each event."""
     data = json.dumps({"stream": True, **body}).encode()
     request = urllib.request.Request(f"{address}/v1/{path}", data)
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as reply:
         for line in reply:
             if line.startswith(b"data: {"):
-                yield time.monotonic(), json.loads(line[6:])
+                yield json.loads(line[6:])
 
 
 def wait_until_idle(address: str) -> None:
-    for _ in range(500):
-        if get(address, "/health")[1]["open_responses"] == 0:
-            return
+    until = time.monotonic() + LIMIT_S
+    while get(address, "/health")[1]["open_responses"]:
+        assert time.monotonic() < until, "responses of clients that left are open"
         time.sleep(0.02)
-    raise AssertionError("responses of clients that left are open")

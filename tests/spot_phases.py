@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.ranks import LIMIT_S, run_ranks
 from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
@@ -116,13 +116,13 @@ def make_spot(
     before: Callable[[int], None] = lambda count: None,
     measure_candidate: Callable[[StopWatch], None] | None = None,
     min_idle_replicas: int = 1,
-    member_timeout_s: float = 60.0,
+    member_timeout_s: float = LIMIT_S,
 ) -> SpotTrainer:
     """A SpotTrainer on this rank of the default world. A collective of all ranks."""
     torch.set_num_threads(1)
     world = world_group()
     trainer = trainer or make_drafter_trainer()
-    store = open_job_store(world, 60.0).part("spot")
+    store = open_job_store(world, LIMIT_S).part("spot")
     if hook:
         store = HookedStore(store, hook)
         _alive.append(store)
@@ -133,7 +133,7 @@ def make_spot(
             store=store,
             layout=ReplicaLayout(world.size, replica_size),
             rank=world.rank,
-            phase_timeout_s=180.0,
+            phase_timeout_s=LIMIT_S,
             min_idle_replicas=min_idle_replicas,
             member_timeout_s=member_timeout_s,
         ),
@@ -158,7 +158,7 @@ class Markers:
     def set(self, name: str) -> None:
         (self._folder / name).touch()
 
-    def await_(self, name: str, limit_s: float = 120.0) -> None:
+    def await_(self, name: str, limit_s: float = LIMIT_S) -> None:
         """Wait until then, as a rank that generates does."""
         deadline = time.monotonic() + limit_s
         while not (self._folder / name).exists():

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.ranks import run_ranks
+from tests.ranks import LIMIT_S, run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.models.config import load_model_config
@@ -155,7 +155,7 @@ def engine(config, device, run_dir, world):
         groups = generate(*args, **kwargs)
         if len(done) < len(phases):
             done.append(phases[len(done)])
-            mark, until = run_dir / f"trained {done[-1][0]}", time.monotonic() + 180
+            mark, until = run_dir / f"trained {done[-1][0]}", time.monotonic() + 500
             while world.rank == 0 and not mark.exists():
                 assert time.monotonic() < until, f"the other rank trains too little: {done[-1]}"
                 time.sleep(0.001)
@@ -270,7 +270,7 @@ def run_forked(num_ranks: int, *arguments: str | Path) -> list[tuple[int, str]]:
             code = main([str(argument) for argument in arguments])
         return code, stderr.getvalue()
 
-    return run_ranks(num_ranks, program, timeout_s=600, has_world=False)
+    return run_ranks(num_ranks, program, has_world=False)
 
 
 def run_ending(
@@ -290,7 +290,7 @@ def python(
     *words: object,
     cwd: Path = REPO,
     given: str | None = None,
-    timeout_s: float = 600,
+    timeout_s: float = LIMIT_S,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python words` on this checkout with `given` as its input, and capture what it says."""
@@ -311,7 +311,7 @@ def python(
 
 
 def launch(
-    num_ranks: int, *arguments: str | Path, timeout_s: float = 600, **environment: str
+    num_ranks: int, *arguments: str | Path, timeout_s: float = LIMIT_S, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `torchrun --nproc-per-node num_ranks launch/pretrain_rl.py arguments`."""
     words = torchrun(num_ranks, *arguments)[1:]

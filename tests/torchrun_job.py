@@ -12,9 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.ranks import LIMIT_S
 from tests.tiny_task import REPO, torchrun
-
-LIMIT_S = 300.0  # for each wait; a healthy machine needs seconds
 
 # The start of a file with a reward function or an environment. `hold` notes that it was called and
 # waits while `hold` exists.

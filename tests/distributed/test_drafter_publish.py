@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.ranks import LIMIT_S
 from tests.slow_draft import make_draft_model, make_sequence
 from tests.spot_phases import make_drafter_trainer, run_spot_ranks, world_group
 from tests.unit.spot.test_lifecycle import STRATEGIES, Shelf, WatchedHoldout
@@ -23,7 +24,7 @@ from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 from tlt_megatron.types import SamplingParams
 
-NUM_RANKS, MOST_STEPS = 3, 20
+NUM_RANKS, MOST_STEPS = 3, 60
 
 
 def make_lifecycle(engine: Shelf, run_dir: Path) -> DrafterLifecycle:
@@ -36,10 +37,10 @@ def make_lifecycle(engine: Shelf, run_dir: Path) -> DrafterLifecycle:
         engine,
         WatchedHoldout(engine, SamplingParams(), STRATEGIES),
         ranks=SpotRanks(
-            store=open_job_store(world, 20.0).part("spot"),
+            store=open_job_store(world, LIMIT_S).part("spot"),
             layout=ReplicaLayout(world.size),
             rank=world.rank,
-            phase_timeout_s=180.0,
+            phase_timeout_s=LIMIT_S,
         ),
         world=world,
         timeline=Timeline(None, world.rank),

@@ -29,7 +29,7 @@ from tlt_megatron.runtime.stop import StopRequest
 
 pytestmark = pytest.mark.waits
 
-LONG_S = 60.0  # no test waits for it
+LONG_S = 300.0  # no test waits for it
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def wait(heartbeat: Heartbeat) -> None:
 
 
 def test_a_collective_that_times_out_says_the_value_that_was_set_and_who_was_not_there() -> None:
-    limit_s = 2.5
+    limit_s = 10.0  # time for the others to come
 
     def body() -> None:
         short = dist.new_group(timeout=datetime.timedelta(seconds=limit_s))
@@ -84,20 +84,20 @@ def test_a_collective_that_times_out_says_the_value_that_was_set_and_who_was_not
 
     first, late, last = run_ranks(3, said(body))
     for message in (first, last):
-        assert "no answer within run.group_timeout_s=2.5 s" in message
+        assert "no answer within run.group_timeout_s=10 s" in message
         assert "not there yet: rank 1 (host " in message
         assert "in phase ROLLOUT" in message
         # Of two ranks in time, one may see the other end first.
         assert re.search(r"\(phase UPDATE\)(; seen in .*)?$", message)
     assert " failed: " in late
-    assert "no answer within run.group_timeout_s=2.5 s" in late
+    assert "no answer within run.group_timeout_s=10 s" in late
 
 
 @pytest.mark.parametrize(
     ("is_alone", "timeout_s", "end"),
     [
         (False, LONG_S, "is gone: its process ended in phase ROLLOUT"),
-        (True, 3.0, "heartbeat_timeout_s=3 s in phase ROLLOUT: it does not answer"),
+        (True, 10.0, "heartbeat_timeout_s=10 s in phase ROLLOUT: it does not answer"),
     ],
 )
 def test_a_rank_that_dies_is_named_at_once_or_after_the_timeout_if_it_was_alone_on_its_machine(

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.ranks import LIMIT_S
 from tests.spot_phases import Markers, make_spot, run_spot_ranks
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.spot.session import SessionEnd, StateVersion, version_of
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
 
 pytestmark = pytest.mark.waits
-
-LONG_S = 60.0  # no test waits for it
 
 
 def die() -> None:
@@ -58,7 +57,7 @@ def test_survivors_of_a_lost_member_train_on(victim: int, tmp_path: Path) -> Non
                 spot_count[0] = count
 
         spot_count = [0]
-        spot = make_spot(before=before, min_idle_replicas=2, member_timeout_s=LONG_S)
+        spot = make_spot(before=before, min_idle_replicas=2, member_timeout_s=LIMIT_S)
         dist.barrier()
         if rank == 0:
             markers.await_("recovered")
@@ -109,7 +108,7 @@ def test_a_member_that_dies_between_plan_and_group_is_left_out(
                     markers.set("trains")
 
         counts: list[int] = []
-        spot = make_spot(hook=hook, before=before, min_idle_replicas=2, member_timeout_s=4.0)
+        spot = make_spot(hook=hook, before=before, min_idle_replicas=2, member_timeout_s=15.0)
         dist.barrier()
         if rank == 0:
             markers.await_("trains")
@@ -138,7 +137,7 @@ def test_an_error_of_one_member_is_its_own_and_frees_the_others(tmp_path: Path) 
             if rank == 2 and count >= 5 and spot.trainer.group.size == 1:
                 markers.set("trains on")
 
-        spot: SpotTrainer = make_spot(before=before, member_timeout_s=LONG_S)
+        spot: SpotTrainer = make_spot(before=before, member_timeout_s=LIMIT_S)
         dist.barrier()
         if rank == 0:
             markers.await_("trains on")

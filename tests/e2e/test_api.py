@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ranks import LIMIT_S
 from tests.tiny_task import REPO, python, rollouts
 
 SCRIPT = """
@@ -164,13 +165,13 @@ def test_a_run_is_saved_when_its_script_is_stopped(
     family = [launcher, *launcher.children(recursive=True)]
     if number == signal.SIGTERM:  # the machine tells the run
         launcher.terminate()
-        assert process.wait(60) == 1
+        assert process.wait(LIMIT_S) == 1
         last = (tmp_path / "output").read_text().splitlines()[-1]
         assert re.search(r"RunStopped: .*/run: stopped on request after step \d+ and saved", last)
     else:
         process.send_signal(number)
-        code = process.wait(60)
+        code = process.wait(LIMIT_S)
         assert code == -number or number == signal.SIGINT
-    _, alive = psutil.wait_procs(family, timeout=120)
+    _, alive = psutil.wait_procs(family, timeout=LIMIT_S)
     assert not alive
     assert any((run_dir / "checkpoints").iterdir()), (tmp_path / "output").read_text()

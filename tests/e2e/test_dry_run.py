@@ -101,7 +101,7 @@ def test_a_dry_run_that_is_stopped_leaves_no_file(
 
 def dry_run(config: Path, *launcher: object, settings: tuple[str, ...] = ()) -> tuple[int, str]:
     program = ("launch/pretrain_rl.py", "--dry-run", "--config", config, *settings)
-    done = python("launch/torchrun.py", *launcher, *program, timeout_s=120)
+    done = python("launch/torchrun.py", *launcher, *program)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
 
@@ -125,7 +125,7 @@ def test_a_node_that_does_not_come_is_named_after_the_time_that_is_set(
 
 
 def test_tlt_train_checks_one_machine_and_plain_torchrun_refuses(config: Path) -> None:
-    done = python("-m", "tlt_megatron.cli", "train", config, "--dry-run", timeout_s=120)
+    done = python("-m", "tlt_megatron.cli", "train", config, "--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 x 1 ranks" in done.stdout
     done = python("launch/pretrain_rl.py", "--config", config, "--dry-run")

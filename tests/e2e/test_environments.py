@@ -129,13 +129,17 @@ def test_a_worker_that_is_killed_in_the_middle_changes_nothing(task: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("body", "line"),
-    [("raise KeyError('no tool')", "no tool"), ("import time; time.sleep(99)", "timeout_s=2")],
+    ("body", "limit_s", "line"),
+    [
+        ("raise KeyError('no tool')", 120, "no tool"),
+        ("import time; time.sleep(99)", 5, "timeout_s=5"),
+    ],
 )
 def test_a_step_that_fails_ends_the_run_in_one_line_or_scores_0(
-    task: Path, tmp_path: Path, body: str, line: str
+    task: Path, tmp_path: Path, body: str, limit_s: int, line: str
 ) -> None:
-    own = settings(task, write_dying(tmp_path, body), "reward.timeout_s=2", "run.num_steps=1")
+    limit = f"reward.timeout_s={limit_s}"
+    own = settings(task, write_dying(tmp_path, body), limit, "run.num_steps=1")
     said = run_ending(1, 1, task, tmp_path / "raise", *own)
     [named] = [each for each in said.splitlines() if "failed on prompt_id=" in each]
     assert named.startswith("pretrain_rl: ")

@@ -20,7 +20,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.fake_hub import FakeHub, serve
-from tests.ranks import free_port
+from tests.ranks import LIMIT_S, free_port
 from tests.tiny_task import REPO, python, run
 from tlt_megatron import Engine
 from tlt_megatron.trainer.model_card import base_model
@@ -51,7 +51,7 @@ def address(finished: Path) -> Iterator[str]:
             raise AssertionError("".join(said))
         yield f"http://127.0.0.1:{port}"
         server.send_signal(signal.SIGINT)
-        assert server.wait(60) in (0, -signal.SIGINT)
+        assert server.wait(LIMIT_S) in (0, -signal.SIGINT)
 
 
 def post(address: str, path: str, **body: Any) -> tuple[int, Any]:

@@ -19,8 +19,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from tests.ranks import LIMIT_S
 from tests.tiny_task import REPO, REWARD, make_tiny_task, python
-from tests.torchrun_job import HOLDING, LIMIT_S, Job, saved_step
+from tests.torchrun_job import HOLDING, Job, saved_step
 from tests.unit.mcore.test_checkpoint_reader import Call
 
 pytestmark = pytest.mark.e2e

@@ -193,7 +193,7 @@ def hostile(task: Path, tmp_path: Path, body: str = HOSTILE) -> tuple[str, ...]:
         task,
         f"rollout.tools=['{path}:add']",
         f"reward.function={path}:score",
-        *("reward.timeout_s=3", "reward.num_workers=1", "rollout.num_samples=8"),
+        *("reward.timeout_s=6", "reward.num_workers=1", "rollout.num_samples=8"),
     )
 
 
@@ -204,7 +204,7 @@ def test_a_hostile_tool_is_bounded_and_leaves_no_process(task: Path, tmp_path: P
         *("raise", "flood", "control", "forks", "session", "signals", "hang", "fine")
     }
     assert not processes_with(tmp_path)
-    assert re.search(r"rollout.tools=.*hostile.py:add.* failed on prompt_id=.*timeout_s=3", said)
+    assert re.search(r"rollout.tools=.*hostile.py:add.* failed on prompt_id=.*timeout_s=6", said)
     rows = rollouts(tmp_path / "run")
     results = [m["content"] for row in rows for m in row["messages"] if m["role"] == "tool"]
     assert any("KeyError: 'nothing there'" in text for text in results)

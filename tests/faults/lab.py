@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.processes import start
+from tests.ranks import LIMIT_S
 from tests.tiny_task import FEATURES, make_tiny_task, write_environment, write_tools
 from tlt_megatron.trainer.saving.manifest import POINTER
 
 NUM_STEPS = 4
-RUN_LIMIT_S = 300.0  # for a run, which takes seconds, on a loaded machine
+RUN_LIMIT_S = LIMIT_S  # for a run, which takes seconds
 _BASE = (
     f"run.num_steps={NUM_STEPS} checkpoint.interval=1 logging.trackers=[]"
     " rollout.num_samples=2 rollout.num_prompts=2 rollout.max_new_tokens=12"

@@ -20,7 +20,7 @@ from tests.faults.catalogue import FAULTS, draw
 from tests.faults.lab import Lab, Variant
 from tests.faults.probe import Moment
 from tests.faults.processes import Job
-from tests.ranks import run_ranks
+from tests.ranks import LIMIT_S, run_ranks
 from tests.tiny_task import REPO
 
 NUM_SCHEDULES = 40
@@ -88,7 +88,7 @@ LOG = "12:00:00 rank 1 WARNING tlt_megatron.x: something"  # the rank that write
 )
 def test_the_oracle_finds(program: str, column: str, text: str, tmp_path: Path) -> None:
     def run(case: Case, job: Job) -> None:
-        case.limit_s = 2.0
+        case.limit_s = 2.0 if column == "hang" else LIMIT_S
         case.end(job, 1, line=["rank 1"], orphan_grace_s=0.5)
 
     verdict = judged(tmp_path, program, run)

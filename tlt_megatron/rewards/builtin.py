@@ -8,15 +8,18 @@ the policy wrote it. If a ground truth cannot be parsed, it is an error in the d
 from __future__ import annotations
 
 import logging
+import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify.errors import TimeoutException
 
 from tlt_megatron.rewards.latex import without_fonts
 
-_TIMEOUT_S = 5  # for parsing and for comparing, each; "9^{9^{9^9}}" never ends
+_CPU_S = 5.0  # for parsing and for comparing, each; "9^{9^{9^9}}" never ends
 
 
 def score_math(
@@ -32,26 +35,46 @@ def score_math(
     as a number: 39, 39.0, 78/2, 3.9 \\times 10^1, 3900\\% or x = 39. So \\boxed{22+17}, which only
     repeats the question, scores 0 for 39.
     """
-    # math-verify limits time by SIGALRM, which works only in a main thread; elsewhere the caller
-    # limits the time
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    timeout_s = _TIMEOUT_S if in_main_thread else 0  # 0: no limit
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings hold the whole response
     solution_str, ground_truth = without_fonts(solution_str), without_fonts(ground_truth)
     is_boxed = "\\boxed" in ground_truth
-    gold = parse(
-        ground_truth if is_boxed else f"\\boxed{{{ground_truth}}}", parsing_timeout=timeout_s
-    )
+    with _limited():
+        gold = parse(ground_truth if is_boxed else f"\\boxed{{{ground_truth}}}", parsing_timeout=0)
     if not gold or not ground_truth.strip():
         raise ValueError(f"ground_truth={ground_truth!r}: math-verify finds no answer in it")
-    answer = parse(
-        solution_str,
-        [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],
-        parsing_timeout=timeout_s,
-    )
+    with _limited():
+        answer = parse(
+            solution_str,
+            [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],
+            parsing_timeout=0,
+        )
     if isinstance(gold[0], sympy.Number) and answer and not _is_written_number(answer[0]):
         return 0.0
-    return float(verify(gold, answer, timeout_seconds=timeout_s))
+    with _limited():
+        return float(verify(gold, answer, timeout_seconds=0))
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Let math-verify's calls time out after `_CPU_S` of CPU time.
+
+    Its own limit is of the clock, so that another job of the machine could change a reward. Signals
+    need the main thread. Elsewhere the caller limits the time.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise TimeoutException  # which math-verify handles
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_S, _CPU_S)  # again for the next comparison
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def score_exact(

@@ -9,6 +9,9 @@ and numbers alone. launch/torchrun.py selects it.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from tlt_megatron.runtime.job_store import LOOPBACK, open_store
 
 _NAME = "one address"  # names this rendezvous among torchrun's
 _STATIC_PORT = 29500  # torchrun's default for several nodes
+_LEAVE_S = 60.0  # for which node 0 waits at the end of a job for a node that may be lost
 
 
 class Place(NamedTuple):
@@ -54,22 +58,32 @@ def meeting_place(options: argparse.Namespace) -> Place | None:
     return Place(host, port, options.node_rank, num_nodes)
 
 
-def with_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
-    """Return torchrun's options with this rendezvous, where there is a meeting place.
+def with_rendezvous(
+    options: argparse.Namespace,
+) -> tuple[argparse.Namespace, Callable[[], None]]:
+    """Return torchrun's options with this rendezvous, where there is a meeting place, and what to
+    call when torchrun has succeeded (see `JobRendezvous.leave`).
 
     A rendezvous that the user selects for several machines stays torchrun's.
     """
+    made: list[JobRendezvous] = []
     place = meeting_place(options)
     if place is None:
-        return options
+        return options, lambda: None
 
     def create(parameters: RendezvousParameters) -> JobRendezvous:
-        return JobRendezvous(*place, parameters.run_id, int(parameters.config["timeout"]))
+        made.append(JobRendezvous(*place, parameters.run_id, int(parameters.config["timeout"])))
+        return made[-1]
+
+    def leave() -> None:
+        for rendezvous in made:
+            rendezvous.leave()
 
     rendezvous_handler_registry.register(_NAME, create)
     chosen = {"rdzv_backend": _NAME, "rdzv_endpoint": f"{place.host}:{place.port}"}
     # torchrun warns of other values, which this rendezvous has taken already.
-    return argparse.Namespace(**vars(options) | chosen | {"standalone": False, "node_rank": 0})
+    changed = chosen | {"standalone": False, "node_rank": 0}
+    return argparse.Namespace(**vars(options) | changed), leave
 
 
 class JobRendezvous(StaticTCPRendezvous):
@@ -104,6 +118,17 @@ class JobRendezvous(StaticTCPRendezvous):
             )
         place = RendezvousStoreInfo(self.master_addr, int(port))
         return RendezvousInfo(store, self.rank, self.world_size, place)
+
+    def leave(self) -> None:
+        """Leave the job after torchrun's last barrier. Node 0 goes last: without its store, a node
+        that is still at the barrier would print a traceback.
+        """
+        with suppress(dist.DistError):  # a node is lost when nothing is left to do
+            if self._store is not None and self.rank:
+                self._store.set(f"left/{self.rank}", "")
+            elif self._store is not None:
+                others = [f"left/{node}" for node in range(1, self.world_size)]
+                self._store.wait(others, timedelta(seconds=_LEAVE_S))
 
     def _open(self, port: int) -> dist.TCPStore:
         """Open a store on node 0; connect to it on the others."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from tlt_megatron.api.response_text import ResponseText
 from tlt_megatron.stop_strings import StopStrings
+
+# The same examples each time, however slow the machine is.
+STEADY = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 def by_bytes(token_ids: Sequence[int]) -> str:
@@ -45,6 +48,7 @@ def read(
 
 
 @pytest.mark.parametrize("decode", [by_bytes, by_fallback])
+@STEADY
 @given(st.lists(st.sampled_from([*"ab €é😀".encode(), 0xC3, 0xFF, 0xE2]), max_size=120))
 def test_any_bytes_read_as_the_whole(decode, token_ids: list[int]) -> None:
     text, pieces, _ = read(decode, token_ids)
@@ -53,6 +57,7 @@ def test_any_bytes_read_as_the_whole(decode, token_ids: list[int]) -> None:
     assert "".join(pieces) == text
 
 
+@STEADY
 @given(
     st.text(alphabet="ab€\n", max_size=80),
     st.lists(st.text(alphabet="ab€\n", min_size=1, max_size=5), min_size=1, max_size=3),
@@ -75,6 +80,7 @@ def test_a_possible_begin_of_a_stop_string_is_held_back() -> None:
     assert read(by_bytes, b"a\nb\n\nc", ["\n\n"]) == ("a\nb", ["a", "", "\nb", "", "", ""], 5)
 
 
+@STEADY
 @given(
     st.lists(st.sampled_from(["a", "ab", "b€", "é", "<x>"]), max_size=40),
     st.lists(

@@ -76,7 +76,10 @@ def check_same(read: Read, path: Path, expected: Path) -> None:
 
 @given(rows=ROWS)
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_jsonl_equals_parquet(rows: list[dict[str, Any]], read: Read, tmp_path: Path) -> None:
     """With the types of the rows, where they have one for a column, and as columns of JSON."""

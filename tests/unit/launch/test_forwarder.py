@@ -1,10 +1,13 @@
-"""launch/torchrun.py: what must not end the thread that passes signals on."""
+"""launch/torchrun.py: the thread that passes signals on, and the end of a job of two nodes."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.ranks import LIMIT_S, free_port
 
 REPO = Path(__file__).resolve().parents[3]
 # A rank that ends at SIGUSR1. The launcher is stopped for longer than one look and continued before
@@ -57,7 +60,7 @@ try:
     rank.wait(timeout=1)  # a suspended run goes on
 except subprocess.TimeoutExpired:
     rank.terminate()
-    sys.exit(rank.wait(timeout=20) != -signal.SIGKILL)
+    sys.exit(rank.wait(timeout=200) != -signal.SIGKILL)
 """
 
 
@@ -67,3 +70,48 @@ def test_a_stopped_rank_that_is_asked_to_end_is_killed_and_a_line_says_so() -> N
     )
     assert done.returncode == 0, done.stderr
     assert "is stopped and cannot end by itself: killed" in done.stderr
+
+
+# Node 1 comes to torchrun's last barrier and asks for the others 3 s later.
+LATE = """
+import sys, time
+from launch import torchrun
+from torch.distributed.elastic.utils import store
+
+come = store._barrier_nonblocking
+
+def come_and_sleep(*words, **named):
+    key = come(*words, **named)
+    time.sleep(3.0)
+    return key
+
+store._barrier_nonblocking = come_and_sleep
+sys.exit(torchrun.main(sys.argv[1:]))
+"""
+
+
+def test_a_node_that_is_late_at_the_last_barrier_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").touch()
+    (tmp_path / "late.py").write_text(LATE)
+    options = f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()} rank.py".split()
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, launcher, "--node-rank", str(number), *options],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(REPO)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number, launcher in enumerate((REPO / "launch" / "torchrun.py", tmp_path / "late.py"))
+    ]
+    try:
+        ends = []
+        for node in nodes:
+            said, _ = node.communicate(timeout=LIMIT_S)
+            ends.append((node.returncode, said))
+        assert ends == [(0, ""), (0, "")]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()

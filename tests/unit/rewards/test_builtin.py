@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import threading
+import time
+from typing import Any
 
 import pytest
+from math_verify import grader
 
+from tlt_megatron.rewards import builtin
 from tlt_megatron.rewards.builtin import score_exact, score_math
 
 # By ground truth: boxed answers that are right, and such that are not.
@@ -113,6 +117,21 @@ def test_math_works_outside_a_main_thread() -> None:
     thread.start()
     thread.join()
     assert scores == [1.0]
+
+
+def test_an_answer_has_a_limit_of_cpu_time_so_a_busy_machine_changes_no_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert score_math("", "\\boxed{9^{9^{9^9}}}", "387420489") == 0.0
+    compare = grader.sympy_expr_eq
+
+    def compare_late(*words: Any) -> bool:
+        time.sleep(6.0)  # as if other jobs ran
+        return compare(*words)
+
+    monkeypatch.setattr(grader, "sympy_expr_eq", compare_late)
+    monkeypatch.setattr(builtin, "_CPU_S", 3.0)
+    assert score_math("", "\\boxed{x+1}", "1+x") == 1.0
 
 
 @pytest.mark.parametrize(

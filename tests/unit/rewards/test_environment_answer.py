@@ -35,7 +35,7 @@ def answer(messages, data_source, ground_truth, extra_info):
     if turn == "number":
         return 7
     if turn == "slow":
-        time.sleep(0.1)
+        time.sleep(0.2)
         return str(os.getpid()), False
     if turn == "wide":
         return chr(1046) * 200_000, False  # escapes would be three times as long
@@ -115,18 +115,18 @@ def test_an_answer_is_the_same_from_each_worker(make_pool: PoolMaker) -> None:
 
 def test_answers_that_block_an_async_worker_do_not_use_up_their_time(make_pool: PoolMaker) -> None:
     code = ENVIRONMENT.replace("def score(", "async def score(")
-    limits: dict[str, Any] = {"timeout_s": 0.5, "on_error": "raise"}
+    limits: dict[str, Any] = {"timeout_s": 3.0, "on_error": "raise"}
     pool = make_pool("score", code=code, environment="answer", **limits)
-    asked = [pool.answer(PROMPT, 0, 1, conversation("slow")) for _ in range(30)]
+    asked = [pool.answer(PROMPT, 0, 1, conversation("slow")) for _ in range(20)]
     pids = {future.result().answer.observation[0]["content"] for future in asked}
     assert len(pids) == 1  # no worker was lost
 
 
 def test_an_environment_that_hangs_is_ended(make_pool: PoolMaker) -> None:
-    pool = make_pool("score", code=ENVIRONMENT, environment="answer", timeout_s=0.2)
+    pool = make_pool("score", code=ENVIRONMENT, environment="answer", timeout_s=2)
     outcome = pool.answer(PROMPT, 0, 1, conversation("hang")).result()
     assert (outcome.failure, outcome.answer) == ("timeout", None)
-    assert outcome.detail == "no answer within timeout_s=0.2"
+    assert outcome.detail == "no answer within timeout_s=2"
     assert score(pool, "a response") == [0.5]
 
 

@@ -193,13 +193,14 @@ def test_a_conversation_that_ends_its_workers_is_to_blame_and_no_other(
         ("text", "error", "step returned 'text': must be a Step"),
         ("stop", "error", "stop=['</a>', '']: must be a list of texts, or None"),
         ("negative", "error", "token_ids=[3, -1]: must be a list of token ids, or None"),
-        ("hang", "timeout", "timeout_s=1"),
+        ("hang", "timeout", "timeout_s=4"),
     ],
 )
 def test_a_step_that_fails_is_named(
     make_pool: PoolMaker, name: str, text: str, failure: str, detail: str
 ) -> None:
-    pool = make_pool("length", code=CODE, environment=name, on_error="raise", timeout_s=1)
+    limit_s = 4 if failure == "timeout" else 120
+    pool = make_pool("length", code=CODE, environment=name, on_error="raise", timeout_s=limit_s)
     talk, other = Talk(pool, 0), Talk(pool, 1)
     for each in (talk, other):
         each.begin()

@@ -88,7 +88,7 @@ def test_workers_and_their_programs_end_with_a_trainer_that_is_killed(
         "import time\n"
         "from tlt_megatron.rewards.workers import RewardPool\n"
         "from tlt_megatron.types import Prompt\n"
-        "pool = RewardPool('puppet.py:act', num_workers=1, timeout_s=2, on_error='zero')\n"
+        "pool = RewardPool('puppet.py:act', num_workers=1, timeout_s=120, on_error='zero')\n"
         "row = Prompt(prompt_id='p', draw_index=0, token_ids=(1,))\n"
         f"for response in {(PID, CHILD, DAEMON)}:\n"
         "    pool.submit(response, row, response)\n"

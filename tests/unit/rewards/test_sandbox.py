@@ -16,7 +16,7 @@ from tlt_megatron import doctor
 from tlt_megatron.rewards.sandbox import MAX_OUTPUT_BYTES, find_level, run_python
 
 LEVELS = ["bwrap", "landlock"]
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0  # against a hang
 LEFT = """
 import os, subprocess, time
 try:
@@ -71,7 +71,7 @@ def find_code(pid: int) -> int | None:
 
 
 def wait_gone(word: str) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + TIMEOUT_S
     while num_processes(word) and time.monotonic() < end:
         time.sleep(0.05)
     assert num_processes(word) == 0
@@ -84,16 +84,16 @@ def test_code_prints_and_its_last_expression_is_shown(level: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "failure", "says"),
+    ("code", "limit_s", "says"),
     [
-        ("while True: pass", "timeout", "[stopped: it took too long]"),
-        ("print('before')\nimport time; time.sleep(600)", "timeout", "before\n\n[stopped"),
-        ("import os; os.close(1); os.close(2)\nwhile True: pass", "timeout", "stopped"),
+        ("while True: pass", 2.0, "[stopped: it took too long]"),
+        ("print('before')\nimport time; time.sleep(600)", 8.0, "before\n\n[stopped"),
+        ("import os; os.close(1); os.close(2)\nwhile True: pass", 2.0, "stopped"),
     ],
 )
-def test_a_hang_is_ended(level: str, code: str, failure: str, says: str) -> None:
-    text, found = run(code, level, timeout_s=2.0)
-    assert found == failure
+def test_a_hang_is_ended(level: str, code: str, limit_s: float, says: str) -> None:
+    text, found = run(code, level, timeout_s=limit_s)
+    assert found == "timeout"
     assert says in text
 
 
@@ -148,10 +148,8 @@ print(n)"""
 
 def test_nothing_survives(level: str) -> None:
     seconds = f"{600 + os.getpid()}.25"
-    started = time.monotonic()
     text, failure = run(LEFT.format(seconds=seconds), level)
-    assert failure == ""
-    assert time.monotonic() - started < TIMEOUT_S
+    assert failure == "", "it waited for what was left"
     assert text in ("", "Operation not permitted\n")
     wait_gone(seconds)
 
@@ -164,14 +162,14 @@ def test_code_ends_with_its_worker(level: str, tmp_path: Path) -> None:
         f"run_python('import time; time.sleep({seconds})', level={level!r}, timeout_s=600)\n"
     )
     worker = subprocess.Popen([sys.executable, str(file), seconds])
-    end = time.monotonic() + 60
+    end = time.monotonic() + TIMEOUT_S
     # bwrap asks to end with its parent before it starts the interpreter
     while (child := find_code(worker.pid)) is None:
         assert time.monotonic() < end, "the code has not begun"
         time.sleep(0.02)
     worker.kill()
     worker.wait()
-    end = time.monotonic() + 20
+    end = time.monotonic() + TIMEOUT_S
     while Path(f"/proc/{child}/status").exists() and time.monotonic() < end:
         if "zombie" in Path(f"/proc/{child}/status").read_text():
             break
@@ -195,7 +193,7 @@ def test_network_and_sockets_are_closed(level: str, tmp_path: Path) -> None:
 
 
 def test_other_processes_get_no_signal(level: str) -> None:
-    other = subprocess.Popen(["sleep", "60"])
+    other = subprocess.Popen(["sleep", "1000"])
     try:
         text, failure = run(f"import os; os.kill({other.pid}, 9); os.kill(-1, 9)", level)
         assert failure == "error", text

@@ -68,7 +68,7 @@ def test_tools_reach_the_template_and_calls_come_back(caller: tuple[str, Engine]
             assert call["function"] == {"name": "look", "arguments": '{"place": "f"}'}
     assert kinds >= {(False, 0), (False, 1), (False, 2), (True, 0)}
     deltas: dict[int, list[Any]] = {}
-    for _, event in stream(address, "chat/completions", **body):
+    for event in stream(address, "chat/completions", **body):
         deltas.setdefault(event["choices"][0]["index"], []).append(event["choices"][0]["delta"])
     for choice in choices:
         (delta,) = deltas[choice["index"]]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import LIMIT_S
 from tests.served_model import get, make_chat_model, post, serving, stream, wait_until_idle
 from tlt_megatron import Engine
 from tools.commands import server_bounds
@@ -42,7 +43,7 @@ def test_more_than_the_server_takes_is_refused_at_once(address: str) -> None:
 
 def test_who_waits_too_long_is_told(model: Path) -> None:
     engine = Engine(model, max_batch_size=1, max_tokens=512)
-    with serving(engine, Bounds(wait_s=2)) as address:
+    with serving(engine, Bounds(wait_s=6)) as address:
         events = stream(address, "completions", prompt="1", max_tokens=500, n=100, seed=1)
         next(events)
         code, reply = post(address, "completions", {"prompt": "1"})
@@ -50,14 +51,14 @@ def test_who_waits_too_long_is_told(model: Path) -> None:
         wait_until_idle(address)
     assert (code, reply["error"]["message"]) == (
         503,
-        "no token within 2 s: the server is busy, try later",
+        "no token within 6 s: the server is busy, try later",
     )
 
 
 def raw(address: str, text: bytes) -> bytes:
     """Send bytes and return what comes until the server closes the connection."""
     host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=LIMIT_S) as connection:
         connection.sendall(text)
         return b"".join(iter(lambda: connection.recv(4096), b""))
 
@@ -71,7 +72,7 @@ def raw(address: str, text: bytes) -> bytes:
     ],
 )
 def test_half_a_request_is_closed(address: str, sent: bytes, monkeypatch) -> None:
-    monkeypatch.setattr(server_bounds, "REQUEST_S", 0.3)
+    monkeypatch.setattr(server_bounds, "REQUEST_S", 3.0)
     with ThreadPoolExecutor(30) as pool:
         answers = list(pool.map(lambda _: raw(address, sent), range(30)))
     assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
@@ -79,9 +80,9 @@ def test_half_a_request_is_closed(address: str, sent: bytes, monkeypatch) -> Non
 
 
 def test_the_second_request_of_a_connection_is_bounded_too(address: str, monkeypatch) -> None:
-    monkeypatch.setattr(server_bounds, "REQUEST_S", 0.3)
+    monkeypatch.setattr(server_bounds, "REQUEST_S", 3.0)
     host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=LIMIT_S) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
         connection.sendall(b"GET /health HTTP")
