@@ -91,6 +91,8 @@ class Trainer:
         with the values that it uses now. ValueError if that is impossible. `overrides` are settings
         such as `{"rollout.num_samples": 8}`. `ranks` is the number of processes, one per GPU.
         """
+        if type(ranks) is not int or ranks < 1:
+            raise ValueError(f"ranks={ranks!r}: must be an integer >= 1")
         files = [config] if isinstance(config, str | Path) else list(config)
         if not files and (model is None or data is None):
             raise ValueError("Trainer needs a config, or both model and data")
@@ -106,7 +108,7 @@ class Trainer:
         if reward is not None:
             file = self.folder.with_name(f"{self.folder.name}_reward.py")
             settings["reward.function"] = save_function(reward, file, run_environment())
-        words = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]
+        words = [f"{key}={json.dumps(value, default=_plain)}" for key, value in settings.items()]
         self._command = train_command([*map(str, files), *words, "--nproc-per-node", str(ranks)])
 
     def train(self) -> FinishedRun:
@@ -151,6 +153,18 @@ class Trainer:
         return run
 
 
+def _plain(value: Any) -> Any:
+    """Return a setting's value for JSON: numbers of NumPy and torch as such, paths as text."""
+    return _number(value) if hasattr(value, "tolist") else str(value)
+
+
+def _number(value: Any) -> Any:
+    """Return a number or array of NumPy or torch for JSON. TypeError for anything else."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"{type(value).__name__} has no form in it")
+    return value.tolist()
+
+
 def _write_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> str:
     """Write the rows of a data set to a file whose name depends on them, so that the file of an
     earlier run stays. Return its path.
@@ -162,7 +176,7 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> str:
         if not isinstance(row, Mapping):
             raise ValueError(f"data: row {number} is {row!r:.80}: must be a dict")
         try:
-            lines.append(json.dumps(dict(row), allow_nan=False) + "\n")
+            lines.append(json.dumps(dict(row), allow_nan=False, default=_number) + "\n")
         except (TypeError, ValueError) as error:
             raise ValueError(f"data: row {number} is no JSON: {error}") from None
     if not lines:

@@ -78,7 +78,14 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add = parser.add_argument
     add("source", metavar="MODEL_OR_RUN")
-    add("--data", required=True, nargs="+", metavar="FILE", help=".jsonl or .parquet, as data.eval")
+    add(
+        "--data",
+        required=True,
+        nargs="+",
+        action="extend",
+        metavar="FILE",
+        help=".jsonl or .parquet, as data.eval",
+    )
     add("--samples", type=int, default=8, help="responses per prompt; default 8")
     add("--temperature", type=float, default=1.0, help="0: greedy; default 1")
     add("--config", type=Path, help="default: the run's, or the default settings")

@@ -219,7 +219,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, help="folder of a Hugging Face model, or its id on the Hub")
     add("--data", type=Path, required=True, help=".jsonl or .parquet of prompts")
-    add("--eval", type=Path, nargs="+", help="the same, held out")
+    add("--eval", type=Path, nargs="+", action="extend", help="the same, held out")
     add("--gpus", type=int, required=True, help="of the run; 0: 2 CPU ranks")
     add("--gpu-memory", type=int, default=80, metavar="GIB", help="default 80")
     add("--input-key", default="prompt", help="of a row's prompt")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tlt_megatron import Trainer
@@ -35,6 +36,15 @@ def test_rows_are_written_to_the_run_folder(tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) == 2, "the rows of an earlier run are kept"
 
 
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    given = {"run.dir": tmp_path / "run", "run.num_steps": np.int64(3)}
+    rows = [{"prompt": "a", "label": np.float64(0.5), "extra_info": {"x": np.array([1, 2])}}]
+    found = settings(Trainer(model="m", data=rows, overrides=given))
+    assert (found["run.num_steps"], found["run.dir"]) == (3, str(tmp_path / "run"))
+    row = json.loads(Path(found["data.train"]).read_text())
+    assert row == {"prompt": "a", "label": 0.5, "extra_info": {"x": [1, 2]}}
+
+
 @pytest.mark.parametrize("data", ["openai/gsm8k/main:train", Path("rows.jsonl")])
 def test_a_name_is_passed_on(data: Any) -> None:
     found = settings(Trainer(model=Path("model"), data=data, overrides={"run.num_steps": 3}))
@@ -55,6 +65,8 @@ def test_a_name_is_passed_on(data: Any) -> None:
         ({"model": "m", "data": ["12"]}, "data: row 1 is '12': must be a dict"),
         ({"model": "m", "data": [ROWS[0], {"prompt": {1}}]}, "data: row 2 is no JSON: "),
         ({"model": "m", "data": [{"label": float("nan")}]}, "data: row 1 is no JSON: "),
+        ({"model": "m", "data": ROWS, "ranks": 0}, "ranks=0: must be an integer >= 1"),
+        ({"model": "m", "data": ROWS, "ranks": 1.5}, r"ranks=1\.5: must be an integer >= 1"),
     ],
     ids=repr,
 )

@@ -226,6 +226,14 @@ def test_a_door_takes_a_run_or_names_the_folder_to_give(
         enter(run / part, tmp_path)
 
 
+def test_an_evaluation_has_the_files_of_each_data_option(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    files = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
+    command = evaluation_command([str(tmp_path), "--data", *files[:2], "--data", files[2]])
+    (held_out,) = (word for word in command if word.startswith("data.eval="))
+    assert [file for file in files if file in held_out] == files
+
+
 def test_a_run_as_a_drafter_names_the_folder_to_give(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     write_drafter(tmp_path / "run" / "hf_drafter")
