@@ -188,7 +188,7 @@ def fetch_data(key: str, name: str) -> Path:
     try:
         return _write_split(f"{key}={name!r}", source, split, stem)
     except _hub_errors() as error:
-        if source[0] == folder:
+        if Path(folder).is_dir():
             raise ValueError(f"{key}={name!r}: {one_line(error, 300)}") from error
         command = f"hf download --repo-type dataset {source[0]}"
         raise _unreachable(key, name, ".jsonl or .parquet file", command, error) from error
