@@ -97,7 +97,7 @@ def _is_written_number(answer: object) -> bool:
     """
     if isinstance(answer, sympy.Equality):
         answer = answer.rhs
-    if isinstance(answer, sympy.FiniteSet) and len(answer) == 1:
+    while isinstance(answer, sympy.FiniteSet) and len(answer) == 1:
         (answer,) = answer.args
     if not isinstance(answer, sympy.Basic):
         return True  # text, which is compared as text

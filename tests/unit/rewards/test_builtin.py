@@ -74,6 +74,7 @@ RESPONSES = [
     (r"so \fbox{42}", "42", 1.0),
     (r"so \framebox[2cm]{42}", "42", 1.0),
     (r"so \boxed {42}", "42", 1.0),
+    (r"so \boxed{{{42}}}", "42", 1.0),
     (r"so {\Large 42}", "42", 1.0),
     (r"The final answer is $\text{42 apples}$", "42", 1.0),
     (r"\boxed{\mathbf{\frac{\mathit{1}}{\mathbf{\text{2}}}}}", "0.5", 1.0),
