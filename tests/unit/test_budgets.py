@@ -18,9 +18,9 @@ from tlt_megatron.config.schema import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 # Lines with a token that is neither a comment nor part of a docstring.
 CODE_LINES = {
-    "tlt_megatron": 27_929,
+    "tlt_megatron": 27_941,
     "tlt_megatron/api": 696,
-    "tlt_megatron/config": 2_696,
+    "tlt_megatron/config": 2_708,
     "tlt_megatron/data": 1_084,
     "tlt_megatron/drafter": 901,
     "tlt_megatron/engines": 4_197,
@@ -34,7 +34,7 @@ CODE_LINES = {
     "tlt_megatron/spot": 1_037,
     "tlt_megatron/trainer": 2_821,
     "tools": 8_070,
-    "tests": 35_162,
+    "tests": 35_167,
 }
 NUM_SETTINGS = 127
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things

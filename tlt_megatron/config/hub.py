@@ -17,7 +17,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import chain
@@ -29,6 +29,7 @@ from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.saved_files import first_twin, one_line, parse_json
 
+_ROWS = [".csv", ".tsv", ".json", ".jsonl", ".parquet"]
 _NAME = r"[\w-][\w.-]*"
 _MODEL = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[\w./-]+))?")
 _DATA = re.compile(
@@ -217,6 +218,8 @@ def _write_split(
     manager = datasets.DownloadManager(base_path=builder.base_path)
     found = {name: manager.download(list(files[name])) for name in names if name in files}
     _check_files(setting, map(Path, chain(*found.values())))
+    if Path(repo).is_dir() and not Path(repo, "README.md").is_file():  # which may name its files
+        _check_kinds(repo, found)
     is_json = builder.name == "json" and not getattr(builder.config, "field", None)
     if (is_json or builder.name == "csv") and len(found) == len(set(names)):
         lines = {
@@ -237,6 +240,19 @@ def _write_split(
     rows = datasets.load_dataset(repo, config, split=split, revision=revision)
     assert isinstance(rows, datasets.Dataset)
     return _write_once(kept / rows._fingerprint / f"{stem}.parquet", rows.to_parquet)
+
+
+def _check_kinds(folder: str, found: Mapping[str, Iterable[str]]) -> None:
+    """Raise ValueError if a split has files of two kinds: `datasets` reads one kind."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    whole = DataFilesDict.from_patterns(
+        get_data_patterns(folder), base_path=folder, allowed_extensions=_ROWS
+    )
+    for split, files in found.items():
+        if left := sorted({*whole[split]}.difference(files)):
+            names = ", ".join(Path(file).name for file in left[:3])
+            raise ValueError(f"the split {split} has files of another kind too, such as {names}")
 
 
 def _json_lines(file: str) -> list[bytes]:

@@ -201,6 +201,13 @@ def test_keys_of_other_rows_do_not_come_into_prompts(read: Read, tmp_path: Path)
     assert [row.extra_info for row in found] == [row["extra_info"] for row in rows]
 
 
+def test_a_split_with_files_of_two_kinds_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("prompt,label\na,1\n")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "b", "label": 2}\n')
+    with pytest.raises(ValueError, match=r"the split train has files of another kind.* train\.csv"):
+        fetch_data("data.train", f"{tmp_path}:train")
+
+
 @pytest.mark.parametrize("has_categories", [False, True])
 @pytest.mark.parametrize("kind", [pyarrow.float16(), pyarrow.float32(), pyarrow.float64()])
 def test_short_floats_are_the_shortest_text_that_gives_them(
