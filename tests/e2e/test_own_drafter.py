@@ -42,6 +42,10 @@ FEATURES = {
     "mimo": ("parallel.tensor=2", "model.lora_rank=4"),
     "glm4_moe": ("parallel.pipeline=2", "rollout.routing_replay=true"),
 }
+OTHER_LAYOUT = {
+    "mimo": ("parallel.pipeline=2",),
+    "glm4_moe": ("parallel.tensor=2", "parallel.expert=2", "rollout.routing_replay=true"),
+}
 
 
 @pytest.fixture(scope="module", params=FEATURES)
@@ -69,6 +73,16 @@ def test_no_token_and_no_weight_changes(task: Path, kind: str, straight: Path, t
     assert "the checkpoint has an MTP layer, a trained drafter: speculation.drafter=own" in said
     check_same_run(straight, tmp_path / "off")
     assert metric_rows(straight)[0]["rollout/spec_accept_length"] > 1
+
+
+def test_no_token_and_no_weight_changes_in_another_layout(
+    task: Path, kind: str, tmp_path: Path
+) -> None:
+    own, off = tmp_path / "own", tmp_path / "off"
+    run(2, task, own, *OWN, *OTHER_LAYOUT[kind], "run.num_steps=2")
+    run(2, task, off, *PLAIN, *OTHER_LAYOUT[kind], "run.num_steps=2")
+    check_same_run(own, off)
+    assert metric_rows(own)[-1]["rollout/spec_accept_length"] > 1
 
 
 def test_a_resumed_run_goes_on_with_the_trained_layer(
