@@ -29,7 +29,7 @@ from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.saved_files import first_twin, one_line, parse_json
 
-_ROWS = [".csv", ".tsv", ".json", ".jsonl", ".parquet"]
+_ROWS = [".csv", ".tsv", ".jsonl", ".parquet"]  # .json may be about another file
 _NAME = r"[\w-][\w.-]*"
 _MODEL = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[\w./-]+))?")
 _DATA = re.compile(

@@ -208,6 +208,14 @@ def test_a_split_with_files_of_two_kinds_is_refused(tmp_path: Path) -> None:
         fetch_data("data.train", f"{tmp_path}:train")
 
 
+def test_a_saved_data_set_is_read_although_json_describes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.Dataset.from_list([{"prompt": "a", "label": "1"}]).save_to_disk(tmp_path / "d/train")
+    assert fetch_data("data.train", f"{tmp_path}/d:train").suffix == ".parquet"
+
+
 @pytest.mark.parametrize("has_categories", [False, True])
 @pytest.mark.parametrize("kind", [pyarrow.float16(), pyarrow.float32(), pyarrow.float64()])
 def test_short_floats_are_the_shortest_text_that_gives_them(
