@@ -165,9 +165,9 @@ bench: setup-dev  ## speed, side by side in one run; tables and build/bench/*.js
 	@$(PY) -m tools.bench step
 
 bench-llm: llm-task  ## TLT on SmolLM2-135M-Instruct, about 45 minutes on 2 idle cores; tables and build/bench/llm*.json
-	@$(PY) -m tools.tiny_models.imitate_sums --model build/smollm2 --task build/sum_task --out build/smollm2_sums
+	@$(VENV)/bin/tlt train examples/smollm2_sft.yaml --nproc-per-node 2 run.dir=build/smollm2_sums --resume auto
 	@test -d build/smollm2_drafter || $(VENV)/bin/tlt train-drafter --config examples/smollm2.yaml \
-	  --model build/smollm2_sums --out build/smollm2_drafter --minutes 8 --steps 1000000 \
+	  --model build/smollm2_sums/hf --out build/smollm2_drafter --minutes 8 --steps 1000000 \
 	  --measure-minutes 1 --num-eval-prompts 8 --strategy 4_1_4 --threads 2
 	@for dtype in bfloat16 float32; do \
 	  $(PY) -m tools.bench costs --model build/smollm2 --dtype $$dtype --vocab-sizes 49152 \

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from tests.mcore_policy import check_same_bits, load_hf
 from tests.tiny_models import make_tiny_hf
@@ -17,6 +18,8 @@ from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.prompts import PromptSampler, load_prompts
 from tlt_megatron.data.rows import Kind
 from tlt_megatron.data.tokenizer import load_tokenizer
+from tools.tiny_models import make_tiny_policy
+from tools.tiny_models.make_tiny_policy import SIZES, Settings, is_made, make_tokenizer
 
 pytestmark = pytest.mark.e2e
 
@@ -45,28 +48,25 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config
 
 
-def _by_torch(config: Path, num_steps: int) -> list[float]:
-    """The losses of a plain loop over the same batches."""
-    folder = config.parent
-    tokenizer = load_tokenizer(folder / "model")
+def _by_torch(folder: Path, rows: Path, lrs: list[float], batch: int, eps: float) -> list[float]:
+    """The losses of a plain loop over the same batches, one step for each learning rate."""
     section = DataSection(max_prompt_tokens=16)
-    rows = load_prompts(
-        folder / "train.jsonl", tokenizer, section, kind=Kind.ANSWERED, max_answer_tokens=24
+    found = load_prompts(
+        rows, load_tokenizer(folder), section, kind=Kind.ANSWERED, max_answer_tokens=600
     )
-    sampler = PromptSampler(rows, shuffle=True, seed=0)
-    model = load_hf(folder / "model")
+    sampler = PromptSampler(found, shuffle=True, seed=0)
+    model = load_hf(folder)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim == 1]
     adam = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}],
-        lr=1e-3,
         betas=(0.9, 0.95),
-        eps=1e-6,
+        eps=eps,
     )
     losses = []
-    for _ in range(num_steps):
+    for lr in lrs:
         total, count = torch.zeros(()), 0
-        for row in sampler.next_batch(6):
+        for row in sampler.next_batch(batch):
             assert row.answer is not None
             ids = torch.tensor([*row.token_ids, *row.answer.token_ids])
             logits = model(ids[None]).logits[0, len(row.token_ids) - 1 : -1]
@@ -77,6 +77,8 @@ def _by_torch(config: Path, num_steps: int) -> list[float]:
         losses.append(float(total) / count)
         (total / count).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in adam.param_groups:
+            group["lr"] = lr
         adam.step()
         adam.zero_grad()
     return losses
@@ -90,18 +92,53 @@ def test_experts_equal_a_plain_loop_of_torch(task: Path, tmp_path: Path) -> None
     short = ("optimizer.eps=1e-6", "run.num_steps=5", "data.eval=", f"model.path={model}")
     run(2, task, tmp_path / "run", *SFT, "parallel.expert=2", *short)
     found = [row["sft/loss"] for row in metric_rows(tmp_path / "run")]
-    assert found == pytest.approx(_by_torch(tmp_path / "task" / "config.yaml", 5), rel=1e-5)
+    assert found == pytest.approx(
+        _by_torch(model, task.parent / "train.jsonl", [1e-3] * 5, 6, 1e-6), rel=1e-5
+    )
 
 
 def test_twenty_steps_equal_a_plain_loop_of_torch(task: Path, tmp_path: Path) -> None:
     run(1, task, tmp_path, *SFT, "optimizer.eps=1e-6", "run.num_steps=20")
     rows = metric_rows(tmp_path)
     found = [row["sft/loss"] for row in rows if "sft/loss" in row]
-    assert found == pytest.approx(_by_torch(task, 20), rel=1e-5)
+    folder = task.parent
+    expected = _by_torch(folder / "model", folder / "train.jsonl", [1e-3] * 20, 6, 1e-6)
+    assert found == pytest.approx(expected, rel=1e-5)
     held_out = [row["eval/loss"] for row in rows if "eval/loss" in row]
     assert held_out[-1] < 0.8 * held_out[0]
     assert all(row["sft/tokens_per_s"] > 0 for row in rows if "sft/loss" in row)
     assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+def test_the_policy_of_the_quickstart_equals_a_plain_loop_and_is_made_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is whole, kept, made anew when settings change, and no folder of others is replaced."""
+    out = tmp_path / "policy"
+    arguments = ["--out", str(out), "--steps", "20"]
+    make_tiny_policy.main(arguments)
+    assert load_hf(out).config.hidden_size == SIZES["hidden_size"]
+    assert AutoTokenizer.from_pretrained(out).get_vocab() == make_tokenizer().get_vocab()
+    rows = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
+    assert rows[0].keys() == {"prompt", "label", "metadata"}
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+    steps = metric_rows(out / "sft_run")
+    lrs = [row["actor/lr"] for row in steps]
+    assert len(set(lrs)) > 10
+    expected = _by_torch(out / "start", out / "start" / "derivations.jsonl", lrs, 16, 1e-8)
+    assert [row["sft/loss"] for row in steps] == pytest.approx(expected, rel=1e-5)
+
+    stamp = (out / "config.json").stat().st_mtime_ns
+    capfd.readouterr()
+    make_tiny_policy.main(arguments)
+    assert "same settings" in capfd.readouterr().out
+    assert (out / "config.json").stat().st_mtime_ns == stamp
+    assert not is_made(out, Settings(steps=3))
+    assert not is_made(tmp_path / "elsewhere", Settings())
+    with pytest.raises(SystemExit, match="not a folder that this tool made"):
+        make_tiny_policy.main(["--out", str(tmp_path), "--steps", "1"])
+    assert out.is_dir()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,17 @@ from types import ModuleType
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; ranks inherit it
 
 _SETTING = re.compile(r"[a-z_]+\.[\w.]+=")
-_BENCHES = ("rollout", "step", "speculation", "drafter", "drift", "llm", "costs", "clients")
+_BENCHES = (
+    "rollout",
+    "step",
+    "speculation",
+    "drafter",
+    "drift",
+    "llm",
+    "costs",
+    "clients",
+    "beside",
+)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ Parts, each with a table and its keys in the JSON:
   slower by luck.
 - `learn`: held-out accuracy before and after a run of the example.
 
-`decode` and `step` take the policy that imitated right sums (tools/tiny_models/imitate_sums.py),
+`decode` and `step` take the policy that imitated right sums (examples/smollm2_sft.yaml),
 `learn` the model as it is. The accept lengths that the warm-up of the drafter measured are a table
 too. `make bench-llm` also runs tools/bench/costs.py and tools/bench/rollout.py with the model.
 """
@@ -98,7 +98,7 @@ PARTS = {"decode": bench_decode, "step": bench_step, "learn": bench_learn}
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this benchmark."""
     add("--config", default="examples/smollm2.yaml")
-    add("--policy", default="build/smollm2_sums", help="of decode and step")
+    add("--policy", default="build/smollm2_sums/hf", help="of decode and step")
     add("--drafter", default="build/smollm2_drafter", help="warmed up")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--dtypes", nargs="+", choices=_DTYPES, default=list(_DTYPES))

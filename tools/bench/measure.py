@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -98,9 +100,18 @@ def first_differences(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> t
 
 
 def write_json(path: str | Path, result: Mapping[str, object]) -> None:
-    """Write `result` with the machine and the command that produced it."""
+    """Write `result` with the machine and the command that produced it. NaN becomes null."""
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     command = " ".join(["python -m tools.bench", *sys.argv[1:]])
     whole = {**result, "machine": machine, "command": command}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(_without_nan(whole), indent=2, allow_nan=False)
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

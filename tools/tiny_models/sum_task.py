@@ -1,7 +1,9 @@
 """Sums of a few numbers, for a small language model: `python -m tools.tiny_models.sum_task --out
 build/sum_task`.
 
-Writes train.jsonl and eval.jsonl in slime's keys, for `reward.function: exact`. A prompt holds two
+Writes train.jsonl and eval.jsonl in slime's keys, for `reward.function: exact`, and right responses
+in demonstrations.jsonl, for `algorithm.advantage: sft`. A reasoning model has imitated right
+responses before RL begins: SmolLM2 as it is answers a long sum with babble. A prompt holds two
 examples, since a small model does not follow a description:
 
     Add the numbers one by one. Then write #### and the sum.
@@ -20,11 +22,12 @@ not chat messages: with SmolLM2's template it would be half as long again.
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import random
 from pathlib import Path
 
 from tools.tiny_models.reasoning_task import ANSWER_MARK
+from tools.tiny_models.rows import write_rows
 
 Question = tuple[int, ...]  # the numbers to add
 MAX_TERM = 9
@@ -85,10 +88,19 @@ def split_questions(
     return train, list(held_out)
 
 
-def write_rows(path: Path, questions: list[Question]) -> None:
-    """Write one JSON line for each question."""
-    rows = [{"prompt": prompt(terms), "label": str(sum(terms))} for terms in questions]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def row(terms: Question) -> dict[str, str]:
+    """Return a row for RL."""
+    return {"prompt": prompt(terms), "label": str(sum(terms))}
+
+
+def demonstrations(num: int, held_out: list[Question], seed: int) -> list[dict[str, str]]:
+    """Return rows for supervised training, whose labels are right responses. No question of
+    `held_out` is among them.
+    """
+    drawn = (draw(rng) for rng in itertools.repeat(random.Random(f"demonstrations-{seed}")))
+    new = (terms for terms in drawn if terms not in held_out)
+    shown = itertools.islice(new, num)
+    return [{"prompt": prompt(terms), "label": right_response(terms)} for terms in shown]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -97,13 +109,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("build/sum_task"))
     parser.add_argument("--train", type=int, default=512, help="number of questions")
     parser.add_argument("--eval", type=int, default=64)
+    parser.add_argument("--demonstrations", type=int, default=640)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     train, held_out = split_questions(options.train, options.eval, options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
-    write_rows(options.out / "train.jsonl", train)
-    write_rows(options.out / "eval.jsonl", held_out)
-    print(f"made {options.out}: {options.train} prompts to train on, {options.eval} held out")
+    shown = demonstrations(options.demonstrations, held_out, options.seed)
+    write_rows(options.out / "train.jsonl", map(row, train))
+    write_rows(options.out / "eval.jsonl", map(row, held_out))
+    write_rows(options.out / "demonstrations.jsonl", shown)
+    print(
+        f"made {options.out}: {options.train} prompts to train on, {options.eval} held out,"
+        f" {options.demonstrations} right responses"
+    )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from tlt_megatron.runtime.durable import new_folder
 from tools.tiny_models.make_tiny_policy import make_model
 from tools.tiny_models.reasoning_task import ANSWER_MARK
+from tools.tiny_models.rows import write_rows
 
 _ROLES = ("<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>")
 _END, _PAD, _UNKNOWN = "<|end|>", "<|pad|>", "<|unk|>"
@@ -120,11 +121,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-
-
-def write_rows(path: Path, rows: list[Row]) -> None:
-    """Write one JSON line for each row."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _row(question: str, answer: str) -> Row:

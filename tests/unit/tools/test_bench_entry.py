@@ -5,12 +5,14 @@ own.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_task import make_tiny_task
 from tools.bench.__main__ import _BENCHES, main
+from tools.bench.measure import write_json
 from tools.commands import warmup_drafter
 
 
@@ -62,3 +64,15 @@ def test_the_benchmarks_of_a_language_model_measure_any_policy_folder(tmp_path: 
         invariant = result["batch_invariant_price"][dtype]
         assert "refused" in invariant or set(invariant["mismatch_per_token"]) == {"1", "8", "64"}
     assert [row["steps"] for row in result["accept_length_by_training_s"]] == [0, 1]
+    short = ("--strategy", "2_1_2", "--batch-sizes", "2", "--num-tokens", "8", "--rounds", "1")
+    pair = ("--model", model, "--drafter", drafter, "--prompts", str(tmp_path / "eval.jsonl"))
+    result = measured("beside", *pair, *short)
+    assert set(result["seconds_over_resting"]) == {"plain/2", "2_1_2/2"}
+    for by_neighbour in result["seconds_by_part"].values():
+        assert all(parts["matrices"] > 0 for parts in by_neighbour.values())
+
+
+def test_a_measure_that_is_missing_is_null_in_the_json(tmp_path: Path) -> None:
+    write_json(tmp_path / "out.json", {"kl": [math.nan, 0.5], "of": {"one": (math.nan,)}})
+    found = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
+    assert (found["kl"], found["of"]) == ([None, 0.5], {"one": [None]})

@@ -1,24 +1,20 @@
 """The synthetic task and its tiny policy: right derivations, slips that are wrong, tokenizer,
-splits, caching.
+splits.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import re
 import statistics
-from pathlib import Path
 
 import pytest
 
 from tlt_megatron.rewards.builtin import score_exact
-from tools.tiny_models import make_tiny_policy
 from tools.tiny_models.make_tiny_policy import (
-    SIZES,
     Settings,
-    is_made,
+    derivation_rows,
     make_tokenizer,
     split_problems,
 )
@@ -97,54 +93,17 @@ def test_lengths_have_a_long_tail_within_a_batch(seed: int) -> None:
     assert statistics.median(ratios) >= 8
 
 
-def test_corpus_labels_cover_responses_alone_and_slip_at_the_asked_rate() -> None:
-    tokenizer = make_tokenizer()
-    assert len(tokenizer) % 8 == 0
-    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+def test_derivations_slip_at_the_asked_rate_and_leave_out_held_out_problems() -> None:
+    assert len(make_tokenizer()) % 8 == 0
     train, held_out = split_problems(seed=0)
     assert not set(train) & set(held_out)
-    batches = make_tiny_policy.corpus_batches(
-        Settings(slip_share=0.25, batch_tokens=2048), held_out, tokenizer
-    )
-    num_right = num_rows = 0
-    while num_rows < 512:
-        ids_BT, labels_BT = next(batches)
-        assert ids_BT.numel() <= 2048
-        for ids, labels in zip(ids_BT, labels_BT, strict=True):
-            prompt = str(tokenizer.decode(ids[: int((labels != -100).nonzero()[0]) + 1]))
-            multiplier, start = re.fullmatch(r"(\d)n\+1;(\d+)=", prompt).groups()
-            problem = Problem(multiplier=int(multiplier), start=int(start))
-            response = labels[labels != -100]
-            assert response[-1] == tokenizer.eos_token_id
-            text = tokenizer.decode(response, skip_special_tokens=True)
-            assert response.numel() == num_tokens(text)  # one for each symbol
-            num_right += text == render(problem, derive(problem))
-            num_rows += 1
-            assert problem not in held_out
+    rows = derivation_rows(Settings(slip_share=0.25, derivations=512), held_out)
+    assert len(rows) == 512
+    num_right = 0
+    for row in rows:
+        multiplier, start = re.fullmatch(r"(\d)n\+1;(\d+)=", row["prompt"]).groups()
+        problem = Problem(multiplier=int(multiplier), start=int(start))
+        num_right += row["label"] == render(problem, derive(problem))
+        assert problem not in held_out
     # 512 draws: 4 standard deviations are 0.077, a false alarm in 16,000 seeds
-    assert num_right / num_rows == pytest.approx(0.75, abs=0.08)
-
-
-def test_tiny_run_is_complete_then_cached_and_remade_when_settings_change(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    out = tmp_path / "policy"
-    arguments = ["--out", str(out), "--steps", "2"]
-    make_tiny_policy.main(arguments)
-    assert AutoModelForCausalLM.from_pretrained(out).config.hidden_size == SIZES["hidden_size"]
-    assert AutoTokenizer.from_pretrained(out).get_vocab() == make_tokenizer().get_vocab()
-    rows = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
-    assert rows[0].keys() == {"prompt", "label", "metadata"}
-    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
-    stamp = (out / "made_with.json").stat().st_mtime_ns
-    capsys.readouterr()
-    make_tiny_policy.main(arguments)
-    assert "same settings" in capsys.readouterr().out
-    assert (out / "made_with.json").stat().st_mtime_ns == stamp
-    assert not is_made(out, Settings(steps=3))
-    assert not is_made(tmp_path / "elsewhere", Settings())
-    with pytest.raises(SystemExit, match="not a folder that this tool made"):
-        make_tiny_policy.main(["--out", str(tmp_path), "--steps", "1"])
-    assert out.is_dir()
+    assert num_right / len(rows) == pytest.approx(0.75, abs=0.08)

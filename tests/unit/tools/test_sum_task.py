@@ -42,10 +42,23 @@ def test_held_out_questions_are_distinct_and_not_trained_on() -> None:
 
 
 def test_files_hold_the_keys_that_a_run_reads(tmp_path: Path) -> None:
-    sum_task.main(["--out", str(tmp_path), "--train", "5", "--eval", "3"])
+    sum_task.main(["--out", str(tmp_path), "--train", "5", "--eval", "3", "--demonstrations", "9"])
     for name, count in (("train", 5), ("eval", 3)):
         rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         assert len(rows) == count
         for row in rows:
             question = row[DataSection().input_key].splitlines()[-1]
             assert row["label"] == str(sum(map(int, question.split(" + "))))
+    shown = [json.loads(line) for line in (tmp_path / "demonstrations.jsonl").open()]
+    sums = [str(sum(map(int, row["prompt"].splitlines()[-1].split(" + ")))) for row in shown]
+    assert [
+        score_exact("", row["label"], right) for row, right in zip(shown, sums, strict=True)
+    ] == [1.0] * 9
+
+
+def test_no_held_out_question_is_shown() -> None:
+    rng = random.Random("demonstrations-3")
+    held_out = [draw(rng) for _ in range(40)]  # the first ones that would be shown
+    shown = sum_task.demonstrations(40, held_out, seed=3)
+    assert len(shown) == 40
+    assert not {row["prompt"] for row in shown} & set(map(prompt, held_out))

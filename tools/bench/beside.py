@@ -1,0 +1,153 @@
+"""Profiles a rank that decodes while the next core rests, trains the drafter, or only adds.
+
+    python -m tools.bench beside
+
+One process decodes the same requests in every round, with a chain and plain. A second process does
+the work of a neighbour, and is frozen while another neighbour has its turn: `training` trains the
+drafter on packed responses, as an idle rank does. `adding` adds numbers, which takes no memory. The
+ratios are CPU seconds over those beside a resting core, taken within a round.
+
+The parts are operators of torch's profiler. The rest is all else, the profiler included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.synchronize import Event
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.config.strategy import SpeculationStrategy
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
+from tlt_megatron.drafter.packing import pack_sequences
+from tools.bench.measure import add_policy_options, cpu_seconds, interleave, ratios, told
+from tools.commands.load_engine import LoadedPolicy
+from tools.print_tables import print_table
+
+RESTING, TRAINING, ADDING = "resting", "training", "adding"
+_PARTS = {"matrices": ("linear", "mm"), "attention": ("attention",)}  # in the names of operators
+
+
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this benchmark."""
+    add_policy_options(add, "eval")
+    add("--strategy", type=SpeculationStrategy.parse, default="14_1_14")
+    add("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
+    add("--num-tokens", type=int, default=200, help="at most, of each response")
+    add("--rounds", type=int, default=7)
+
+
+def run(options: argparse.Namespace) -> dict[str, object]:
+    """Measure and print two tables. Return the values of the JSON."""
+    policy = LoadedPolicy(options.model, max_new_tokens=options.num_tokens)
+    drafter = policy.load_drafter(options.drafter)
+    prompts = policy.prompts(options.prompts)
+    params = policy.params(options.num_tokens, seed=1)
+    slower, parts, rows = {}, {}, []
+    with neighbours(options) as pids:
+        for size in options.batch_sizes:
+            batch = [
+                dataclasses.replace(prompts[n % len(prompts)], draw_index=n) for n in range(size)
+            ]
+            for name in ("plain", str(options.strategy)):
+                policy.engine.set_speculation(None)
+                if name != "plain":
+                    policy.speculate(drafter, options.strategy)
+                runs = {
+                    each: partial(_beside, pid, partial(policy.generate, batch, params))
+                    for each, pid in pids.items()
+                }
+                seconds = interleave(runs, options.rounds, cpu_seconds)
+                found = {each: ratios(seconds[each], seconds[RESTING]) for each in pids}
+                slower[f"{name}/{size}"] = found
+                rows.append([str(size), name, *(told(found[each]) for each in pids)])
+                parts[f"{name}/{size}"] = _parts(runs, options.rounds)
+    columns = ("batch", "decoding", *pids)
+    print_table("CPU seconds over those beside a resting core", columns, rows)
+    shown = [
+        [key, part, *(by_neighbour[each][part] for each in pids)]
+        for key, by_neighbour in parts.items()
+        for part in by_neighbour[RESTING]
+    ]
+    print_table("CPU seconds by part, under the profiler", ("", "part", *pids), shown)
+    return {"seconds_over_resting": slower, "seconds_by_part": parts}
+
+
+def _beside(pid: int, decode: Callable[[], object]) -> None:
+    """Decode while a neighbour works. Process 0 is none."""
+    if pid:
+        os.kill(pid, signal.SIGCONT)
+    decode()
+    if pid:
+        os.kill(pid, signal.SIGSTOP)
+
+
+def _parts(runs: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, dict[str, float]]:
+    """Return CPU seconds by neighbour and part, summed over rounds."""
+    found = {name: dict.fromkeys([*_PARTS, "rest"], 0.0) for name in runs}
+    for _ in range(rounds):
+        for name, decode in runs.items():
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                found[name]["rest"] += cpu_seconds(decode)
+            for event in profiler.key_averages():
+                seconds = event.self_cpu_time_total / 1e6
+                part = next(
+                    (p for p, names in _PARTS.items() if any(n in event.key for n in names)), ""
+                )
+                if part:
+                    found[name][part] += seconds
+                    found[name]["rest"] -= seconds
+    return found
+
+
+@contextmanager
+def neighbours(options: argparse.Namespace) -> Iterator[dict[str, int]]:
+    """Yield the process of each neighbour, frozen, and 0 for the one that rests."""
+    spawn = multiprocessing.get_context("spawn")
+    pids, started = {RESTING: 0}, []
+    for name, work in ((TRAINING, train_forever), (ADDING, add_forever)):
+        ready = spawn.Event()
+        process = spawn.Process(target=work, args=(options, ready), daemon=True)
+        process.start()
+        started.append(process)
+        ready.wait()
+        assert process.pid is not None
+        pids[name] = process.pid
+        os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield pids
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+def train_forever(options: argparse.Namespace, ready: Event) -> None:
+    """Train the drafter on the policy's responses, in batches like the quickstart's."""
+    torch.set_num_threads(1)
+    policy = LoadedPolicy(options.model, max_new_tokens=options.num_tokens)
+    prompts = policy.prompts(options.prompts, 16)
+    sequences = policy.draft_sequences(prompts, policy.params(options.num_tokens, num_samples=4))
+    section = DrafterSection(algorithm="hass", batch_tokens=512)
+    trainer = DrafterTrainer(policy.load_drafter(options.drafter), section)
+    while True:
+        for batch in pack_sequences(sequences, section.batch_tokens):
+            trainer.step(batch)
+        ready.set()
+
+
+def add_forever(_: argparse.Namespace, ready: Event) -> None:
+    """Add numbers, which takes no memory."""
+    ready.set()
+    number = 0
+    while True:
+        number += 1
