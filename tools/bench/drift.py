@@ -10,7 +10,8 @@ have the same policy at every step; "equal" counts the steps in which they drew 
 `serial` trains the drafter every --serial-every steps, while all ranks wait; its steps count
 the seconds of training alone. `own` starts from
 the MTP layer of the policy, which must have one. Runs are kept in
---folder and continued, so more steps or variants can be added. Beside the JSON there is a figure.
+--folder and continued, so more steps or variants can be added. To compare seconds, let the variants
+take turns: --turn 11. Beside the JSON there is a figure.
 
 A last table has the first block and all blocks over the seeds, which then are repetitions. This
 shows a cold start:
@@ -26,7 +27,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -77,6 +78,7 @@ def add_options(add: Callable[..., object]) -> None:
     add("--serial-every", type=int, default=25, help="RL steps between two trainings of `serial`")
     add("--serial-updates", type=int, default=100, help="optimizer steps of one of them")
     add("--block", type=int, default=10, help="RL steps of a row and of a point")
+    add("--turn", type=int, default=1000, help="RL steps after which the next variant goes on")
     add("--ranks", type=int, default=2)
     add("--folder", type=Path, default=Path("build/drift"))
     add("overrides", nargs="*", metavar="section.key=value")
@@ -93,7 +95,13 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         folder = options.folder / options.task / str(seed)
         with launching(options, *shared, root=folder) as launch:
             order = turned(options.variants, index)
-            ran = {name: _run(launch, name, options, folder) for name in order}
+            serial_s: dict[int, float] = {}
+            runs = [_run(launch, name, options, folder, serial_s) for name in order]
+            for _ in itertools.zip_longest(*runs):
+                pass  # each variant goes on by a turn
+        ran = {name: read_run(folder / name) for name in order}
+        for end, seconds in serial_s.items():
+            ran[SERIAL][end].metrics[STEP_SECONDS] += seconds
         found[seed] = summarize({name: ran[name] for name in options.variants}, options.block)
         _print(seed, found[seed])
     _print_over_seeds([*found.values()], options.variants)
@@ -103,8 +111,16 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     return {"task": options.task, "steps": options.steps, "block": options.block, "seeds": found}
 
 
-def _run(launch: Launch, name: str, options: argparse.Namespace, folder: Path) -> Run:
-    """Run a variant to its last step, with the rewards of its task."""
+def _run(
+    launch: Launch,
+    name: str,
+    options: argparse.Namespace,
+    folder: Path,
+    serial_s: dict[int, float],
+) -> Iterator[int]:
+    """Run a variant to its last step, with the rewards of its task. Yield the last step of each
+    turn. `serial_s` gets the seconds of serial trainings, by the step after which they ran.
+    """
     settings = variant_overrides(options.drafter).get(name)
     if name == OWN:
         settings = variant_overrides(OWN)[TLT]
@@ -112,10 +128,10 @@ def _run(launch: Launch, name: str, options: argparse.Namespace, folder: Path) -
         settings = ("speculation.enabled=true", 'speculation.strategies=["ngram_8"]')
         settings += ("spot.enabled=false",)
     middle = options.steps // 2 if options.task == "drift" else 0
-    ends = {middle, options.steps} - {0}
+    ends = {middle, *range(options.turn, options.steps, options.turn), options.steps} - {0}
     if settings is None:  # serial
         ends |= {*range(options.serial_every, options.steps, options.serial_every)}
-    drafter, serial_s, done = options.drafter, {}, folder / name
+    drafter, done = options.drafter, folder / name
     saved = done / "checkpoints" / "latest_checkpointed_iteration.txt"
     reached = int(saved.read_text(encoding="utf-8")) if saved.is_file() else 0
     for end in sorted(ends):
@@ -123,16 +139,13 @@ def _run(launch: Launch, name: str, options: argparse.Namespace, folder: Path) -
         of_drafter = settings or (*variant_overrides(drafter)[FROZEN],)
         if end > reached:
             launch(name, end, *of_drafter, *rewards)
-        if settings is None and end < options.steps:
+        if settings is None and end % options.serial_every == 0 and end < options.steps:
             trained = folder / f"serial_drafter_{end}"
             if end > reached:
                 _train(done / "hf", drafter, trained, options)
             measured = json.loads((trained / "warm_up.json").read_text(encoding="utf-8"))
             drafter, serial_s[end] = str(trained), measured[-1]["training_s"]
-    found = read_run(done)
-    for end, seconds in serial_s.items():
-        found[end].metrics[STEP_SECONDS] += seconds
-    return found
+        yield end
 
 
 def _reward(is_first: bool) -> str:

@@ -56,14 +56,15 @@ def test_the_figure_has_a_line_for_each_variant_and_seed_over_steps_and_over_kl(
 def test_seeds_are_repetitions_of_the_first_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The policy's own layer is a variant. The order turns, so no variant is always the first."""
-    launched: list[tuple[str, str, tuple[str, ...]]] = []
+    """The policy's own layer is a variant. The order turns, so no variant is always the first.
+    Within a run the variants take turns.
+    """
+    launched: list[tuple[str, str, int, tuple[str, ...]]] = []
 
     @contextmanager
     def launching(_: object, *shared: str, root: Path) -> Iterator[drift.Launch]:
         def launch(name: str, num_steps: int, *settings: str) -> Path:
-            assert num_steps == 2
-            launched.append((shared[0], name, settings))
+            launched.append((shared[0], name, num_steps, settings))
             return root / name
 
         yield launch
@@ -78,17 +79,16 @@ def test_seeds_are_repetitions_of_the_first_steps(
     monkeypatch.setattr(drift, "read_run", read_run)
     parser = argparse.ArgumentParser()
     drift.add_options(parser.add_argument)
-    words = "--task quickstart --variants off tlt own --steps 2 --block 1 --seeds 7 8 --drafter"
+    words = "--task quickstart --variants off tlt own --steps 2 --block 1 --turn 1 --seeds 7 8"
     options = parser.parse_args(
-        [*words.split(), str(_drafter(tmp_path)), "--folder", str(tmp_path)]
+        [*words.split(), "--drafter", str(_drafter(tmp_path)), "--folder", str(tmp_path)]
     )
     found = drift.run(options)
-    names = [(seed, name) for seed, name, _ in launched]
-    assert names == [
-        *(("run.seed=7", name) for name in ("off", "tlt", "own")),
-        *(("run.seed=8", name) for name in ("tlt", "own", "off")),
+    assert [each[:3] for each in launched] == [
+        *(("run.seed=7", name, end) for end in (1, 2) for name in ("off", "tlt", "own")),
+        *(("run.seed=8", name, end) for end in (1, 2) for name in ("tlt", "own", "off")),
     ]
-    settings = next(given for _, name, given in launched if name == "own")
+    settings = next(given for _, name, _, given in launched if name == "own")
     assert {"speculation.drafter=own", "spot.enabled=true"} <= {*settings}
     seeds = found["seeds"]
     assert isinstance(seeds, dict)
