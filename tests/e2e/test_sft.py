@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.mcore_policy import check_same_bits, load_hf
+from tests.ranks import LIMIT_S
 from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import make_tiny_task, metric_rows, run, run_ending, weights
 from tlt_megatron.config.schema import DataSection
@@ -139,6 +145,24 @@ def test_the_policy_of_the_quickstart_equals_a_plain_loop_and_is_made_once(
     with pytest.raises(SystemExit, match="not a folder that this tool made"):
         make_tiny_policy.main(["--out", str(tmp_path), "--steps", "1"])
     assert out.is_dir()
+
+    again = tmp_path / "interrupted"
+    command = [sys.executable, "-m", make_tiny_policy.__name__, "--steps", "20", "--out", again]
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=_heed_interrupts)
+    metrics = again / "sft_run" / "metrics.jsonl"
+    while not metrics.is_file() or not metrics.read_text():
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+    assert process.wait(LIMIT_S) == 1
+    assert "the same command goes on" in capfd.readouterr().err
+    assert not is_made(again, Settings(steps=20))
+    make_tiny_policy.main([*arguments[:1], str(again), *arguments[2:]])
+    check_same_bits(weights(again / "sft_run"), weights(out / "sft_run"))
+
+
+def _heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
 
 
 @pytest.mark.parametrize(
