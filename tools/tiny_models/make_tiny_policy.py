@@ -60,7 +60,7 @@ class Settings:
     steps: int | None = None  # optimizer steps, at least 1; None: the recipe's
     seed: int = 0
     slip_share: float = 0.85  # share of the derivations, in [0, 1)
-    derivations: int = 16_000  # each is seen once
+    derivations: int = 14_400  # each is seen once
 
     def key(self) -> str:
         """Return a hash of the settings and of the sources that make the result."""
