@@ -34,6 +34,7 @@ from tools.commands.load_engine import LoadedPolicy
 from tools.print_tables import print_table
 
 RESTING, TRAINING, ADDING = "resting", "training", "adding"
+_PROFILED_ROUNDS = 2
 _PARTS = {"matrices": ("linear", "mm"), "attention": ("attention",)}  # in the names of operators
 
 
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
                 found = {each: ratios(seconds[each], seconds[RESTING]) for each in pids}
                 slower[f"{name}/{size}"] = found
                 rows.append([str(size), name, *(told(found[each]) for each in pids)])
-                parts[f"{name}/{size}"] = _parts(runs, options.rounds)
+                parts[f"{name}/{size}"] = _parts(runs)
     columns = ("batch", "decoding", *pids)
     print_table("CPU seconds over those beside a resting core", columns, rows)
     shown = [
@@ -91,10 +92,10 @@ def _beside(pid: int, decode: Callable[[], object]) -> None:
         os.kill(pid, signal.SIGSTOP)
 
 
-def _parts(runs: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, dict[str, float]]:
+def _parts(runs: Mapping[str, Callable[[], None]]) -> dict[str, dict[str, float]]:
     """Return CPU seconds by neighbour and part, summed over rounds."""
     found = {name: dict.fromkeys([*_PARTS, "rest"], 0.0) for name in runs}
-    for _ in range(rounds):
+    for _ in range(_PROFILED_ROUNDS):
         for name, decode in runs.items():
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
                 found[name]["rest"] += cpu_seconds(decode)
