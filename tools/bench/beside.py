@@ -13,6 +13,7 @@ The parts are operators of torch's profiler. The rest is all else, the profiler 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import multiprocessing
 import os
@@ -35,6 +36,7 @@ from tools.print_tables import print_table
 
 RESTING, TRAINING, ADDING = "resting", "training", "adding"
 _PROFILED_ROUNDS = 2
+_PR_SET_PDEATHSIG = 1
 _PARTS = {"matrices": ("linear", "mm"), "attention": ("attention",)}  # in the names of operators
 
 
@@ -134,6 +136,7 @@ def neighbours(options: argparse.Namespace) -> Iterator[dict[str, int]]:
 
 def train_forever(options: argparse.Namespace, ready: Event) -> None:
     """Train the drafter on the policy's responses, in batches like the quickstart's."""
+    _end_with_parent()
     torch.set_num_threads(1)
     policy = LoadedPolicy(options.model, max_new_tokens=options.num_tokens)
     prompts = policy.prompts(options.prompts, 16)
@@ -148,7 +151,13 @@ def train_forever(options: argparse.Namespace, ready: Event) -> None:
 
 def add_forever(_: argparse.Namespace, ready: Event) -> None:
     """Add numbers, which takes no memory."""
+    _end_with_parent()
     ready.set()
     number = 0
     while True:
         number += 1
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, also while it is frozen."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
