@@ -37,7 +37,7 @@ from tlt_megatron.runtime.durable import new_folder
 from tlt_megatron.runtime.parent import run_environment
 from tools.tiny_models import reasoning_task
 from tools.tiny_models.reasoning_task import Problem, ProblemSampler
-from tools.tiny_models.rows import write_rows
+from tools.tiny_models.task_rows import write_rows
 
 MADE_WITH = "made_with.json"
 SIZES: dict[str, Any] = {  # each can be cut by TP2 and PP2; 0.8M parameters

@@ -27,7 +27,7 @@ import random
 from pathlib import Path
 
 from tools.tiny_models.reasoning_task import ANSWER_MARK
-from tools.tiny_models.rows import write_rows
+from tools.tiny_models.task_rows import write_rows
 
 Question = tuple[int, ...]  # the numbers to add
 MAX_TERM = 9

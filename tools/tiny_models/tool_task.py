@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from tlt_megatron.runtime.durable import new_folder
 from tools.tiny_models.make_tiny_policy import make_model
 from tools.tiny_models.reasoning_task import ANSWER_MARK
-from tools.tiny_models.rows import write_rows
+from tools.tiny_models.task_rows import write_rows
 
 _ROLES = ("<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>")
 _END, _PAD, _UNKNOWN = "<|end|>", "<|pad|>", "<|unk|>"
