@@ -160,9 +160,12 @@ def _train(model: Path, start: str, out: Path, options: argparse.Namespace) -> N
 
 
 def summarize(runs: Mapping[str, Run], block: int) -> dict[str, Any]:
-    """Return means over blocks of steps by variant, the KL of the policy, and equal steps."""
+    """Return means over blocks of steps by variant, the KL of the policy, and equal steps. They are
+    of the steps that every variant has reached.
+    """
     first = next(iter(runs.values()))
-    blocks = [[*first][i : i + block] for i in range(0, len(first), block)]
+    steps = [step for step in first if all(step in run for run in runs.values())]
+    blocks = [steps[i : i + block] for i in range(0, len(steps), block)]
 
     def means(run: Run, *names: str) -> list[float]:
         """The first of these metrics that a step has; nan for a block without any."""
@@ -177,7 +180,7 @@ def summarize(runs: Mapping[str, Run], block: int) -> dict[str, Any]:
         "accept_length": {name: means(run, _LEARNED, _ANY) for name, run in runs.items()},
         "rollout_s": {name: means(run, ROLLOUT_SECONDS) for name, run in runs.items()},
         "step_s": {name: means(run, STEP_SECONDS) for name, run in runs.items()},
-        "equal": {name: num_same_steps(first, run, [*first]) for name, run in runs.items()},
+        "equal": {name: num_same_steps(first, run, steps) for name, run in runs.items()},
     }
 
 

@@ -42,6 +42,9 @@ def test_values_are_means_over_blocks_of_steps() -> None:
     assert math.isnan(found["accept_length"]["ngram"][1])  # nothing was drafted
     assert found["step_s"]["frozen"] == [1.5, 3.0]
     assert found["equal"] == {"frozen": 3, "ngram": 0}
+    unfinished = runs()
+    del unfinished["ngram"][3]
+    assert summarize(unfinished, block=2)["last_steps"] == [2]  # both have reached
 
 
 def test_the_figure_has_a_line_for_each_variant_and_seed_over_steps_and_over_kl() -> None:
