@@ -117,16 +117,18 @@ def neighbours(options: argparse.Namespace) -> Iterator[dict[str, int]]:
     """Yield the process of each neighbour, frozen, and 0 for the one that rests."""
     spawn = multiprocessing.get_context("spawn")
     pids, started = {RESTING: 0}, []
-    for name, work in ((TRAINING, train_forever), (ADDING, add_forever)):
-        ready = spawn.Event()
-        process = spawn.Process(target=work, args=(options, ready), daemon=True)
-        process.start()
-        started.append(process)
-        ready.wait()
-        assert process.pid is not None
-        pids[name] = process.pid
-        os.kill(process.pid, signal.SIGSTOP)
     try:
+        for name, work in ((TRAINING, train_forever), (ADDING, add_forever)):
+            ready = spawn.Event()
+            process = spawn.Process(target=work, args=(options, ready), daemon=True)
+            process.start()
+            started.append(process)
+            while not ready.wait(timeout=1.0):
+                if not process.is_alive():
+                    raise RuntimeError(f"the neighbour '{name}' ended with {process.exitcode}")
+            assert process.pid is not None
+            pids[name] = process.pid
+            os.kill(process.pid, signal.SIGSTOP)
         yield pids
     finally:
         for process in started:
