@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tlt_megatron.models import arithmetic
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation import sampling
 
@@ -86,6 +88,15 @@ class RecordingDevice(Device):
     def graph_memory(self) -> RecordedGraphs:
         """See `Device`."""
         return RecordedGraphs(self.graphs)
+
+
+def seen_arithmetic(device: Device) -> AbstractContextManager[object]:
+    """Let models be made of torch's operations for a `RecordingDevice`: it does not see calls of
+    numba.
+    """
+    if isinstance(device, RecordingDevice):
+        return mock.patch.object(arithmetic, "has_numba", return_value=False)
+    return nullcontext()
 
 
 def recording_device() -> RecordingDevice:

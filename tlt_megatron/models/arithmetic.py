@@ -7,21 +7,22 @@ rows of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_megatron.models.attention import Attention, PageAttention
-from tlt_megatron.models.attention.lanes import LaneTreeAttention, LaneView
+from tlt_megatron.models.attention.lanes import LaneTreeAttention
 from tlt_megatron.models.attention.paged import PagedAttention, PrefillAttention, PrefillSegment
+from tlt_megatron.models.attention.tables import TablePages
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.layers import RmsNorm, apply_rope_
 from tlt_megatron.models.matrix import Matrix
-from tlt_megatron.runtime.device import has_triton
+from tlt_megatron.runtime.device import has_numba, has_triton
 
 
 def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -29,7 +30,6 @@ def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate_in_place(
-    turn_: Callable[[Tensor, Tensor, Tensor], None],
     heads_PAH: Tensor,
     num_rotated: int,
     angles: tuple[Tensor, Tensor],
@@ -44,11 +44,8 @@ def rotate_in_place(
     rotated = heads_PAH[:, :num_rotated]
     if weight is not None:
         rotated.copy_(norm(rotated, weight))
-    turn_(rotated[..., : angles[0].shape[-1]], *angles)
+    apply_rope_(rotated[..., : angles[0].shape[-1]], *angles)
     return heads_PAH
-
-
-_ROTATE = partial(rotate_in_place, apply_rope_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +55,24 @@ class Arithmetic:
     matrix: Callable[[Tensor, Tensor | None], Matrix] = Matrix  # weight, bias
     norm: type[RmsNorm] = RmsNorm
     # heads, the number of those that rotate, their angles, and their norm with its weights
-    rotate: Callable[[Tensor, int, tuple[Tensor, Tensor], RmsNorm, Tensor | None], Tensor] = _ROTATE
+    rotate: Callable[..., Tensor] = rotate_in_place
     gate: Callable[[Tensor, Tensor], Tensor] = gate_silu
     prefill: Callable[[KvCache, Sequence[PrefillSegment]], Attention] = PrefillAttention
     paged: Callable[[KvCache], PageAttention] = PagedAttention
-    lanes: Callable[[LaneView, Tensor, Tensor], Attention] = LaneTreeAttention
+    # view, slots and bias; a drafter's has a `first_layer` too
+    lanes: Callable[..., Attention] = LaneTreeAttention
+    has_loose_lanes: bool = True  # whether `lanes` takes a `LooseView`
 
 
 PLAIN = Arithmetic()
 
 
 def fastest_arithmetic(device: torch.device) -> Arithmetic:
-    """Return `PLAIN`, or the fused kernels on CUDA with Triton."""
+    """Return the compiled kernels on CUDA with Triton, and on a CPU with numba and one thread. Else
+    return `PLAIN`.
+    """
+    if device.type == "cpu" and has_numba() and torch.get_num_threads() == 1:
+        return compiled_arithmetic()
     if device.type != "cuda" or not has_triton():
         return PLAIN
     # Imported when needed: CPU builds of torch come without triton.
@@ -78,3 +81,24 @@ def fastest_arithmetic(device: torch.device) -> Arithmetic:
     return Arithmetic(
         norm=layer_kernels.FusedNorm, rotate=layer_kernels.rotate, gate=layer_kernels.gate_silu
     )
+
+
+@cache
+def compiled_arithmetic() -> Arithmetic:
+    """Return the loops of a CPU."""
+    # Imported when needed: the installation may lack numba.
+    from tlt_megatron.models import compiled_layer
+
+    return Arithmetic(
+        norm=compiled_layer.CompiledNorm,
+        rotate=compiled_layer.rotate,
+        gate=compiled_layer.gate_silu,
+        paged=partial(TablePages, compiled_layer.CompiledTables),
+        lanes=compiled_layer.compiled_lanes,
+    )
+
+
+def require_equal(found: Iterable[Tensor], expected: Iterable[Tensor], otherwise: str) -> None:
+    """Raise RuntimeError if tensors differ. `otherwise` says what that means on this machine."""
+    if not all(map(torch.equal, found, expected)):
+        raise RuntimeError(f"rollout.batch_invariant=True: on this machine {otherwise}")

@@ -8,7 +8,7 @@ but never changes a committed token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -210,6 +210,11 @@ class DraftInference:
             self._rms.eps,
             self.rotary.table_SH2,
         ]
+
+    @property
+    def lanes(self) -> Callable[..., Attention]:
+        """Return the attention of `forward` over lanes: see `LaneTreeAttention`."""
+        return self._arithmetic.lanes
 
     def fuse(self, features_PF: Tensor) -> Tensor:
         """See `DraftModel.fuse`. The features must have the engine's dtype."""

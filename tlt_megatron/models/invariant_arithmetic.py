@@ -1,34 +1,30 @@
 """Arithmetic for `rollout.batch_invariant`: a row's bits do not depend on the rows of its pass.
 
 A kernel may add in another order for another number of rows. So matrix products use row tiles of
-tested sizes, and attention is cut at fixed positions (`attention/invariant_attention.py`). All
-other operations round each element once. That a row's result is the same at every place of a tile,
-and in tiles of two sizes, is checked on this machine when the model is made.
+tested sizes, and all else are the loops of `cpu_kernels.py`, a row or query at a time. That a
+row's result is the same at every place of a tile, in tiles of two sizes, and beside other queries
+of attention, is checked on this machine when the model is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_megatron.models.arithmetic import Arithmetic, rotate_in_place
-from tlt_megatron.models.attention.invariant_attention import (
-    InvariantAttention,
-    check_attention,
-    invariant_lanes,
-    require_equal,
-)
+from tlt_megatron.models.arithmetic import Arithmetic, compiled_arithmetic, require_equal
 from tlt_megatron.models.attention.sums import wide_dtype
-from tlt_megatron.models.attention.tables import TablePages, table_prefill
+from tlt_megatron.models.attention.tables import AttendTables, TableRead, table_prefill
 from tlt_megatron.models.config import ExpertsConfig, ModelConfig
-from tlt_megatron.models.layers import RmsNorm, apply_rope_unfused_
+from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.models.mlp import route
-from tlt_megatron.runtime.device import has_triton
+from tlt_megatron.runtime.device import has_numba, has_triton
+from tlt_megatron.runtime.typed_command import pip_command
 
 _BASE_ROWS = 16  # rows of the reference tile: all other tiles must agree with it
 # Candidate tile sizes. Few rows are common, and each has a tile of its own if the machine allows
@@ -36,13 +32,14 @@ _BASE_ROWS = 16  # rows of the reference tile: all other tiles must agree with i
 _TILE_ROWS = (*range(1, 33), *range(40, 129, 8), 160, 192, 224, 256)
 # Pad to a larger tile if it has at most this many times the rows, else take a smaller one.
 _PADDING_WASTE = 1.5
-_SERIAL_ELEMENTS = 32_767  # torch's threads share the elements of one call if there are more
 
 
 def invariant_arithmetic(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Arithmetic:
-    """Return it. RuntimeError if a check of a kernel fails; ValueError without Triton on a GPU."""
+    """Return it. RuntimeError if a check of a kernel fails. ValueError without Triton on a GPU, or
+    numba on a CPU.
+    """
     if device.type != "cpu":
         if not has_triton():
             raise ValueError(
@@ -53,22 +50,20 @@ def invariant_arithmetic(
         from tlt_megatron.models.row_kernels import row_arithmetic
 
         return row_arithmetic(dtype, device)
-    check_attention(config, dtype)
-    _check_exp(dtype)
-    _check_gate(config.ffn_size, dtype)
+    if not has_numba():
+        raise ValueError(
+            f"rollout.batch_invariant=True: must be false on a CPU without numba: {pip_command('numba')}"
+        )
+    # Imported when needed: the installation may lack numba.
+    from tlt_megatron.models.compiled_layer import CompiledTables
+
+    _check_attention(CompiledTables, config, dtype)
     if config.experts is not None:
-        for size in {config.experts.ffn_size, config.experts.shared_ffn_size} - {0}:
-            _check_gate(size, dtype)
+        _check_exp(dtype)
         _check_routing(config.experts, dtype)
-    return Arithmetic(
-        matrix=InvariantMatrix,
-        norm=InvariantNorm,
-        rotate=partial(rotate_in_place, apply_rope_unfused_),
-        gate=gate_silu,
-        prefill=partial(table_prefill, InvariantAttention),
-        paged=partial(TablePages, InvariantAttention),
-        lanes=invariant_lanes,
-    )
+    # torch's prefill is faster, but its bits depend on the number of queries.
+    prefill = partial(table_prefill, CompiledTables)
+    return replace(compiled_arithmetic(), matrix=InvariantMatrix, prefill=prefill)
 
 
 # ---- matrix products
@@ -151,31 +146,24 @@ class InvariantMatrix(Matrix):
         return out if addend is None else out.add_(addend)
 
 
-# ---- norm and gate
+# ---- all else
 
 
-class InvariantNorm(RmsNorm):
-    """`RmsNorm` without a fused multiply-add: the loop over the last elements may not fuse."""
+def _check_attention(attend_tables: AttendTables, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Raise RuntimeError if a query's result here depends on the queries beside it."""
+    cache = KvCache(config, num_pages=4, page_size=64, dtype=dtype, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    cache.kv_LKTH.copy_(torch.randn(cache.kv_LKTH.shape, generator=generator))
+    heads = torch.randn(40, config.num_heads, config.head_dim, generator=generator).to(dtype)
+    kv, slots_P, positions_P = heads[:, :0], torch.arange(40), torch.arange(150, 190)
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.to(self.eps.dtype)
-        length = torch.linalg.vector_norm(wide, 2, -1, True)
-        scale = length.mul_(length).mul_(1.0 / x.shape[-1]).add_(self.eps).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(weight)
+    def attend(start: int, end: int, num_read: int) -> Tensor:
+        read = TableRead(torch.arange(num_read)[None], positions_P[None, start:end])
+        return attend_tables(cache, slots_P[:0], [read]).attend(0, heads[start:end], kv)
 
-
-def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, for `gate` [P, F] with gaps between its rows.
-
-    So the kernel runs over each row alone. It must not cut a row at another place in another
-    pass, as it may when threads share the rows.
-    """
-    num_rows = gate.shape[0]
-    if torch.get_num_threads() > 1:
-        num_rows = max(1, _SERIAL_ELEMENTS // gate.shape[1])
-    parts = [F.silu(rows) for rows in gate.split(num_rows)]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return out.mul_(up)
+    alone = [attend(i, i + 1, 151 + i) for i in range(40)]
+    what = f"{dtype} attention of a query depends on those beside it"
+    require_equal([attend(0, 40, 200)], [torch.cat(alone)], what)
 
 
 def _check_exp(dtype: torch.dtype) -> None:
@@ -184,12 +172,6 @@ def _check_exp(dtype: torch.dtype) -> None:
     expected = x.exp()
     parts = torch.cat([part.exp() for size in (1, 7, 18) for part in x.clone().split(size)])
     require_equal([parts], [expected.repeat(3)], "exp depends on the place")
-
-
-def _check_gate(size: int, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if a row of `gate_silu` depends on the other rows."""
-    fused = torch.linspace(-30.0, 30.0, 131 * size).view(size, 131).t().repeat(1, 2).to(dtype)
-    _check_rows(lambda x: [gate_silu(*x.chunk(2, dim=1))], fused, f"silu of {size} {dtype}")
 
 
 def _check_routing(config: ExpertsConfig, dtype: torch.dtype) -> None:

@@ -116,13 +116,3 @@ def apply_rope_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
     """Rotate the halves of H in place: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1)
     heads_PNH.mul_(cos_P1H).addcmul_(swapped, sin_P1H)
-
-
-def apply_rope_unfused_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
-    """Rotate in place as `apply_rope_`, without a fused multiply-add.
-
-    A loop over the last elements of a tensor may not fuse, so a fused result can depend on its
-    place.
-    """
-    swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1).mul_(sin_P1H)
-    heads_PNH.mul_(cos_P1H).add_(swapped)

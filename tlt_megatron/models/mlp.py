@@ -45,7 +45,7 @@ class ExpertsMlp:
     shared: DenseMlp | None
     chosen_PK: Tensor = field(init=False)  # experts of the newest call's tokens
 
-    def __call__(self, x_PD: Tensor, addend_PD: Tensor) -> Tensor:
+    def __call__(self, x_PD: Tensor, addend_PD: Tensor | None = None) -> Tensor:
         scores_PE = self.router(x_PD.to(wide_dtype(x_PD.dtype)))
         weights_PK, chosen_PK = route(scores_PE, self.bias_E, self.config)
         self.chosen_PK = chosen_PK
@@ -56,7 +56,9 @@ class ExpertsMlp:
             out_PKD[tokens, places] = self.parts[expert](x_PD[tokens])
         sum_PD = addend_PD if self.shared is None else self.shared(x_PD, addend_PD)
         for place in range(self.config.num_per_token):
-            sum_PD = sum_PD + out_PKD[:, place] * weights_PK[:, place, None]
+            part_PD = out_PKD[:, place] * weights_PK[:, place, None]
+            sum_PD = part_PD if sum_PD is None else sum_PD + part_PD
+        assert sum_PD is not None
         return sum_PD
 
 

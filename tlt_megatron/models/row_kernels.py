@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_megatron.models.arithmetic import Arithmetic, fastest_arithmetic
+from tlt_megatron.models.arithmetic import Arithmetic, fastest_arithmetic, require_equal
 from tlt_megatron.models.attention.fused_kernel import triton_wide
-from tlt_megatron.models.attention.invariant_attention import require_equal
 from tlt_megatron.models.attention.ordered_kernel import OrderedAttention
 from tlt_megatron.models.attention.tables import TablePages, table_lanes, table_prefill
 from tlt_megatron.models.matrix import Matrix
@@ -119,4 +118,5 @@ def row_arithmetic(dtype: torch.dtype, device: torch.device) -> Arithmetic:
         prefill=partial(table_prefill, OrderedAttention),
         paged=partial(TablePages, OrderedAttention),
         lanes=partial(table_lanes, OrderedAttention),
+        has_loose_lanes=False,
     )

@@ -100,6 +100,12 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def has_numba() -> bool:
+    """Return whether loops for a CPU can be compiled."""
+    return importlib.util.find_spec("numba") is not None
+
+
 def host_available_bytes() -> int:
     """Return what the host can give without swapping, page cache included, or less if a control
     group limits it.

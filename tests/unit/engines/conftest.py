@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.recorded_graphs import seen_arithmetic
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
@@ -77,9 +78,10 @@ def engine_over(
     section = RolloutSection(dtype=dtype, **settings)
     config = load_model_config(path)
     device = device or select_device("cpu")
-    engine = EmbeddedEngine(
-        config, section, device, max_prompt_tokens=max_prompt_tokens, tap_layers=tap_layers
-    )
+    with seen_arithmetic(device):
+        engine = EmbeddedEngine(
+            config, section, device, max_prompt_tokens=max_prompt_tokens, tap_layers=tap_layers
+        )
     load_from(path, engine, dtype)
     return engine
 
@@ -115,7 +117,8 @@ def speculate(
     if isinstance(strategies, str):
         strategies = [SpeculationStrategy.parse(text) for text in strategies.split()]
     model = drafter or make_drafter(engine)
-    draft = DraftInference(model, num_ids=num_ids)
+    with seen_arithmetic(engine._device):
+        draft = DraftInference(model, num_ids=num_ids)
     selector = selector or FixedSelector(strategies[0])
     speculation = Speculation(draft, selector, strategies)
     engine.set_speculation(speculation)

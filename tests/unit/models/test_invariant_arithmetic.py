@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
-from tlt_megatron.models.attention.invariant_attention import merge_blocks
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.invariant_arithmetic import (
     InvariantMatrix,
@@ -72,21 +71,15 @@ def test_tiles_hold_all_rows_with_little_to_spare() -> None:
         assert sum(cover[:-1]) < num_rows <= sum(cover) <= max(1.5 * num_rows, min(tiles.sizes))
 
 
-@pytest.mark.parametrize("num_kv_heads, repeat, size", [(2, 4, 8), (1, 3, 5), (1, 2, 18)])
-def test_blocks_that_are_hidden_change_no_bit(num_kv_heads: int, repeat: int, size: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    out_all = torch.randn(3, 80, num_kv_heads, repeat, size, generator=generator)
-    lse_all = 3 * torch.randn(3, 80, num_kv_heads, repeat, generator=generator)
-    for num_seen in (1, 2, 3, 5, 6, 7, 13, 30, 37, 70):
-        lse = lse_all.clone()
-        lse[:, num_seen:] = -torch.inf
-        expected = merge_blocks(out_all[:, :num_seen], lse[:, :num_seen])
-        for num_read in range(num_seen, 80):
-            assert torch.equal(merge_blocks(out_all[:, :num_read], lse[:, :num_read]), expected)
-
-
 @pytest.mark.skipif(has_triton(), reason="tests/kernels and tests/gpu run the kernels")
 def test_a_gpu_without_triton_is_refused(tmp_path) -> None:
     config = load_model_config(make_tiny_hf(tmp_path, "llama", num_layers=1))
     with pytest.raises(ValueError, match=r"must be false on device 'cuda' without Triton"):
         invariant_arithmetic(config, torch.float32, torch.device("cuda"))
+
+
+def test_a_cpu_without_numba_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt_megatron.models.invariant_arithmetic.has_numba", lambda: False)
+    config = load_model_config(make_tiny_hf(tmp_path, "llama", num_layers=1))
+    with pytest.raises(ValueError, match=r"must be false on a CPU without numba"):
+        invariant_arithmetic(config, torch.float32, CPU)

@@ -20,7 +20,7 @@ from tlt_megatron.engines.embedded.model_pair import Models
 from tlt_megatron.engines.embedded.request import Request, longest_of
 from tlt_megatron.engines.embedded.scheduler import Scheduler
 from tlt_megatron.models.attention import Attention
-from tlt_megatron.models.attention.lanes import LaneTreeAttention, LaneView, LooseView
+from tlt_megatron.models.attention.lanes import LaneView, LooseView
 
 _LANE_WASTE = 1.25  # rows move to lanes if these cost at most this factor more
 _LANE_FREE_POSITIONS = 512  # cost of merging pages, in positions of attention
@@ -167,7 +167,7 @@ class KvLayout:
         """Use lanes that grow, if lanes of full length for all rows never fit."""
         models = self._models
         # A batch-invariant pass cuts lanes at fixed places and does not take a view like this.
-        if self._lane or models.policy.arithmetic.lanes is not LaneTreeAttention:
+        if self._lane or not models.policy.arithmetic.has_loose_lanes:
             return
         if self._scheduler.use_loose_lanes(self._draft_slots):
             self._loose = LooseLanes(self._cache, self._scheduler)

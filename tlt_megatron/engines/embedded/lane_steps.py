@@ -22,7 +22,6 @@ from torch import Tensor
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphKey
 from tlt_megatron.models.attention.lanes import (
-    LaneTreeAttention,
     LaneView,
     LooseView,
     causal_bias,
@@ -236,7 +235,7 @@ class LaneSteps:
             cache.token_ids_T.index_select(0, slots_P + 1),
             draft.fuse(cache.features_TD.index_select(0, slots_P)[:, of_drafter]),
             pairs_BM.view(-1),
-            LaneTreeAttention(view, slots_P, bias_BMS, first_layer=self._draft_layer),
+            draft.lanes(view, slots_P, bias_BMS, first_layer=self._draft_layer),
         )
         shape = view.num_rows, start - end, -1
         return hidden_PD.view(shape)[:, -1], head_PD.view(shape)[:, -1]
@@ -268,7 +267,7 @@ class LaneSteps:
                 token_ids_BK.reshape(-1),
                 hidden_BKD.view(-1, size),
                 (rows.position + depth).unsqueeze(1).expand(-1, topk).reshape(-1),
-                LaneTreeAttention(view, slots_P, bias_BKS, first_layer=self._draft_layer),
+                draft.lanes(view, slots_P, bias_BKS, first_layer=self._draft_layer),
             )
             hidden_BKD = hidden_PD.view(num_rows, topk, size)
             depth += 1

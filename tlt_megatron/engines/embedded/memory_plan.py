@@ -11,7 +11,6 @@ from tlt_megatron.config.layout import PAGE_TOKENS
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan
-from tlt_megatron.models.attention.invariant_attention import MAX_ROWS
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.sizes import ModelSizes
@@ -137,9 +136,8 @@ def plan_memory(
     # Logits, float32 logits and log-probs, and in float64 the noise and its sum with the logits.
     num_rows = section.max_batch_size * max((s.num_rows for s in drafting), default=1)
     decode = num_rows * (per_token * item + v * (item + 2 * 4 + 3 * 8))
-    if section.batch_invariant:  # copies of keys and values in the order of positions
-        num_copied = min(num_rows, MAX_ROWS) * lane_pages * PAGE_TOKENS
-        decode += num_copied * sizes.kv * item
+    if section.batch_invariant:  # tables of the slots that each query sees
+        decode += num_rows * lane_pages * PAGE_TOKENS * 4 * torch.int64.itemsize
     outputs = section.max_batch_size * section.max_new_tokens * 16
     return MemoryPlan(
         weights_bytes=_num_weights(model, is_packed=packs(dtype, device.torch_device)) * item,

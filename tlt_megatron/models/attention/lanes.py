@@ -31,6 +31,16 @@ class LaneView:
         self.starts_B = torch.arange(first_row, first_row + num_rows, device=cache.device) * lane
         self._bias_B1T = cache.bias_T[self._slots].view(num_rows, 1, lane)
         self._kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._slots_BS: dict[int, Tensor] = {}
+
+    def slots(self, length: int) -> Tensor:
+        """Return the slots of the first `length` positions, [B, S]. Beyond a lane they are any."""
+        found = self._slots_BS.get(length)
+        if found is None:
+            slots_BS = self.starts_B.unsqueeze(1) + torch.arange(length, device=self.cache.device)
+            last = self.cache.bias_T.shape[0] - 1
+            found = self._slots_BS[length] = slots_BS.clamp_(max=last)
+        return found
 
     def part(self, start: int, end: int) -> LaneView:
         """Return a view of rows start..end-1."""
@@ -75,7 +85,7 @@ class LooseView(LaneView):
         self.starts_B = starts_B
         self._positions_B = positions_B
         self.lane = cache.bias_T.shape[0]
-        self._slots_B: dict[int, Tensor] = {}
+        self._slots_BS: dict[int, Tensor] = {}
 
     def part(self, start: int, end: int) -> LooseView:
         """See `LaneView`."""
@@ -92,12 +102,8 @@ class LooseView(LaneView):
             kv_BKTH = kv_KTH[:, :length].expand(self.num_rows, -1, -1, -1)
             keys, values = kv_BKTH.chunk(2, dim=1)
             return attend_grouped(query_BRNH, keys, values, bias, self.starts_B)
-        slots_P = self._slots_B.get(length)
-        if slots_P is None:
-            columns_S = torch.arange(length, device=kv_KTH.device)
-            slots_BS = self.starts_B.unsqueeze(1) + columns_S
-            slots_P = self._slots_B[length] = slots_BS.clamp_(max=self.lane - 1).view(-1)
-        kv_BKSH = kv_KTH.index_select(1, slots_P).unflatten(1, (-1, length)).transpose(0, 1)
+        kv_KPH = kv_KTH.index_select(1, self.slots(length).view(-1))
+        kv_BKSH = kv_KPH.unflatten(1, (-1, length)).transpose(0, 1)
         keys, values = kv_BKSH.chunk(2, dim=1)
         return attend_grouped(query_BRNH, keys, values, bias)
 

@@ -3,7 +3,7 @@ arithmetic.
 
 Column p of a table row holds the slot of position p, wherever the sequence lies. So prefill,
 decoding over pages or lanes, and verifying a chain or a tree read the same keys in the same order.
-Two classes attend over tables: `InvariantAttention` on a CPU and `OrderedAttention` on CUDA.
+Two classes attend over tables: `CompiledTables` on a CPU and `OrderedAttention` on CUDA.
 """
 
 from __future__ import annotations
@@ -54,11 +54,15 @@ class TablePages:
 
     def rebuild(self, sequences: Sequence[SequenceKv]) -> None:
         cache = self._cache
-        rows = [
-            cache.sequence_slots(each, each.num_prompt + len(each.pages) * cache.page_size)
-            for each in sequences
-        ]
-        self._table_BS = pad_sequence(rows, batch_first=True)
+        pages = [torch.tensor([*(each.prompt or ()), *each.pages]) for each in sequences]
+        pages_BM = pad_sequence(pages, batch_first=True)
+        num_prompt_B1 = torch.tensor([[each.num_prompt] for each in sequences])
+        columns_S = torch.arange(pages_BM.numel() // len(pages) * cache.page_size)
+        # A response begins with a page of its own, after the rest of the prompt's last one.
+        gaps_BS = torch.where(columns_S < num_prompt_B1, 0, -num_prompt_B1 % cache.page_size)
+        places_BS = (columns_S + gaps_BS).clamp_(max=len(columns_S) - 1)
+        table_BS = pages_BM.gather(1, places_BS // cache.page_size) * cache.page_size
+        self._table_BS = table_BS.add_(places_BS % cache.page_size).to(cache.device)
 
     def begin_step(self, slots_B: Tensor, positions_B: Tensor) -> None:
         read = TableRead(self._table_BS, positions_B.unsqueeze(1))

@@ -1,0 +1,136 @@
+"""Arithmetic of the CPU path: what lies between two matrices of a layer is one compiled loop.
+
+The bits of a row do not depend on the rows and queries beside it. So `invariant_arithmetic.py` uses
+these operations for `rollout.batch_invariant` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt_megatron.models import cpu_kernels
+from tlt_megatron.models.attention import Attention
+from tlt_megatron.models.attention.lanes import LaneView
+from tlt_megatron.models.attention.tables import TableRead, table_lanes
+from tlt_megatron.models.cpu_kernels import KINDS
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.layers import RmsNorm
+
+_QUERIES = 64  # queries of a row at once: bounds the memory of their scores
+
+
+class CompiledTables:
+    """See `tables.AttendTables`. `first_layer` is the cache's for layer 0."""
+
+    def __init__(
+        self,
+        cache: KvCache,
+        slots_P: Tensor,
+        reads: Sequence[TableRead],
+        *,
+        first_layer: int = 0,
+    ) -> None:
+        self._cache, self._slots, self._first_layer = cache, slots_P.numpy(), first_layer
+        # Of consecutive tokens: places of a multiple of 4 keys, and how many each query sees.
+        self._parts: list[tuple[np.ndarray, np.ndarray]] = []
+        for table_XS, positions_XR in reads:
+            padding = -table_XS.shape[1] % 4
+            places_XS = F.pad(table_XS, (0, padding)) if padding else table_XS.contiguous()
+            num_rows = len(places_XS) if positions_XR.shape[1] <= _QUERIES else 1
+            pairs = zip(places_XS.split(num_rows), positions_XR.split(num_rows), strict=True)
+            for places, positions in pairs:
+                parts = positions.split(_QUERIES, dim=1)
+                self._parts += [(places.numpy(), part.numpy() + 1) for part in parts]
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        kv_KTH, kind = self._cache.layers[layer + self._first_layer], KINDS[query_PNH.dtype]
+        (num_kv_heads, num_slots, size), num_heads = kv_KTH.shape, query_PNH.shape[1]
+        target = self._slots, kv_KTH.data_ptr(), num_slots, num_kv_heads, size, kind
+        cpu_kernels.store(kv_PKH.data_ptr(), kv_PKH.stride(0), *target)
+        shape = num_kv_heads // 2, self._cache.num_heads_per_kv, size, num_slots
+        out_PN = query_PNH.new_empty(len(query_PNH), num_heads * size)
+        start = 0
+        for places_XS, lengths_XQ in self._parts:
+            query, out = query_PNH[start:], out_PN[start:]
+            source = query.data_ptr(), query.stride(0), kv_KTH.data_ptr()
+            cpu_kernels.attend(*source, places_XS, lengths_XQ, out.data_ptr(), shape, kind)
+            start += lengths_XQ.size
+        return out_PN
+
+
+def compiled_lanes(
+    view: LaneView, slots_P: Tensor, bias_BRS: Tensor, *, first_layer: int = 0
+) -> Attention:
+    """See `lanes.LaneTreeAttention`."""
+    attend = partial(CompiledTables, first_layer=first_layer)
+    positions_BR = slots_P.view(view.num_rows, -1) - view.starts_B.unsqueeze(1)
+    if bias_BRS.shape[1] > 1 and not torch.equal((bias_BRS == 0).sum(2) - 1, positions_BR):
+        return table_lanes(attend, view, slots_P, bias_BRS)
+    # A query of a chain sees its lane up to its own slot. Rows that pad a pass see anything.
+    length = bias_BRS.shape[2]
+    read = TableRead(view.slots(length), positions_BR.clamp_(0, length - 1))
+    return attend(view.cache, slots_P, [read])
+
+
+class CompiledNorm(RmsNorm):
+    """`RmsNorm` as one loop, with the sum before it."""
+
+    def __init__(self, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(eps, dtype, device)
+        self.value = self.eps.numpy()[()]
+
+    def _run(self, x: Tensor, weight: Tensor | None, addend_PD: Tensor | None = None) -> Tensor:
+        size, out = x.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
+        addend = (0, 0) if addend_PD is None else (addend_PD.data_ptr(), addend_PD.stride(0))
+        weight_at = 0 if weight is None else weight.data_ptr()
+        result = out.data_ptr(), x.numel() // size, size, KINDS[x.dtype]
+        cpu_kernels.normalize(x.data_ptr(), x.stride(-2), *addend, weight_at, self.value, *result)
+        return out
+
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return self._run(x if x.dim() == 2 else x.contiguous(), weight)
+
+    def after(
+        self,
+        layer: Callable[..., Tensor],
+        inputs: Tensor,
+        residual_PD: Tensor,
+        weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        x_PD = layer(inputs, None)
+        return x_PD, self._run(x_PD, weight, residual_PD)
+
+
+def rotate(
+    heads_PAH: Tensor,
+    num_rotated: int,
+    angles: tuple[Tensor, Tensor],
+    norm: RmsNorm,
+    weight: Tensor | None,
+) -> Tensor:
+    """See `arithmetic.rotate_in_place`."""
+    assert isinstance(norm, CompiledNorm)
+    cos_P1H, sin_P1H = angles
+    shape = heads_PAH.shape[0], num_rotated, heads_PAH.shape[2], cos_P1H.shape[2] // 2
+    weight_at = 0 if weight is None else weight.data_ptr()
+    table = cos_P1H.data_ptr(), sin_P1H.data_ptr(), cos_P1H.stride(0), shape
+    kind = KINDS[heads_PAH.dtype]
+    cpu_kernels.rotate(
+        heads_PAH.data_ptr(), heads_PAH.stride(0), weight_at, norm.value, *table, kind
+    )
+    return heads_PAH
+
+
+def gate_silu(gate_PF: Tensor, up_PF: Tensor) -> Tensor:
+    """See `arithmetic.gate_silu`."""
+    num_rows, size = gate_PF.shape
+    out, kind = gate_PF.new_empty(num_rows, size), KINDS[gate_PF.dtype]
+    inputs = gate_PF.data_ptr(), gate_PF.stride(0), up_PF.data_ptr(), up_PF.stride(0)
+    cpu_kernels.gate(*inputs, out.data_ptr(), num_rows, size, kind)
+    return out

@@ -1,0 +1,307 @@
+"""Loops of the CPU path, compiled by numba: norm, rotation, gate, and attention over the keys of
+each row at the row's own length. `compiled_layer.py` calls them.
+
+A loop computes whole rows, heads or queries, in an order that only their size decides. So bits do
+not depend on the other rows. Loops run in one thread and read torch's memory by address, with
+sizes and strides in values. A bfloat16 value is the upper half of a float32. numba compiles a loop
+once for each dtype and keeps it on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, njit, types
+from numba.extending import intrinsic, overload
+
+# A value of each dtype, by which numba chooses what it compiles: the argument `kind`.
+KINDS = {
+    torch.float32: np.float32(0),
+    torch.float64: np.float64(0),
+    torch.bfloat16: np.uint16(0),
+}
+_SCORES = 64  # scores of a query are a multiple of it, so no sum over them has a remainder
+
+
+# Sums may be reordered and fused, else none is a vector's. Infinities and NaN count.
+_FAST = {"reassoc", "contract", "arcp", "nsz"}
+# A loop contains its parts. Else a loop from the disk, without its compiled parts in memory, would
+# run others than when it was compiled, whose bits differ.
+_part = njit(error_model="numpy", fastmath=_FAST, forceinline=True)
+_INLINED: Any = {"forceinline": True}
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    """Return the function compiled, with all of its parts."""
+    try:
+        return njit(cache=True, error_model="numpy", fastmath=_FAST)(function)
+    except RuntimeError:  # there is no folder that it could be kept in
+        return njit(error_model="numpy", fastmath=_FAST)(function)
+
+
+@intrinsic
+def _pointer(_context, address, offset, kind) -> Any:
+    """Return a pointer to the value `offset` places after an address."""
+    result = types.CPointer(kind)
+
+    def generate(context, builder, _signature, arguments):
+        start = builder.inttoptr(arguments[0], context.get_data_type(kind).as_pointer())
+        return builder.gep(start, [arguments[1]])
+
+    return result(address, offset, kind), generate
+
+
+@_part
+def _span(address, offset, size, kind):
+    """Return `size` values, `offset` places after an address, as an array."""
+    pointer = _pointer(address, offset, kind)  # pyright: ignore[reportCallIssue]
+    return carray(pointer, (size,))
+
+
+def _widen(value: Any) -> Any:
+    """Return a value as a float32, or as the float64 that it is."""
+
+
+def _narrow(value: Any, kind: Any) -> Any:
+    """Return a wide value in the dtype of `kind`, rounded to the nearest, to even in a tie."""
+
+
+def _wide(number: Any, kind: Any) -> Any:
+    """Return a number as a wide value. numba makes a float64 of a float32 and an integer."""
+
+
+def _exp(value: Any) -> Any:
+    """Return exp of a wide value below 88."""
+
+
+@overload(_widen, jit_options=_INLINED)
+def _widen_of(value):
+    if isinstance(value, types.Integer):
+        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+    return lambda value: value
+
+
+@overload(_narrow, jit_options=_INLINED)
+def _narrow_of(value, kind):
+    if not isinstance(kind, types.Integer):
+        return lambda value, kind: value
+
+    def narrow(value, kind):
+        bits = np.float32(value).view(np.uint32)
+        is_odd = (bits >> np.uint32(16)) & np.uint32(1)
+        rounded = np.uint16((bits + np.uint32(0x7FFF) + is_odd) >> np.uint32(16))
+        return np.uint16(0x7FC0) if value != value else rounded
+
+    return narrow
+
+
+@overload(_wide, jit_options=_INLINED)
+def _wide_of(number, kind):
+    if kind == types.float64:
+        return lambda number, kind: np.float64(number)
+    return lambda number, kind: np.float32(number)
+
+
+@overload(_exp, jit_options=_INLINED)
+def _exp_of(value):
+    if value == types.float64:
+        return lambda value: math.exp(value)
+
+    def exp(value):
+        # exp(n log 2), times a polynomial of the rest (the coefficients of Cephes' expf).
+        is_zero = value < np.float32(-87.0)
+        value = np.float32(-87.0) if is_zero else value
+        n = np.floor(value * np.float32(1.44269504) + np.float32(0.5))
+        rest = value - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+        sums = np.float32(1.9875691500e-4) * rest + np.float32(1.3981999507e-3)
+        sums = sums * rest + np.float32(8.3334519073e-3)
+        sums = sums * rest + np.float32(4.1665795894e-2)
+        sums = sums * rest + np.float32(1.6666665459e-1)
+        sums = sums * rest + np.float32(5.0000001201e-1)
+        sums = sums * rest * rest + rest + np.float32(1.0)
+        power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+        return np.float32(0.0) if is_zero else sums * power
+
+    return exp
+
+
+@_part
+def _scale_of(values, eps, kind):
+    """Return 1 / sqrt(mean(x^2) + eps) of an array."""
+    total = _wide(0, kind)
+    for i in range(values.size):
+        total += _widen(values[i]) * _widen(values[i])
+    return _wide(1, kind) / np.sqrt(total / _wide(values.size, kind) + eps)
+
+
+@_compiled
+def normalize(x, x_row, addend, addend_row, weight, eps, out, num_rows, size, kind):
+    """Add a row of `addend` to that of x. Then write x * weight / sqrt(mean(x^2) + eps). The
+    address 0 is no tensor.
+    """
+    for row in range(num_rows):
+        values = _span(x, row * x_row, size, kind)
+        normed = _span(out, row * size, size, kind)
+        if addend:
+            addends = _span(addend, row * addend_row, size, kind)
+            for i in range(size):
+                values[i] = _narrow(_widen(values[i]) + _widen(addends[i]), kind)
+        scale = _scale_of(values, eps, kind)
+        if weight:
+            weights = _span(weight, 0, size, kind)
+            for i in range(size):
+                unit = _widen(_narrow(_widen(values[i]) * scale, kind))
+                normed[i] = _narrow(unit * _widen(weights[i]), kind)
+        else:
+            for i in range(size):
+                normed[i] = _narrow(_widen(values[i]) * scale, kind)
+
+
+@_compiled
+def rotate(heads, heads_row, weight, eps, cos, sin, angles_row, shape, kind):
+    """Normalize the heads of each token that rotate, if there is a weight, and turn them, in
+    place.
+    """
+    num_tokens, num_rotated, size, half = shape
+    for token in range(num_tokens):
+        cosines = _span(cos, token * angles_row, half, kind)
+        sines = _span(sin, token * angles_row + half, half, kind)
+        for head in range(num_rotated):
+            values = _span(heads, token * heads_row + head * size, size, kind)
+            if weight:
+                weights = _span(weight, head * size, size, kind)
+                scale = _scale_of(values, eps, kind)
+                for i in range(size):
+                    unit = _widen(_narrow(_widen(values[i]) * scale, kind))
+                    values[i] = _narrow(unit * _widen(weights[i]), kind)
+            others = _span(heads, token * heads_row + head * size + half, half, kind)
+            for i in range(half):
+                first, second = _widen(values[i]), _widen(others[i])
+                cosine, sine = _widen(cosines[i]), _widen(sines[i])
+                values[i] = _narrow(first * cosine - second * sine, kind)
+                others[i] = _narrow(second * cosine + first * sine, kind)
+
+
+@_compiled
+def gate(gate, gate_row, up, up_row, out, num_rows, size, kind):
+    """Write silu(gate) * up."""
+    for row in range(num_rows):
+        gates = _span(gate, row * gate_row, size, kind)
+        ups = _span(up, row * up_row, size, kind)
+        outs = _span(out, row * size, size, kind)
+        for i in range(size):
+            value = _widen(gates[i])
+            power = _exp(-value if value > _wide(-87, kind) else _wide(87, kind))
+            silu = _widen(_narrow(value / (_wide(1, kind) + power), kind))
+            outs[i] = _narrow(silu * _widen(ups[i]), kind)
+
+
+@_compiled
+def store(kv, row_size, slots, kv_cache, num_slots, num_heads, size, kind):
+    """Copy the heads of new tokens to their slots."""
+    for token in range(slots.size):
+        for head in range(num_heads):
+            source = _span(kv, token * row_size + head * size, size, kind)
+            target = _span(kv_cache, (head * num_slots + slots[token]) * size, size, kind)
+            for i in range(size):
+                target[i] = source[i]
+
+
+@_part
+def _score(queries, kv_cache, places, first, scores, kind):
+    """Write the products of queries [X, H] with the keys at `places` from slot `first` on. Four
+    keys at once make vectors of their sums.
+    """
+    size = queries.shape[1]
+    for j in range(0, places.size, 4):
+        a = _span(kv_cache, (first + places[j]) * size, size, kind)
+        b = _span(kv_cache, (first + places[j + 1]) * size, size, kind)
+        c = _span(kv_cache, (first + places[j + 2]) * size, size, kind)
+        d = _span(kv_cache, (first + places[j + 3]) * size, size, kind)
+        for x in range(queries.shape[0]):
+            of_a = of_b = of_c = of_d = _wide(0, kind)
+            for i in range(size):
+                query = queries[x, i]
+                of_a += query * _widen(a[i])
+                of_b += query * _widen(b[i])
+                of_c += query * _widen(c[i])
+                of_d += query * _widen(d[i])
+            scores[x, j], scores[x, j + 1] = of_a, of_b
+            scores[x, j + 2], scores[x, j + 3] = of_c, of_d
+
+
+@_part
+def _add_values(weights, kv_cache, places, first, sums, kind):
+    """Write the sums [X, H] of the values at `places` from slot `first` on, times weights."""
+    size = sums.shape[1]
+    sums[:] = 0
+    for j in range(0, places.size, 4):
+        a = _span(kv_cache, (first + places[j]) * size, size, kind)
+        b = _span(kv_cache, (first + places[j + 1]) * size, size, kind)
+        c = _span(kv_cache, (first + places[j + 2]) * size, size, kind)
+        d = _span(kv_cache, (first + places[j + 3]) * size, size, kind)
+        for x in range(sums.shape[0]):
+            of_a, of_b = weights[x, j], weights[x, j + 1]
+            of_c, of_d = weights[x, j + 2], weights[x, j + 3]
+            for i in range(size):
+                pair = of_a * _widen(a[i]) + of_b * _widen(b[i])
+                sums[x, i] += pair + of_c * _widen(c[i]) + of_d * _widen(d[i])
+
+
+@njit(error_model="numpy", fastmath={*_FAST, "nnan"}, forceinline=True)  # else NaN keep an order
+def _largest(values):
+    largest = values[0]
+    for j in range(1, values.size):
+        largest = values[j] if values[j] > largest else largest
+    return largest
+
+
+@_part
+def _softmax(scores, length):
+    """Replace the first scores by their softmax, and the others by 0."""
+    scores[length:] = -np.inf
+    largest = _largest(scores)
+    total = _wide(0, scores[0])
+    for j in range(scores.size):
+        scores[j] = _exp(scores[j] - largest)
+        total += scores[j]
+    for j in range(scores.size):
+        scores[j] /= total
+
+
+@_compiled
+def attend(query, row_size, kv_cache, places, lengths, out, shape, kind):
+    """Write the attention of each query of a row over as many of the row's places as `lengths`
+    [rows, queries] has.
+    """
+    num_kv_heads, repeat, size, num_slots = shape
+    num_queries = lengths.shape[1]
+    scale = _wide(1, kind) / np.sqrt(_wide(size, kind))
+    zero = _wide(0, kind)
+    width = (places.shape[1] + _SCORES - 1) // _SCORES * _SCORES
+    scores = np.full((num_queries * repeat, width), zero)
+    queries = np.full((num_queries * repeat, size), zero)
+    sums = np.full((num_queries * repeat, size), zero)
+    for row in range(lengths.shape[0]):
+        own = places[row, : (lengths[row].max() + 3) // 4 * 4]
+        for head in range(num_kv_heads):
+            for x in range(num_queries * repeat):
+                token = row * num_queries + x // repeat
+                at = token * row_size + (head * repeat + x % repeat) * size
+                source = _span(query, at, size, kind)
+                for i in range(size):
+                    queries[x, i] = _widen(source[i]) * scale
+            _score(queries, kv_cache, own, head * num_slots, scores, kind)
+            for x in range(num_queries * repeat):
+                _softmax(scores[x], lengths[row, x // repeat])
+            _add_values(scores, kv_cache, own, (num_kv_heads + head) * num_slots, sums, kind)
+            for x in range(num_queries * repeat):
+                token = row * num_queries + x // repeat
+                at = ((token * num_kv_heads + head) * repeat + x % repeat) * size
+                target = _span(out, at, size, kind)
+                for i in range(size):
+                    target[i] = _narrow(sums[x, i], kind)
