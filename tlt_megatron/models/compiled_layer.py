@@ -86,6 +86,7 @@ class CompiledNorm(RmsNorm):
         self.value = self.eps.numpy()[()]
 
     def _run(self, x: Tensor, weight: Tensor | None, addend_PD: Tensor | None = None) -> Tensor:
+        assert x.stride(-1) == 1
         size, out = x.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
         addend = (0, 0) if addend_PD is None else (addend_PD.data_ptr(), addend_PD.stride(0))
         weight_at = 0 if weight is None else weight.data_ptr()
@@ -116,6 +117,7 @@ def rotate(
 ) -> Tensor:
     """See `arithmetic.rotate_in_place`."""
     assert isinstance(norm, CompiledNorm)
+    assert heads_PAH.stride()[1:] == (heads_PAH.shape[2], 1)
     cos_P1H, sin_P1H = angles
     shape = heads_PAH.shape[0], num_rotated, heads_PAH.shape[2], cos_P1H.shape[2] // 2
     weight_at = 0 if weight is None else weight.data_ptr()

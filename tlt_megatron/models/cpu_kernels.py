@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,6 @@ KINDS = {
     torch.bfloat16: np.uint16(0),
 }
 _SCORES = 64  # scores of a query are a multiple of it, so no sum over them has a remainder
-
-
 # Sums may be reordered and fused, else none is a vector's. Infinities and NaN count.
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
 # A loop contains its parts. Else a loop from the disk, without its compiled parts in memory, would
@@ -36,11 +35,12 @@ _INLINED: Any = {"forceinline": True}
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
-    """Return the function compiled, with all of its parts."""
+    """Return the function compiled, with all of its parts. Other threads run meanwhile."""
+    make = partial(njit, error_model="numpy", fastmath=_FAST, nogil=True)
     try:
-        return njit(cache=True, error_model="numpy", fastmath=_FAST)(function)
+        return make(cache=True)(function)
     except RuntimeError:  # there is no folder that it could be kept in
-        return njit(error_model="numpy", fastmath=_FAST)(function)
+        return make()(function)
 
 
 @intrinsic

@@ -38,8 +38,8 @@ class LaneView:
         found = self._slots_BS.get(length)
         if found is None:
             slots_BS = self.starts_B.unsqueeze(1) + torch.arange(length, device=self.cache.device)
-            last = self.cache.bias_T.shape[0] - 1
-            found = self._slots_BS[length] = slots_BS.clamp_(max=last)
+            found = slots_BS.clamp_(max=self.cache.bias_T.shape[0] - 1)
+            self._slots_BS = {length: found}
         return found
 
     def part(self, start: int, end: int) -> LaneView:
