@@ -48,7 +48,7 @@ def examine() -> list[Finding]:
     install = pip_command(f"sglang=={PINS['sglang'][0]}")
     how = f"only for rollout.engine=sglang: {install} (make setup-sglang on a CPU)"
     sglang = _package("sglang", how, name="SGLang", is_needed=False)
-    how = f"the embedded engine is slower on a CPU without it: {pip_command('numba')}"
+    how = f"on a CPU, for fast decoding and rollout.batch_invariant: {pip_command('numba')}"
     numba = _package("numba", how, is_needed=False)
     findings += [numba, _transformer_engine(has_torch), _apex(), sglang, _sandbox()]
     return findings

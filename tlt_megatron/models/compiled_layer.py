@@ -1,4 +1,4 @@
-"""Arithmetic of the CPU path: what lies between two matrices of a layer is one compiled loop.
+"""Arithmetic of the CPU path: what lies between two matrices of a layer is compiled loops.
 
 The bits of a row do not depend on the rows and queries beside it. So `invariant_arithmetic.py` uses
 these operations for `rollout.batch_invariant` too.
@@ -51,6 +51,10 @@ class CompiledTables:
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         kv_KTH, kind = self._cache.layers[layer + self._first_layer], KINDS[query_PNH.dtype]
         (num_kv_heads, num_slots, size), num_heads = kv_KTH.shape, query_PNH.shape[1]
+        # The loops take sizes on trust.
+        assert query_PNH.dtype == kv_PKH.dtype == kv_KTH.dtype
+        assert kv_PKH.shape[1:] == (num_kv_heads, size)
+        assert query_PNH.shape[1:] == (num_kv_heads // 2 * self._cache.num_heads_per_kv, size)
         target = self._slots, kv_KTH.data_ptr(), num_slots, num_kv_heads, size, kind
         cpu_kernels.store(kv_PKH.data_ptr(), kv_PKH.stride(0), *target)
         shape = num_kv_heads // 2, self._cache.num_heads_per_kv, size, num_slots
@@ -86,7 +90,8 @@ class CompiledNorm(RmsNorm):
         self.value = self.eps.numpy()[()]
 
     def _run(self, x: Tensor, weight: Tensor | None, addend_PD: Tensor | None = None) -> Tensor:
-        assert x.stride(-1) == 1
+        tensors = [tensor for tensor in (x, weight, addend_PD) if tensor is not None]
+        assert all(each.stride(-1) == 1 and each.dtype == x.dtype for each in tensors)
         size, out = x.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
         addend = (0, 0) if addend_PD is None else (addend_PD.data_ptr(), addend_PD.stride(0))
         weight_at = 0 if weight is None else weight.data_ptr()

@@ -286,8 +286,13 @@ def attend(query, row_size, kv_cache, places, lengths, out, shape, kind):
     scores = np.full((num_queries * repeat, width), zero)
     queries = np.full((num_queries * repeat, size), zero)
     sums = np.full((num_queries * repeat, size), zero)
+    all_places = np.zeros(places.shape[1], np.int64)
     for row in range(lengths.shape[0]):
-        own = places[row, : (lengths[row].max() + 3) // 4 * 4]
+        length = lengths[row].max()
+        own = all_places[: (length + 3) // 4 * 4]
+        own[:] = places[row, 0]  # weight 0, but 0 times infinity of another row would show
+        own[:length] = places[row, :length]
+        num_used = (length + _SCORES - 1) // _SCORES * _SCORES
         for head in range(num_kv_heads):
             for x in range(num_queries * repeat):
                 token = row * num_queries + x // repeat
@@ -297,7 +302,7 @@ def attend(query, row_size, kv_cache, places, lengths, out, shape, kind):
                     queries[x, i] = _widen(source[i]) * scale
             _score(queries, kv_cache, own, head * num_slots, scores, kind)
             for x in range(num_queries * repeat):
-                _softmax(scores[x], lengths[row, x // repeat])
+                _softmax(scores[x, :num_used], lengths[row, x // repeat])
             _add_values(scores, kv_cache, own, (num_kv_heads + head) * num_slots, sums, kind)
             for x in range(num_queries * repeat):
                 token = row * num_queries + x // repeat

@@ -14,7 +14,7 @@ from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.config import ExpertsConfig
 from tlt_megatron.models.matrix import Matrix
 
-Mlp = Callable[[Tensor, Tensor], Tensor]  # x [P, D], addend [P, D] -> [P, D]
+Mlp = Callable[[Tensor, Tensor | None], Tensor]  # x [P, D], addend [P, D] -> [P, D]
 
 
 @dataclass(slots=True)

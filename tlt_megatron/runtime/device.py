@@ -6,7 +6,9 @@ Outside the SGLang and Megatron adapters, only this file names torch.cuda.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import logging
 import math
 import os
 import re
@@ -19,6 +21,7 @@ import psutil
 import torch
 from torch import Tensor
 
+log = logging.getLogger(__name__)
 _CONTROL_GROUPS, _OWN_CONTROL_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _STATUS, _CLEAR_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -102,8 +105,13 @@ def has_triton() -> bool:
 
 @functools.cache
 def has_numba() -> bool:
-    """Return whether loops for a CPU can be compiled."""
-    return importlib.util.find_spec("numba") is not None
+    """Return whether loops for a CPU can be compiled. numba refuses a NumPy that is too new."""
+    try:
+        importlib.import_module("numba")
+    except ImportError as error:
+        log.warning("the embedded engine is slower, because numba cannot be imported: %s", error)
+        return False
+    return True
 
 
 def host_available_bytes() -> int:

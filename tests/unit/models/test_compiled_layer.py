@@ -18,11 +18,13 @@ from tlt_megatron.models import arithmetic
 from tlt_megatron.models.arithmetic import PLAIN, compiled_arithmetic, fastest_arithmetic
 from tlt_megatron.models.attention.lanes import LaneView, causal_bias, drafted_bias
 from tlt_megatron.models.attention.paged import PrefillSegment
-from tlt_megatron.models.compiled_layer import CompiledNorm
+from tlt_megatron.models.attention.tables import TableRead
+from tlt_megatron.models.compiled_layer import CompiledNorm, CompiledTables
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.invariant_arithmetic import invariant_arithmetic
 from tlt_megatron.models.kv_cache import KvCache, SequenceKv
 from tlt_megatron.models.layers import RmsNorm
+from tlt_megatron.runtime.device import has_numba
 
 CPU = torch.device("cpu")
 COMPILED = compiled_arithmetic()
@@ -209,6 +211,24 @@ def test_values_that_are_not_numbers_stay_visible() -> None:
             assert not normed[1].isfinite().all()
             gated = COMPILED.gate(*x.chunk(2, dim=1))
             assert not gated[1].isfinite().all()
+
+
+def test_an_infinity_of_one_sequence_reaches_no_other(config: ModelConfig) -> None:
+    """A table is padded with slots of others."""
+    cache, slots = filled(config, torch.float32), torch.tensor([12, 21])
+    cache.kv_LKTH[:, :, [0, 13, 14, 15, 22, 23]] = torch.inf
+    table_XS = torch.stack((torch.arange(8, 16), torch.arange(16, 24)))
+    read = TableRead(table_XS, torch.tensor([[4], [5]]))
+    attention = CompiledTables(cache, slots, [read])
+    assert attention.attend(0, *heads_of(config, 2, torch.float32)).isfinite().all()
+
+
+def test_a_numba_that_cannot_be_imported_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert not has_numba.__wrapped__()
+    assert "numba cannot be imported" in caplog.text
 
 
 def test_the_plain_arithmetic_serves_several_threads_and_machines_without_numba(

@@ -1,9 +1,10 @@
 """Where the rows of the running batch have their KV: all in pages, or each in a lane.
 
-A lane is the contiguous range of KV slots of one row, prompt included. All lanes are read at the
-length of the longest row, pages only at their row's length. Speculation and captured graphs need
-lanes. Rows start in pages. They move to lanes once, when lanes for all requests fit and cost
-little. Where they do not fit, rows of captured graphs have lanes that grow: see `loose_lanes.py`.
+A lane is the contiguous range of KV slots of one row, prompt included. torch's operators read all
+lanes at the length of the longest row, and pages only at their row's length. Speculation and
+captured graphs need lanes. Rows start in pages. They move to lanes once, when lanes for all
+requests fit and cost little. Where they do not fit, rows of captured graphs have lanes that grow:
+see `loose_lanes.py`.
 The decode batch calls this class when rows join, leave or need a page.
 """
 
@@ -166,7 +167,7 @@ class KvLayout:
     def _start_loose(self) -> None:
         """Use lanes that grow, if lanes of full length for all rows never fit."""
         models = self._models
-        # A batch-invariant pass cuts lanes at fixed places and does not take a view like this.
+        # A batch-invariant pass on CUDA does not take a view like this.
         if self._lane or not models.policy.arithmetic.has_loose_lanes:
             return
         if self._scheduler.use_loose_lanes(self._draft_slots):

@@ -136,7 +136,8 @@ def plan_memory(
     # Logits, float32 logits and log-probs, and in float64 the noise and its sum with the logits.
     num_rows = section.max_batch_size * max((s.num_rows for s in drafting), default=1)
     decode = num_rows * (per_token * item + v * (item + 2 * 4 + 3 * 8))
-    if section.batch_invariant:  # tables of the slots that each query sees
+    is_cpu_tree = device.torch_device.type == "cpu" and not all(s.is_chain for s in drafting)
+    if section.batch_invariant or is_cpu_tree:  # tables of the slots that each query sees
         decode += num_rows * lane_pages * PAGE_TOKENS * 4 * torch.int64.itemsize
     outputs = section.max_batch_size * section.max_new_tokens * 16
     return MemoryPlan(

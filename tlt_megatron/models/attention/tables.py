@@ -1,5 +1,5 @@
-"""Attention whose keys are read in position order, by tables of slots: for batch-invariant
-arithmetic.
+"""Attention whose keys are read in position order, by tables of slots: for compiled loops on a CPU,
+and for batch-invariant arithmetic.
 
 Column p of a table row holds the slot of position p, wherever the sequence lies. So prefill,
 decoding over pages or lanes, and verifying a chain or a tree read the same keys in the same order.
@@ -54,7 +54,10 @@ class TablePages:
 
     def rebuild(self, sequences: Sequence[SequenceKv]) -> None:
         cache = self._cache
-        pages = [torch.tensor([*(each.prompt or ()), *each.pages]) for each in sequences]
+        pages = []
+        for each in sequences:
+            assert each.prompt is not None
+            pages.append(torch.tensor([*each.prompt, *each.pages]))
         pages_BM = pad_sequence(pages, batch_first=True)
         num_prompt_B1 = torch.tensor([[each.num_prompt] for each in sequences])
         columns_S = torch.arange(pages_BM.numel() // len(pages) * cache.page_size)
