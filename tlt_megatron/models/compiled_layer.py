@@ -6,7 +6,7 @@ these operations for `rollout.batch_invariant` too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,7 @@ from tlt_megatron.models.attention.lanes import LaneView
 from tlt_megatron.models.attention.tables import TableRead, table_lanes
 from tlt_megatron.models.cpu_kernels import KINDS
 from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.models.layers import RmsNorm
+from tlt_megatron.models.layers import AddingNorm, RmsNorm
 
 _QUERIES = 64  # queries of a row at once: bounds the memory of their scores
 
@@ -82,14 +82,15 @@ def compiled_lanes(
     return attend(view.cache, slots_P, [read])
 
 
-class CompiledNorm(RmsNorm):
+class CompiledNorm(AddingNorm):
     """`RmsNorm` as one loop, with the sum before it."""
 
     def __init__(self, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(eps, dtype, device)
         self.value = self.eps.numpy()[()]
 
-    def _run(self, x: Tensor, weight: Tensor | None, addend_PD: Tensor | None = None) -> Tensor:
+    def add(self, x: Tensor, weight: Tensor | None, addend_PD: Tensor | None = None) -> Tensor:
+        x = x if x.dim() == 2 else x.contiguous()
         tensors = [tensor for tensor in (x, weight, addend_PD) if tensor is not None]
         assert all(each.stride(-1) == 1 and each.dtype == x.dtype for each in tensors)
         size, out = x.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -98,19 +99,6 @@ class CompiledNorm(RmsNorm):
         result = out.data_ptr(), x.numel() // size, size, KINDS[x.dtype]
         cpu_kernels.normalize(x.data_ptr(), x.stride(-2), *addend, weight_at, self.value, *result)
         return out
-
-    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        return self._run(x if x.dim() == 2 else x.contiguous(), weight)
-
-    def after(
-        self,
-        layer: Callable[..., Tensor],
-        inputs: Tensor,
-        residual_PD: Tensor,
-        weight: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        x_PD = layer(inputs, None)
-        return x_PD, self._run(x_PD, weight, residual_PD)
 
 
 def rotate(

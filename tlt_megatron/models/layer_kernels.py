@@ -8,15 +8,13 @@ them on a CPU: tests/kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tlt_megatron.models.attention.fused_kernel import triton_wide
-from tlt_megatron.models.layers import RmsNorm
+from tlt_megatron.models.layers import AddingNorm, RmsNorm
 
 _GATE_BLOCK = 1024  # outputs of one program
 
@@ -182,18 +180,8 @@ def gate_silu(gate_PF: Tensor, up_PF: Tensor) -> Tensor:
     return out
 
 
-class FusedNorm(RmsNorm):
+class FusedNorm(AddingNorm):
     """`RmsNorm` as one kernel, with the sum before it."""
 
-    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        return normalize(x, weight, self.eps)
-
-    def after(
-        self,
-        layer: Callable[..., Tensor],
-        inputs: Tensor,
-        residual_PD: Tensor,
-        weight: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        x_PD = layer(inputs, None)
-        return x_PD, normalize(x_PD, weight, self.eps, residual_PD)
+    def add(self, x: Tensor, weight: Tensor | None, addend_PD: Tensor | None = None) -> Tensor:
+        return normalize(x, weight, self.eps, addend_PD)

@@ -45,6 +45,27 @@ class RmsNorm:
         return x_PD, self(x_PD, weight)
 
 
+class AddingNorm(RmsNorm):
+    """A norm whose kernel adds before. So a layer need not."""
+
+    def add(self, x: Tensor, weight: Tensor | None, addend_PD: Tensor | None = None) -> Tensor:
+        """Return the normalized x, after the addend was added to x in place."""
+        raise NotImplementedError
+
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return self.add(x, weight)
+
+    def after(
+        self,
+        layer: Callable[..., Tensor],
+        inputs: Tensor,
+        residual_PD: Tensor,
+        weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        x_PD = layer(inputs, None)
+        return x_PD, self.add(x_PD, weight, residual_PD)
+
+
 def rope_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:
     """Return [H/2], the angle per position of each channel pair, as transformers has them."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype) / head_dim
