@@ -7,6 +7,8 @@ sequences without copying or padding (see `PagedAttention`).
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass, field
 
 import torch
@@ -63,13 +65,13 @@ class KvCache:
         num_layers = config.num_layers + num_draft_layers
         shape = num_layers, 2 * config.num_kv_heads, num_slots, config.head_dim
         # Zeros, not empty: a masked position still adds 0 * value, which must not be 0 * nan.
-        self.kv_LKTH = torch.zeros(shape, dtype=dtype, device=device)
+        self.kv_LKTH = _zeros(shape, dtype, device)
         self.bias_T = torch.full((num_slots,), -torch.inf, dtype=dtype, device=device)
         self.layers = list(self.kv_LKTH.unbind(0))
         self.tap_layers = tap_layers or ()
         kept = 0 if tap_layers is None else num_slots
         feature_size = config.hidden_size * (1 + len(self.tap_layers))
-        self.features_TD = torch.zeros(kept, feature_size, dtype=dtype, device=device)
+        self.features_TD = _zeros((kept, feature_size), dtype, device)
         # One more slot: the token after the last lane's last position is written, but never read.
         self.token_ids_T = torch.zeros(kept + bool(kept), dtype=torch.int64, device=device)
         self.routes_TR = torch.zeros(num_slots, 0, dtype=torch.int16, device=device)
@@ -273,3 +275,12 @@ class KvCache:
         routes = (self.routes_TR,) if self.has_routes else ()
         for tensor in (self.bias_T, *(features if self.has_features else ()), *routes):
             tensor.index_copy_(0, target_S, tensor.index_select(0, source_S))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On a CPU they take neither time nor memory before they are written to."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    room = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(room, dtype=dtype).view(shape)

@@ -4,6 +4,9 @@ follow.
 
 from __future__ import annotations
 
+import dataclasses
+
+import psutil
 import torch
 
 from tests.tiny_models import tiny_config
@@ -39,3 +42,18 @@ def test_compaction_moves_pages_with_their_data_and_their_lists() -> None:
             assert (cache.layers[layer][:, slots[0]] == 100 * layer + number).all()
         assert cache.bias_T[slots].tolist() == [0.0, -torch.inf]
     assert not cache.compact()
+
+
+def test_slots_take_no_memory_before_they_are_written_to() -> None:
+    """An engine makes a pool for full responses in every step, and writes to a part of it."""
+    config, process = dataclasses.replace(CONFIG, head_dim=256), psutil.Process()
+    before = process.memory_info().rss
+    cache = KvCache(
+        config, num_pages=1 << 16, page_size=4, dtype=torch.float32, device=torch.device("cpu")
+    )
+    room = cache.kv_LKTH.nbytes
+    assert room == 1 << 30
+    assert not cache.kv_LKTH[:, :, ::4096].any()
+    assert process.memory_info().rss - before < room / 4
+    cache.kv_LKTH[:, :, :8] = 1.0
+    assert cache.kv_LKTH.sum() == 2 * 2 * 8 * 256
