@@ -103,6 +103,7 @@ def measure_policy(config: RunConfig, world_size: int, stage: int) -> PolicyByte
     )
     hf_config = load_model_config(config.model.path)
     _install_stand_ins((num_tokens // groups.tp.size, 1, hf_config.hidden_size))
+    torch.set_num_threads(2)  # with one, compiled loops would read tensors that are nowhere
     live = LiveBytes(number=num_tokens)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         from megatron.core.transformer.module import Float16Module

@@ -95,7 +95,7 @@ def seen_arithmetic(device: Device) -> AbstractContextManager[object]:
     numba.
     """
     if isinstance(device, RecordingDevice):
-        return mock.patch.object(arithmetic, "has_numba", return_value=False)
+        return mock.patch.object(arithmetic, "has_loops", return_value=False)
     return nullcontext()
 
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt_megatron.runtime.device import has_loops
+
 # (pattern, replacement), applied in this order. A replacement has no quotes of its own, because
 # some are inside f-strings.
 REWRITES: tuple[tuple[str, str], ...] = (
@@ -133,7 +135,38 @@ def _use_no_stream(token_dispatcher: ModuleType) -> None:
     dispatcher._maybe_dtoh_and_synchronize = counts_as_numbers
 
 
+def _compile_gate(mlp: ModuleType) -> None:
+    """Let the fused gate, which a configuration may ask for, be a compiled loop."""
+    plain = mlp.bias_swiglu_impl
+
+    def gate(halves: Tensor, bias: Tensor | None, *rest: bool) -> Tensor:
+        if bias is not None or not has_loops(halves.device):
+            return plain(halves, bias, *rest)
+        # Imported when needed: the installation may lack numba.
+        from tlt_megatron.mcore import layer_gradients
+
+        return layer_gradients.Gate.apply(halves)
+
+    vars(mlp).update(bias_swiglu_impl=gate)
+
+
+def _compile_rotation(rope_utils: ModuleType) -> None:
+    """Let the rotation of heads be a compiled loop."""
+    plain = rope_utils._apply_rotary_pos_emb_bshd
+
+    def rotate(heads: Tensor, freqs: Tensor, *, mscale: float = 1.0, **settings: bool) -> Tensor:
+        if any(settings.values()) or not has_loops(heads.device):
+            return plain(heads, freqs, mscale=mscale, **settings)
+        from tlt_megatron.mcore import layer_gradients
+
+        return layer_gradients.rotate(heads, freqs, mscale)
+
+    vars(rope_utils).update(_apply_rotary_pos_emb_bshd=rotate)
+
+
 _PATCHES = {
+    "megatron.core.models.common.embeddings.rope_utils": _compile_rotation,
+    "megatron.core.transformer.mlp": _compile_gate,
     "megatron.core.tensor_parallel.random": _use_cpu_generator,
     "megatron.core.transformer.moe.moe_utils": _use_no_kernel_of_transformer_engine,
     "megatron.core.transformer.moe.token_dispatcher": _use_no_stream,

@@ -20,7 +20,7 @@ from tlt_megatron.mcore import cpu, transformer_engine
 from tlt_megatron.mcore.value_head import ValueHead
 from tlt_megatron.models.config import ExpertsConfig, ModelConfig
 from tlt_megatron.models.layers import rope_frequencies
-from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.device import Device, has_loops
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -152,6 +152,8 @@ def transformer_config(
     cpu.install()
     from megatron.core.transformer import TransformerConfig
 
+    # Megatron's fused gate of an expert computes other numbers.
+    has_gate_loop = config.experts is None and has_loops(device.torch_device)
     fields = {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -172,7 +174,7 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",  # required by variable_seq_lengths, also for dense models
         # Interleaved passes free what they send before it is sent. Only CUDA's allocator waits.
         "deallocate_pipeline_outputs": parallel.virtual_size is None or device.is_cuda,
-        "bias_activation_fusion": device.is_cuda,
+        "bias_activation_fusion": device.is_cuda or has_gate_loop,
         "bias_dropout_fusion": device.is_cuda,
         "apply_rope_fusion": has_transformer_engine(dtype),
         "masked_softmax_fusion": False,  # needs Megatron's CUDA extensions; so does the next
@@ -288,6 +290,14 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not has_loops(x.device):
+            return super().forward(x)
+        # Imported when needed: the installation may lack numba.
+        from tlt_megatron.mcore.layer_gradients import Norm
+
+        return Norm.apply(x, self.weight, self.eps)
 
 
 def _block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:

@@ -22,7 +22,7 @@ from tlt_megatron.models.attention.tables import TablePages
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.layers import RmsNorm, apply_rope_
 from tlt_megatron.models.matrix import Matrix
-from tlt_megatron.runtime.device import has_numba, has_triton
+from tlt_megatron.runtime.device import has_loops, has_triton
 
 
 def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def fastest_arithmetic(device: torch.device) -> Arithmetic:
     """Return the compiled kernels on CUDA with Triton, and on a CPU with numba and one thread. Else
     return `PLAIN`.
     """
-    if device.type == "cpu" and has_numba() and torch.get_num_threads() == 1:
+    if has_loops(device):
         return compiled_arithmetic()
     if device.type != "cuda" or not has_triton():
         return PLAIN

@@ -9,13 +9,17 @@ once for each dtype and keeps it on disk.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 
@@ -30,17 +34,21 @@ _SCORES = 64  # scores of a query are a multiple of it, so no sum over them has 
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
 # A loop contains its parts. Else a loop from the disk, without its compiled parts in memory, would
 # run others than when it was compiled, whose bits differ.
-_part = njit(error_model="numpy", fastmath=_FAST, forceinline=True)
+part = njit(error_model="numpy", fastmath=_FAST, forceinline=True)
 _INLINED: Any = {"forceinline": True}
+_PARTS = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
+def compiled(function: Callable[..., Any]) -> Any:
     """Return the function compiled, with all of its parts. Other threads run meanwhile."""
+    # numba sees whether the function's own module has changed, and the name whether this one has.
+    named = FunctionType(function.__code__, function.__globals__)
+    named.__qualname__ = f"{function.__name__}_{_PARTS}"
     make = partial(njit, error_model="numpy", fastmath=_FAST, nogil=True)
     try:
-        return make(cache=True)(function)
+        return make(cache=True)(named)
     except RuntimeError:  # there is no folder that it could be kept in
-        return make()(function)
+        return make()(named)
 
 
 @intrinsic
@@ -55,8 +63,8 @@ def _pointer(_context, address, offset, kind) -> Any:
     return result(address, offset, kind), generate
 
 
-@_part
-def _span(address, offset, size, kind):
+@part
+def span(address, offset, size, kind):
     """Return `size` values, `offset` places after an address, as an array."""
     pointer = _pointer(address, offset, kind)  # pyright: ignore[reportCallIssue]
     return carray(pointer, (size,))
@@ -70,11 +78,11 @@ def _narrow(value: Any, kind: Any) -> Any:
     """Return a wide value in the dtype of `kind`, rounded to the nearest, to even in a tie."""
 
 
-def _wide(number: Any, kind: Any) -> Any:
+def wide(number: Any, kind: Any) -> Any:
     """Return a number as a wide value. numba makes a float64 of a float32 and an integer."""
 
 
-def _exp(value: Any) -> Any:
+def exp(value: Any) -> Any:
     """Return exp of a wide value below 88."""
 
 
@@ -99,14 +107,14 @@ def _narrow_of(value, kind):
     return narrow
 
 
-@overload(_wide, jit_options=_INLINED)
+@overload(wide, jit_options=_INLINED)
 def _wide_of(number, kind):
     if kind == types.float64:
         return lambda number, kind: np.float64(number)
     return lambda number, kind: np.float32(number)
 
 
-@overload(_exp, jit_options=_INLINED)
+@overload(exp, jit_options=_INLINED)
 def _exp_of(value):
     if value == types.float64:
         return lambda value: math.exp(value)
@@ -129,30 +137,30 @@ def _exp_of(value):
     return exp
 
 
-@_part
+@part
 def _scale_of(values, eps, kind):
     """Return 1 / sqrt(mean(x^2) + eps) of an array."""
-    total = _wide(0, kind)
+    total = wide(0, kind)
     for i in range(values.size):
         total += _widen(values[i]) * _widen(values[i])
-    return _wide(1, kind) / np.sqrt(total / _wide(values.size, kind) + eps)
+    return wide(1, kind) / np.sqrt(total / wide(values.size, kind) + eps)
 
 
-@_compiled
+@compiled
 def normalize(x, x_row, addend, addend_row, weight, eps, out, num_rows, size, kind):
     """Add a row of `addend` to that of x. Then write x * weight / sqrt(mean(x^2) + eps). The
     address 0 is no tensor.
     """
     for row in range(num_rows):
-        values = _span(x, row * x_row, size, kind)
-        normed = _span(out, row * size, size, kind)
+        values = span(x, row * x_row, size, kind)
+        normed = span(out, row * size, size, kind)
         if addend:
-            addends = _span(addend, row * addend_row, size, kind)
+            addends = span(addend, row * addend_row, size, kind)
             for i in range(size):
                 values[i] = _narrow(_widen(values[i]) + _widen(addends[i]), kind)
         scale = _scale_of(values, eps, kind)
         if weight:
-            weights = _span(weight, 0, size, kind)
+            weights = span(weight, 0, size, kind)
             for i in range(size):
                 unit = _widen(_narrow(_widen(values[i]) * scale, kind))
                 normed[i] = _narrow(unit * _widen(weights[i]), kind)
@@ -161,24 +169,42 @@ def normalize(x, x_row, addend, addend_row, weight, eps, out, num_rows, size, ki
                 normed[i] = _narrow(_widen(values[i]) * scale, kind)
 
 
-@_compiled
+@compiled
+def differentiate_norm(grad, x, weight, eps, out, sums, num_rows, size, kind):
+    """Write the gradient of x, and add that of the weight to the array `sums`."""
+    weights = span(weight, 0, size, kind)
+    for row in range(num_rows):
+        values, grads = span(x, row * size, size, kind), span(grad, row * size, size, kind)
+        found = span(out, row * size, size, kind)
+        scale, total = _scale_of(values, eps, kind), wide(0, kind)
+        for i in range(size):
+            slope = _widen(grads[i]) * _widen(values[i])
+            total += slope * _widen(weights[i])
+            sums[i] += slope * scale
+        share = total * scale * scale / wide(size, kind)
+        for i in range(size):
+            slope = _widen(grads[i]) * _widen(weights[i])
+            found[i] = _narrow((slope - _widen(values[i]) * share) * scale, kind)
+
+
+@compiled
 def rotate(heads, heads_row, weight, eps, cos, sin, angles_row, shape, kind):
     """Normalize the heads of each token that rotate, if there is a weight, and turn them, in
     place.
     """
     num_tokens, num_rotated, size, half = shape
     for token in range(num_tokens):
-        cosines = _span(cos, token * angles_row, half, kind)
-        sines = _span(sin, token * angles_row + half, half, kind)
+        cosines = span(cos, token * angles_row, half, kind)
+        sines = span(sin, token * angles_row + half, half, kind)
         for head in range(num_rotated):
-            values = _span(heads, token * heads_row + head * size, size, kind)
+            values = span(heads, token * heads_row + head * size, size, kind)
             if weight:
-                weights = _span(weight, head * size, size, kind)
+                weights = span(weight, head * size, size, kind)
                 scale = _scale_of(values, eps, kind)
                 for i in range(size):
                     unit = _widen(_narrow(_widen(values[i]) * scale, kind))
                     values[i] = _narrow(unit * _widen(weights[i]), kind)
-            others = _span(heads, token * heads_row + head * size + half, half, kind)
+            others = span(heads, token * heads_row + head * size + half, half, kind)
             for i in range(half):
                 first, second = _widen(values[i]), _widen(others[i])
                 cosine, sine = _widen(cosines[i]), _widen(sines[i])
@@ -186,44 +212,61 @@ def rotate(heads, heads_row, weight, eps, cos, sin, angles_row, shape, kind):
                 others[i] = _narrow(second * cosine + first * sine, kind)
 
 
-@_compiled
+@compiled
 def gate(gate, gate_row, up, up_row, out, num_rows, size, kind):
     """Write silu(gate) * up."""
     for row in range(num_rows):
-        gates = _span(gate, row * gate_row, size, kind)
-        ups = _span(up, row * up_row, size, kind)
-        outs = _span(out, row * size, size, kind)
+        gates = span(gate, row * gate_row, size, kind)
+        ups = span(up, row * up_row, size, kind)
+        outs = span(out, row * size, size, kind)
         for i in range(size):
             value = _widen(gates[i])
-            power = _exp(-value if value > _wide(-87, kind) else _wide(87, kind))
-            silu = _widen(_narrow(value / (_wide(1, kind) + power), kind))
+            power = exp(-value if value > wide(-87, kind) else wide(87, kind))
+            silu = _widen(_narrow(value / (wide(1, kind) + power), kind))
             outs[i] = _narrow(silu * _widen(ups[i]), kind)
 
 
-@_compiled
+@compiled
+def differentiate_gate(grad, halves, out, num_rows, size, kind):
+    """Write the gradients of gate and up, which are the halves of a row."""
+    one = wide(1, kind)
+    for row in range(num_rows):
+        grads, at = span(grad, row * size, size, kind), 2 * row * size
+        gates, ups = span(halves, at, size, kind), span(halves, at + size, size, kind)
+        to_gates, to_ups = span(out, at, size, kind), span(out, at + size, size, kind)
+        for i in range(size):
+            value, slope = _widen(gates[i]), _widen(grads[i])
+            power = exp(-value if value > wide(-87, kind) else wide(87, kind))
+            share = one / (one + power)
+            to_ups[i] = _narrow(slope * value * share, kind)
+            rise = share * (one + value * (one - share))
+            to_gates[i] = _narrow(slope * _widen(ups[i]) * rise, kind)
+
+
+@compiled
 def store(kv, row_size, slots, kv_cache, num_slots, num_heads, size, kind):
     """Copy the heads of new tokens to their slots."""
     for token in range(slots.size):
         for head in range(num_heads):
-            source = _span(kv, token * row_size + head * size, size, kind)
-            target = _span(kv_cache, (head * num_slots + slots[token]) * size, size, kind)
+            source = span(kv, token * row_size + head * size, size, kind)
+            target = span(kv_cache, (head * num_slots + slots[token]) * size, size, kind)
             for i in range(size):
                 target[i] = source[i]
 
 
-@_part
+@part
 def _score(queries, kv_cache, places, first, scores, kind):
     """Write the products of queries [X, H] with the keys at `places` from slot `first` on. Four
     keys at once make vectors of their sums.
     """
     size = queries.shape[1]
     for j in range(0, places.size, 4):
-        a = _span(kv_cache, (first + places[j]) * size, size, kind)
-        b = _span(kv_cache, (first + places[j + 1]) * size, size, kind)
-        c = _span(kv_cache, (first + places[j + 2]) * size, size, kind)
-        d = _span(kv_cache, (first + places[j + 3]) * size, size, kind)
+        a = span(kv_cache, (first + places[j]) * size, size, kind)
+        b = span(kv_cache, (first + places[j + 1]) * size, size, kind)
+        c = span(kv_cache, (first + places[j + 2]) * size, size, kind)
+        d = span(kv_cache, (first + places[j + 3]) * size, size, kind)
         for x in range(queries.shape[0]):
-            of_a = of_b = of_c = of_d = _wide(0, kind)
+            of_a = of_b = of_c = of_d = wide(0, kind)
             for i in range(size):
                 query = queries[x, i]
                 of_a += query * _widen(a[i])
@@ -234,16 +277,16 @@ def _score(queries, kv_cache, places, first, scores, kind):
             scores[x, j + 2], scores[x, j + 3] = of_c, of_d
 
 
-@_part
+@part
 def _add_values(weights, kv_cache, places, first, sums, kind):
     """Write the sums [X, H] of the values at `places` from slot `first` on, times weights."""
     size = sums.shape[1]
     sums[:] = 0
     for j in range(0, places.size, 4):
-        a = _span(kv_cache, (first + places[j]) * size, size, kind)
-        b = _span(kv_cache, (first + places[j + 1]) * size, size, kind)
-        c = _span(kv_cache, (first + places[j + 2]) * size, size, kind)
-        d = _span(kv_cache, (first + places[j + 3]) * size, size, kind)
+        a = span(kv_cache, (first + places[j]) * size, size, kind)
+        b = span(kv_cache, (first + places[j + 1]) * size, size, kind)
+        c = span(kv_cache, (first + places[j + 2]) * size, size, kind)
+        d = span(kv_cache, (first + places[j + 3]) * size, size, kind)
         for x in range(sums.shape[0]):
             of_a, of_b = weights[x, j], weights[x, j + 1]
             of_c, of_d = weights[x, j + 2], weights[x, j + 3]
@@ -252,36 +295,52 @@ def _add_values(weights, kv_cache, places, first, sums, kind):
                 sums[x, i] += pair + of_c * _widen(c[i]) + of_d * _widen(d[i])
 
 
-@njit(error_model="numpy", fastmath={*_FAST, "nnan"}, forceinline=True)  # else NaN keep an order
-def _largest(values):
-    largest = values[0]
+@intrinsic
+def _larger(_context, first, second) -> Any:
+    """Return the larger number. LLVM makes vectors of its own form alone, not of a comparison."""
+
+    def generate(_context, builder, _signature, arguments):
+        kind = arguments[0].type
+        signature = ir.FunctionType(kind, [kind, kind])
+        function = builder.module.declare_intrinsic("llvm.maxnum", [kind], signature)
+        return builder.call(function, arguments, fastmath=("nnan", "nsz"))
+
+    return first(first, second), generate
+
+
+@part
+def largest(values):
+    most = values[0]
     for j in range(1, values.size):
-        largest = values[j] if values[j] > largest else largest
-    return largest
+        most = _larger(most, values[j])  # pyright: ignore[reportCallIssue]
+    return most
 
 
-@_part
-def _softmax(scores, length):
-    """Replace the first scores by their softmax, and the others by 0."""
+@part
+def softmax(scores, length):
+    """Replace the first scores by their softmax, and the others by 0. Return the largest score, and
+    the sum of exp of the differences from it.
+    """
     scores[length:] = -np.inf
-    largest = _largest(scores)
-    total = _wide(0, scores[0])
+    most = largest(scores)
+    total = wide(0, scores[0])
     for j in range(scores.size):
-        scores[j] = _exp(scores[j] - largest)
+        scores[j] = exp(scores[j] - most)
         total += scores[j]
     for j in range(scores.size):
         scores[j] /= total
+    return most, total
 
 
-@_compiled
+@compiled
 def attend(query, row_size, kv_cache, places, lengths, out, shape, kind):
     """Write the attention of each query of a row over as many of the row's places as `lengths`
     [rows, queries] has.
     """
     num_kv_heads, repeat, size, num_slots = shape
     num_queries = lengths.shape[1]
-    scale = _wide(1, kind) / np.sqrt(_wide(size, kind))
-    zero = _wide(0, kind)
+    scale = wide(1, kind) / np.sqrt(wide(size, kind))
+    zero = wide(0, kind)
     width = (places.shape[1] + _SCORES - 1) // _SCORES * _SCORES
     scores = np.full((num_queries * repeat, width), zero)
     queries = np.full((num_queries * repeat, size), zero)
@@ -297,16 +356,16 @@ def attend(query, row_size, kv_cache, places, lengths, out, shape, kind):
             for x in range(num_queries * repeat):
                 token = row * num_queries + x // repeat
                 at = token * row_size + (head * repeat + x % repeat) * size
-                source = _span(query, at, size, kind)
+                source = span(query, at, size, kind)
                 for i in range(size):
                     queries[x, i] = _widen(source[i]) * scale
             _score(queries, kv_cache, own, head * num_slots, scores, kind)
             for x in range(num_queries * repeat):
-                _softmax(scores[x, :num_used], lengths[row, x // repeat])
+                softmax(scores[x, :num_used], lengths[row, x // repeat])
             _add_values(scores, kv_cache, own, (num_kv_heads + head) * num_slots, sums, kind)
             for x in range(num_queries * repeat):
                 token = row * num_queries + x // repeat
                 at = ((token * num_kv_heads + head) * repeat + x % repeat) * size
-                target = _span(out, at, size, kind)
+                target = span(out, at, size, kind)
                 for i in range(size):
                     target[i] = _narrow(sums[x, i], kind)

@@ -114,6 +114,11 @@ def has_numba() -> bool:
     return True
 
 
+def has_loops(device: torch.device) -> bool:
+    """Return whether operations are compiled loops: on a CPU with numba and one thread."""
+    return device.type == "cpu" and torch.get_num_threads() == 1 and has_numba()
+
+
 def host_available_bytes() -> int:
     """Return what the host can give without swapping, page cache included, or less if a control
     group limits it.

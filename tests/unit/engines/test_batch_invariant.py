@@ -168,7 +168,7 @@ def test_with_the_arithmetic_of_torch_bits_differ(
     path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If they were equal, the tests above would show nothing."""
-    monkeypatch.setattr(arithmetic, "has_numba", lambda: False)
+    monkeypatch.setattr(arithmetic, "has_loops", lambda _: False)
     off = {"batch_invariant": False}
     together, _ = write(path, dtype, all_prompts(), max_batch_size=64, **off)
     apart, _ = write(path, dtype, all_prompts()[:8], max_batch_size=1, **off)

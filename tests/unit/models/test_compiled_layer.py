@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
+from tlt_megatron.mcore.layer_gradients import Gate, Norm
 from tlt_megatron.models import arithmetic
 from tlt_megatron.models.arithmetic import PLAIN, compiled_arithmetic, fastest_arithmetic
 from tlt_megatron.models.attention.lanes import LaneView, causal_bias, drafted_bias
+from tlt_megatron.models.attention.packed import attend_packed
 from tlt_megatron.models.attention.paged import PrefillSegment
 from tlt_megatron.models.attention.tables import TableRead
 from tlt_megatron.models.compiled_layer import CompiledNorm, CompiledTables
@@ -238,7 +240,7 @@ def test_the_plain_arithmetic_serves_several_threads_and_machines_without_numba(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert fastest_arithmetic(CPU) is PLAIN
     monkeypatch.undo()
-    monkeypatch.setattr(arithmetic, "has_numba", lambda: False)
+    monkeypatch.setattr(arithmetic, "has_loops", lambda _: False)
     assert fastest_arithmetic(CPU) is PLAIN
 
 
@@ -254,7 +256,14 @@ def every_loop(config: ModelConfig) -> list[Tensor]:
     results += [COMPILED.rotate(heads[0].clone(), 2, angles.chunk(2, dim=2), norm, None)]
     results += [lane_results(config, dtype, COMPILED, seen) for seen in (ROOTS, CHAIN, TREE)]
     prefill = invariant_arithmetic(config, dtype, CPU).prefill
-    return [*results, prefill(cache, [segment]).attend(0, *heads)]
+    results.append(prefill(cache, [segment]).attend(0, *heads))
+    query, key, value = (each.requires_grad_() for each in (heads[0], *heads[1].chunk(2, dim=1)))
+    weight = x[0].clone().requires_grad_()
+    x.requires_grad_()
+    attended = attend_packed(query, key, value, [7, 63])
+    outputs = [Norm.apply(x, weight, 1e-5), Gate.apply(x), attended]
+    sums = [each.square().sum() for each in outputs]
+    return [*results, *outputs, *torch.autograd.grad(sums, [x, weight, query, key, value])]
 
 
 def test_bits_do_not_depend_on_whether_loops_are_compiled_or_found(tmp_path: Path) -> None:
@@ -274,7 +283,7 @@ def test_bits_do_not_depend_on_whether_loops_are_compiled_or_found(tmp_path: Pat
     for compiled, found in zip(*results, strict=True):
         assert torch.equal(found, compiled)
     # One machine code for each loop, so that prefill, chains and trees add in the same order.
-    assert len(list((tmp_path / "cache").rglob("*.nbc"))) == 5
+    assert len(list((tmp_path / "cache").rglob("*.nbc"))) == 9
 
 
 def test_loops_compile_where_no_folder_can_be_written(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ that branch, which have no gradients, have a class of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tlt_megatron.models.attention.kernels import attend_with_lse, differentiate_causal
 from tlt_megatron.models.attention.sums import wide_dtype
+from tlt_megatron.runtime.device import has_loops
 
 
 def attend_packed(
@@ -26,9 +27,11 @@ def attend_packed(
 ) -> Tensor:
     """Return causal attention [P, N, H] within each of the sequences, `lengths` tokens each.
 
-    On a CPU bfloat16 is differentiated in float32: that rounds less, and the bfloat16 kernel has a
-    fixed cost per call that dominates at about a hundred tokens.
+    A `scale` of None is 1 / sqrt(H). On a CPU bfloat16 is differentiated in float32: that rounds
+    less, and the bfloat16 kernel has a fixed cost per call that dominates at about a hundred
+    tokens.
     """
+    scale = query_PNH.shape[-1] ** -0.5 if scale is None else scale
     return _PackedAttention.apply(list(lengths), scale, query_PNH, key_PKH, value_PKH)
 
 
@@ -50,7 +53,8 @@ class UnrolledAttention:
         self.steps.append(kv_PKH)
         key, value = self.steps[0].chunk(2, dim=1)
         later = self.steps[1:]
-        out = _PackedAttention.apply(self._lengths, None, query_PNH, key, value, *later)
+        scale = query_PNH.shape[-1] ** -0.5
+        out = _PackedAttention.apply(self._lengths, scale, query_PNH, key, value, *later)
         return out.flatten(1)
 
 
@@ -83,7 +87,8 @@ class BranchAttention:
         )
         query, bias = query_QNH.transpose(0, 1)[None], self._bias_RP[None, None]
         out_1NQH, lse_1NQ = attend_with_lse(query, key, value, bias)
-        own_QN = [_own_scores(query_QNH, kv, None) for kv in self._ancestors]
+        scale = query_QNH.shape[-1] ** -0.5
+        own_QN = [_own_scores(query_QNH, kv, scale) for kv in self._ancestors]
         weights_MQN = torch.stack([lse_1NQ[0].t(), *own_QN]).softmax(dim=0).unsqueeze(-1)
         values = [_for_queries(kv.chunk(2, dim=1)[1], repeat) for kv in self._ancestors]
         parts_MQNH = torch.stack([out_1NQH[0].transpose(0, 1), *values])
@@ -95,22 +100,16 @@ class _PackedAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         lengths: list[int],
-        scale: float | None,
+        scale: float,
         query_PNH: Tensor,
         key_PKH: Tensor,
         value_PKH: Tensor,
         *later: Tensor,
     ) -> Tensor:
-        repeat = query_PNH.shape[1] // key_PKH.shape[1]
-        inputs = (query_PNH, _for_queries(key_PKH, repeat), _for_queries(value_PKH, repeat))
-        out_PNH = torch.empty_like(query_PNH, memory_format=torch.contiguous_format)
-        lses = []
-        for *segment, out_1NTH in _segments((*inputs, out_PNH), lengths):
-            attended, lse_1NT = attend_with_lse(*segment, is_causal=True, scale=scale)
-            out_1NTH.copy_(attended)
-            lses.append(lse_1NT)
-        lse_PN = torch.cat(lses, dim=2)[0].t()
+        attend, _ = _functions(query_PNH.device)
+        out_PNH, lse_PN = attend(query_PNH, key_PKH, value_PKH, lengths, scale)
         if later:
+            repeat = query_PNH.shape[1] // key_PKH.shape[1]
             scores = [_own_scores(query_PNH, kv, scale) for kv in later]
             merged_PN = torch.logsumexp(torch.stack([lse_PN, *scores]), dim=0)
             total = out_PNH * (lse_PN - merged_PN).exp().unsqueeze(-1)
@@ -118,37 +117,81 @@ class _PackedAttention(torch.autograd.Function):
                 value = _for_queries(kv.chunk(2, dim=1)[1], repeat)
                 total += (score_PN - merged_PN).exp().unsqueeze(-1) * value
             out_PNH, lse_PN = total.to(query_PNH.dtype), merged_PN
-        ctx.lengths, ctx.scale, ctx.repeat = lengths, scale, repeat
+        ctx.lengths, ctx.scale = lengths, scale
         ctx.save_for_backward(lse_PN, query_PNH, key_PKH, value_PKH, out_PNH, *later)
         return out_PNH
 
     @staticmethod
     def backward(ctx: Any, grad_PNH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         lse_PN, *saved = ctx.saved_tensors
-        dtype, repeat, scale = grad_PNH.dtype, ctx.repeat, ctx.scale
+        dtype, scale = grad_PNH.dtype, ctx.scale
         if grad_PNH.is_cpu and dtype == torch.bfloat16:
             grad_PNH, *saved = (x.float() for x in (grad_PNH, *saved))
         query_PNH, key_PKH, value_PKH, out_PNH, *later = saved
-        key, value = _for_queries(key_PKH, repeat), _for_queries(value_PKH, repeat)
-        inputs = (grad_PNH, query_PNH, key, value, out_PNH, lse_PN.unsqueeze(-1))
-        parts = []
-        for grad, query, key, value, out, lse_1NT1 in _segments(inputs, ctx.lengths):
-            lse = lse_1NT1.squeeze(-1)
-            found = differentiate_causal(grad, query, key, value, out, lse, scale=scale)
-            parts.append([x_1NTH[0].transpose(0, 1) for x_1NTH in found])
-        grad_query, grad_key, grad_value = (torch.cat(x) for x in zip(*parts, strict=True))
-        grads = [grad_query, _sum_group(grad_key, repeat), _sum_group(grad_value, repeat)]
-        delta_PN = (grad_PNH * out_PNH).sum(dim=-1, dtype=lse_PN.dtype)
-        factor = query_PNH.shape[-1] ** -0.5 if scale is None else scale
+        _, differentiate = _functions(grad_PNH.device)
+        inputs = query_PNH, key_PKH, value_PKH, out_PNH, lse_PN
+        grads = differentiate(grad_PNH, *inputs, ctx.lengths, scale)
+        repeat = query_PNH.shape[1] // key_PKH.shape[1]
+        delta_PN = (grad_PNH * out_PNH).sum(dim=-1, dtype=lse_PN.dtype) if later else lse_PN
         for kv in later:
             key, value = _for_queries(kv, repeat).chunk(2, dim=1)
             weight_PN = (_own_scores(query_PNH, kv, scale) - lse_PN).exp()
             grad_weight_PN = (grad_PNH * value).sum(dim=-1, dtype=lse_PN.dtype)
-            grad_score = (weight_PN * (grad_weight_PN - delta_PN) * factor).unsqueeze(-1)
+            grad_score = (weight_PN * (grad_weight_PN - delta_PN) * scale).unsqueeze(-1)
             grads[0] = grads[0] + (grad_score * key).to(query_PNH.dtype)
             grad_kv = torch.cat((grad_score * query_PNH, weight_PN.unsqueeze(-1) * grad_PNH), dim=1)
             grads.append(_sum_group(grad_kv, repeat))
         return None, None, *(grad.to(dtype) for grad in grads)
+
+
+def _functions(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the attention of all sequences on a device, and its gradient."""
+    if not has_loops(device):
+        return _attend_each, _differentiate_each
+    # Imported when needed: the installation may lack numba.
+    from tlt_megatron.models.attention import causal_kernels
+
+    return causal_kernels.attend_sequences, causal_kernels.differentiate_sequences
+
+
+def _attend_each(
+    query_PNH: Tensor, key_PKH: Tensor, value_PKH: Tensor, lengths: list[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """See `causal_kernels.attend_sequences`. Runs torch's operators for one sequence at a time."""
+    repeat = query_PNH.shape[1] // key_PKH.shape[1]
+    inputs = (query_PNH, _for_queries(key_PKH, repeat), _for_queries(value_PKH, repeat))
+    out_PNH = torch.empty_like(query_PNH, memory_format=torch.contiguous_format)
+    lses = []
+    for *segment, out_1NTH in _segments((*inputs, out_PNH), lengths):
+        attended, lse_1NT = attend_with_lse(*segment, is_causal=True, scale=scale)
+        out_1NTH.copy_(attended)
+        lses.append(lse_1NT)
+    return out_PNH, torch.cat(lses, dim=2)[0].t()
+
+
+def _differentiate_each(
+    grad_PNH: Tensor,
+    query_PNH: Tensor,
+    key_PKH: Tensor,
+    value_PKH: Tensor,
+    out_PNH: Tensor,
+    lse_PN: Tensor,
+    lengths: list[int],
+    scale: float,
+) -> list[Tensor]:
+    """See `causal_kernels.differentiate_sequences`. Runs torch's operators for one sequence at a
+    time.
+    """
+    repeat = query_PNH.shape[1] // key_PKH.shape[1]
+    key, value = _for_queries(key_PKH, repeat), _for_queries(value_PKH, repeat)
+    inputs = (grad_PNH, query_PNH, key, value, out_PNH, lse_PN.unsqueeze(-1))
+    parts = []
+    for grad, query, key, value, out, lse_1NT1 in _segments(inputs, lengths):
+        lse = lse_1NT1.squeeze(-1)
+        found = differentiate_causal(grad, query, key, value, out, lse, scale=scale)
+        parts.append([x_1NTH[0].transpose(0, 1) for x_1NTH in found])
+    grad_query, grad_key, grad_value = (torch.cat(x) for x in zip(*parts, strict=True))
+    return [grad_query, _sum_group(grad_key, repeat), _sum_group(grad_value, repeat)]
 
 
 def _segments(packed: Sequence[Tensor], lengths: list[int]) -> Iterator[tuple[Tensor, ...]]:
@@ -166,9 +209,8 @@ def _sum_group(grad_PNH: Tensor, repeat: int) -> Tensor:
     return grad_PNH if repeat == 1 else grad_PNH.unflatten(1, (-1, repeat)).sum(dim=2)
 
 
-def _own_scores(query_PNH: Tensor, kv_PKH: Tensor, scale: float | None) -> Tensor:
+def _own_scores(query_PNH: Tensor, kv_PKH: Tensor, scale: float) -> Tensor:
     """Return the scaled scores [P, N] of each row's query with its own key, in `wide_dtype`."""
-    factor = query_PNH.shape[-1] ** -0.5 if scale is None else scale
     key_PKH = kv_PKH.chunk(2, dim=1)[0]
     key_PNH = _for_queries(key_PKH, query_PNH.shape[1] // key_PKH.shape[1])
-    return (query_PNH * key_PNH).sum(dim=-1, dtype=wide_dtype(query_PNH.dtype)) * factor
+    return (query_PNH * key_PNH).sum(dim=-1, dtype=wide_dtype(query_PNH.dtype)) * scale
