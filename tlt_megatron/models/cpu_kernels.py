@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, njit, types
+from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic, overload
 
 # A value of each dtype, by which numba chooses what it compiles: the argument `kind`.
@@ -29,6 +30,8 @@ KINDS = {
     torch.float64: np.float64(0),
     torch.bfloat16: np.uint16(0),
 }
+_AHEAD = 16  # keys: memory takes longer than the products with them
+_LINE = 16  # values of a cache line at most, but float64's
 _SCORES = 64  # scores of a query are a multiple of it, so no sum over them has a remainder
 # Sums may be reordered and fused, else none is a vector's. Infinities and NaN count.
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
@@ -254,17 +257,45 @@ def store(kv, row_size, slots, kv_cache, num_slots, num_heads, size, kind):
                 target[i] = source[i]
 
 
+@intrinsic
+def _prefetch(_context, pointer) -> Any:
+    """Have a value brought near, without waiting for it."""
+
+    def generate(context, builder, _signature, arguments):
+        number = ir.IntType(32)
+        given = [arguments[0], number(0), number(3), number(1)]  # to read, for all caches, data
+        signature = ir.FunctionType(ir.VoidType(), [each.type for each in given])
+        builder.call(get_or_insert_function(builder.module, signature, "llvm.prefetch.p0"), given)
+        return context.get_dummy_value()
+
+    return types.void(pointer), generate
+
+
 @part
-def _score(queries, kv_cache, places, first, scores, kind):
+def _four_keys(kv_cache, places, j, first, following, size, kind) -> Any:
+    """Return four keys from slot `first` on, and have later ones brought near, in the end those
+    from slot `following` on.
+    """
+    start = first if j + _AHEAD < places.size else following
+    later = (start + places[(j + _AHEAD) % places.size]) * size
+    for i in range(0, 4 * size, _LINE):
+        _prefetch(_pointer(kv_cache, later + i, kind))  # pyright: ignore[reportCallIssue]
+    return (
+        span(kv_cache, (first + places[j]) * size, size, kind),
+        span(kv_cache, (first + places[j + 1]) * size, size, kind),
+        span(kv_cache, (first + places[j + 2]) * size, size, kind),
+        span(kv_cache, (first + places[j + 3]) * size, size, kind),
+    )
+
+
+@part
+def _score(queries, kv_cache, places, first, following, scores, kind):
     """Write the products of queries [X, H] with the keys at `places` from slot `first` on. Four
     keys at once make vectors of their sums.
     """
     size = queries.shape[1]
     for j in range(0, places.size, 4):
-        a = span(kv_cache, (first + places[j]) * size, size, kind)
-        b = span(kv_cache, (first + places[j + 1]) * size, size, kind)
-        c = span(kv_cache, (first + places[j + 2]) * size, size, kind)
-        d = span(kv_cache, (first + places[j + 3]) * size, size, kind)
+        a, b, c, d = _four_keys(kv_cache, places, j, first, following, size, kind)
         for x in range(queries.shape[0]):
             of_a = of_b = of_c = of_d = wide(0, kind)
             for i in range(size):
@@ -278,15 +309,12 @@ def _score(queries, kv_cache, places, first, scores, kind):
 
 
 @part
-def _add_values(weights, kv_cache, places, first, sums, kind):
+def _add_values(weights, kv_cache, places, first, following, sums, kind):
     """Write the sums [X, H] of the values at `places` from slot `first` on, times weights."""
     size = sums.shape[1]
     sums[:] = 0
     for j in range(0, places.size, 4):
-        a = span(kv_cache, (first + places[j]) * size, size, kind)
-        b = span(kv_cache, (first + places[j + 1]) * size, size, kind)
-        c = span(kv_cache, (first + places[j + 2]) * size, size, kind)
-        d = span(kv_cache, (first + places[j + 3]) * size, size, kind)
+        a, b, c, d = _four_keys(kv_cache, places, j, first, following, size, kind)
         for x in range(sums.shape[0]):
             of_a, of_b = weights[x, j], weights[x, j + 1]
             of_c, of_d = weights[x, j + 2], weights[x, j + 3]
@@ -359,10 +387,11 @@ def attend(query, row_size, kv_cache, places, lengths, out, shape, kind):
                 source = span(query, at, size, kind)
                 for i in range(size):
                     queries[x, i] = _widen(source[i]) * scale
-            _score(queries, kv_cache, own, head * num_slots, scores, kind)
+            keys, values = head * num_slots, (num_kv_heads + head) * num_slots
+            _score(queries, kv_cache, own, keys, values, scores, kind)
             for x in range(num_queries * repeat):
                 softmax(scores[x, :num_used], lengths[row, x // repeat])
-            _add_values(scores, kv_cache, own, (num_kv_heads + head) * num_slots, sums, kind)
+            _add_values(scores, kv_cache, own, values, keys + num_slots, sums, kind)
             for x in range(num_queries * repeat):
                 token = row * num_queries + x // repeat
                 at = ((token * num_kv_heads + head) * repeat + x % repeat) * size
