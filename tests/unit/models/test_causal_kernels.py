@@ -16,7 +16,7 @@ from torch import Tensor
 from tlt_megatron.models.attention import packed
 from tlt_megatron.models.attention.causal_kernels import attend_sequences, differentiate_sequences
 
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 5e-7, torch.float64: 1e-14, torch.bfloat16: 4e-3}
 LENGTHS = [1, 7, 8, 9, 70, 33]  # beside the 8 queries of a strip and the 32 columns of a tile
 
 
@@ -41,22 +41,16 @@ def results(lengths: Sequence[int], tensors: Sequence[Tensor], scale: float) -> 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("heads, size", [((4, 2), 32), ((3, 3), 18), ((6, 2), 40), ((2, 1), 128)])
 def test_numbers_are_those_of_torch(heads: tuple[int, int], size: int, dtype: torch.dtype) -> None:
-    query, key, value, grad = draw(LENGTHS, heads, size, dtype)
-    scale = 0.7 * size**-0.5
-    found = results(LENGTHS, (query, key, value, grad), scale)
+    """In float64 over the same inputs."""
+    tensors, scale = draw(LENGTHS, heads, size, dtype), 0.7 * size**-0.5
+    found = results(LENGTHS, tensors, scale)
+    query, key, value, grad = (each.double() for each in tensors)
     out, lse = packed._attend_each(query, key, value, LENGTHS, scale)
-    if dtype == torch.bfloat16:
-        query, key, value, grad = (each.float() for each in (query, key, value, grad))
-    exact, exact_lse = packed._attend_each(query, key, value, LENGTHS, scale)
-    inputs = query, key, value, exact, exact_lse
+    inputs = query, key, value, out, lse
     grads = packed._differentiate_each(grad, *inputs, LENGTHS, scale)
     assert found[0].dtype == dtype
-    assert found[1].dtype == lse.dtype
-    for mine, theirs in zip(found, [out, lse, *grads], strict=True):
-        tolerance = TOLERANCE[dtype]
-        torch.testing.assert_close(
-            mine, theirs.to(mine.dtype), atol=tolerance, rtol=tolerance, check_dtype=False
-        )
+    for mine, exact in zip(found, [out, lse, *grads], strict=True):
+        assert (mine - exact).norm() < TOLERANCE[dtype] * exact.norm()
 
 
 def test_bits_of_a_sequence_do_not_depend_on_the_others() -> None:
