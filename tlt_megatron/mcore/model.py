@@ -292,7 +292,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not has_loops(x.device):
+        if not has_loops(x.device) or x.dtype != self.weight.dtype:
             return super().forward(x)
         # Imported when needed: the installation may lack numba.
         from tlt_megatron.mcore.layer_gradients import Norm

@@ -110,8 +110,8 @@ class _Kind:
         self.acceptance.observe(tried, first_by_depth or accepted_by_depth)
 
     def ran(self, now: int) -> None:
-        """Note a pass that was no probe. After a few of them probes would begin anew."""
-        self.ran_at, self.rest = now, max(self.rest / _REST_GROWTH, _REST[0])
+        """Note a pass that was no probe."""
+        self.ran_at, self.rest = now, _REST[0]
 
     def probed(self, now: int, lost: float) -> None:
         """Note a probe that lost `lost` passes. The next one waits until that is a small share of
