@@ -172,7 +172,7 @@ def test_three_steps_at_any_layout_equal_peft(
         one_expert = {n: a for n, a in theirs["adapters"].items() if ".experts." in n}
         check_weights(result["adapters"], one_expert, 1e-3)
         rest = {n: a for n, a in theirs["adapters"].items() if n not in one_expert}
-        # Of PEFT's float64, compiled loops differ by up to 2.5e-5 here, and torch's operators by 1.2e-5.
+        # Compiled loops differ from float64 by up to 2.5e-5 here, and torch's operators by 1.2e-5.
         check_weights(result["adapters"], rest, 4e-5)
         check_weights(result["weights"], {n: theirs["merged"][n] for n in result["weights"]}, 2e-5)
         if layout.world == 1:  # the optimizer has the adapters alone

@@ -134,8 +134,8 @@ def test_updates_equal_those_of_one_rank(
             mine, exported = results[name]
             for step, expected in zip(mine, steps, strict=True):
                 assert step == pytest.approx(expected, rel=1e-4, abs=1e-5), name
-            # Adam's first step enlarges the rounding errors of gradients near 0: over eight batches
-            # the layouts differ by up to 1.8e-5 with compiled loops, and 1.5e-5 with torch's operators.
+            # Adam's first step enlarges the rounding errors of gradients near 0. Over eight batches
+            # layouts differ by up to 1.8e-5 with compiled loops, and 1.5e-5 with torch's operators.
             check_weights(exported, weights, 3e-5)
 
 

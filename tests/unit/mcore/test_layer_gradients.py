@@ -61,6 +61,24 @@ def test_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     require_equal_numbers(ours, theirs, [wider, weight])
 
 
+def local_config(dtype: torch.dtype) -> Any:
+    """Megatron's configuration of a policy on a CPU."""
+    return transformer_config(
+        tiny_config(),
+        parallel=ParallelSection(),
+        section=McoreSection(),
+        dtype=dtype,
+        device=select_device("cpu"),
+    )
+
+
+def test_a_norm_of_mixed_dtypes_is_torchs() -> None:
+    """Residuals may stay float32 beside bfloat16 weights (`fp32_residual_connection`)."""
+    x = normal(3, 4, dtype=torch.float32)
+    found = mcore_model.RMSNorm(local_config(torch.bfloat16), 4)(x)
+    torch.testing.assert_close(found, F.rms_norm(x, (4,), None, 1e-5))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 100, 384])
 def test_gate(size: int, dtype: torch.dtype) -> None:
@@ -107,13 +125,7 @@ def test_megatron_calls_the_loops_with_one_thread(monkeypatch: pytest.MonkeyPatc
             return original(*given)
 
         monkeypatch.setattr(getattr(layer_gradients, name), "apply", apply)
-    config = transformer_config(
-        tiny_config(),
-        parallel=ParallelSection(),
-        section=McoreSection(),
-        dtype=torch.float32,
-        device=select_device("cpu"),
-    )
+    config = local_config(torch.float32)
     assert config.bias_activation_fusion
     norm = mcore_model.RMSNorm(config, 4)
     ones = torch.ones(2, 1, 1, 4)
