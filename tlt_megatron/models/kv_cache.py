@@ -79,7 +79,8 @@ class KvCache:
 
     def keep_routes(self, num_routes: int) -> None:
         """Let a slot also hold so many experts of its token, in all layers."""
-        self.routes_TR = self.routes_TR.new_zeros(self.routes_TR.shape[0], num_routes)
+        shape = self.routes_TR.shape[0], num_routes
+        self.routes_TR = _zeros(shape, torch.int16, self.routes_TR.device)
 
     @property
     def device(self) -> torch.device:
