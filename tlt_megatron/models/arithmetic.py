@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,15 +53,17 @@ def rotate_in_place(
 class Arithmetic:
     """The operations of a forward pass."""
 
-    matrix: Callable[[Tensor, Tensor | None], Matrix] = Matrix  # weight, bias
+    matrix: type[Matrix] = Matrix
     norm: type[RmsNorm] = RmsNorm
     # heads, the number of those that rotate, their angles, and their norm with its weights
     rotate: Callable[..., Tensor] = rotate_in_place
     gate: Callable[[Tensor, Tensor], Tensor] = gate_silu
     prefill: Callable[[KvCache, Sequence[PrefillSegment]], Attention] = PrefillAttention
     paged: Callable[[KvCache], PageAttention] = PagedAttention
-    # view, slots and bias; a drafter's has a `first_layer` too
+    # view, slots and `Visible`; a drafter's has a `first_layer` too
     lanes: Callable[..., Attention] = LaneTreeAttention
+    # None, or what runs all layers of a pass of few rows at once: see `CompiledPass`
+    layers: Callable[..., Any] | None = None
     has_loose_lanes: bool = True  # whether `lanes` takes a `LooseView`
 
 
@@ -88,13 +91,16 @@ def compiled_arithmetic() -> Arithmetic:
     """Return the loops of a CPU."""
     # Imported when needed: the installation may lack numba.
     from tlt_megatron.models import compiled_layer
+    from tlt_megatron.models.compiled_pass import CompiledMatrix, CompiledPass
 
     return Arithmetic(
+        matrix=CompiledMatrix,
         norm=compiled_layer.CompiledNorm,
         rotate=compiled_layer.rotate,
         gate=compiled_layer.gate_silu,
         paged=partial(TablePages, compiled_layer.CompiledTables),
         lanes=compiled_layer.compiled_lanes,
+        layers=CompiledPass,
     )
 
 

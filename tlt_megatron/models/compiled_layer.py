@@ -6,7 +6,7 @@ these operations for `rollout.batch_invariant` too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlt_megatron.models import cpu_kernels
 from tlt_megatron.models.attention import Attention
-from tlt_megatron.models.attention.lanes import LaneView
+from tlt_megatron.models.attention.lanes import LaneView, Visible
 from tlt_megatron.models.attention.tables import TableRead, table_lanes
 from tlt_megatron.models.cpu_kernels import KINDS
 from tlt_megatron.models.kv_cache import KvCache
@@ -42,9 +42,10 @@ class CompiledTables:
         for table_XS, positions_XR in reads:
             padding = -table_XS.shape[1] % 4
             places_XS = F.pad(table_XS, (0, padding)) if padding else table_XS.contiguous()
-            num_rows = len(places_XS) if positions_XR.shape[1] <= _QUERIES else 1
-            pairs = zip(places_XS.split(num_rows), positions_XR.split(num_rows), strict=True)
-            for places, positions in pairs:
+            if positions_XR.shape[1] <= _QUERIES:
+                self._parts.append((places_XS.numpy(), positions_XR.numpy() + 1))
+                continue
+            for places, positions in zip(places_XS.split(1), positions_XR.split(1), strict=True):
                 parts = positions.split(_QUERIES, dim=1)
                 self._parts += [(places.numpy(), part.numpy() + 1) for part in parts]
 
@@ -67,18 +68,31 @@ class CompiledTables:
             start += lengths_XQ.size
         return out_PN
 
+    def caches(self, num_layers: int) -> list[Tensor]:
+        """Return the KV of the layers."""
+        return self._cache.layers[self._first_layer :][:num_layers]
+
+    def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield the slots of consecutive tokens, the places of their rows' keys, and how many each
+        query sees.
+        """
+        start = 0
+        for places_XS, lengths_XQ in self._parts:
+            end = start + lengths_XQ.size
+            yield self._slots[start:end], places_XS, lengths_XQ
+            start = end
+
 
 def compiled_lanes(
-    view: LaneView, slots_P: Tensor, bias_BRS: Tensor, *, first_layer: int = 0
+    view: LaneView, slots_P: Tensor, visible: Visible, *, first_layer: int = 0
 ) -> Attention:
     """See `lanes.LaneTreeAttention`."""
     attend = partial(CompiledTables, first_layer=first_layer)
+    if not visible.is_chain:
+        return table_lanes(attend, view, slots_P, visible)
     positions_BR = slots_P.view(view.num_rows, -1) - view.starts_B.unsqueeze(1)
-    if bias_BRS.shape[1] > 1 and not torch.equal((bias_BRS == 0).sum(2) - 1, positions_BR):
-        return table_lanes(attend, view, slots_P, bias_BRS)
-    # A query of a chain sees its lane up to its own slot. Rows that pad a pass see anything.
-    length = bias_BRS.shape[2]
-    read = TableRead(view.slots(length), positions_BR.clamp_(0, length - 1))
+    # Rows that pad a pass see anything.
+    read = TableRead(view.slots(visible.length), positions_BR.clamp_(0, visible.length - 1))
     return attend(view.cache, slots_P, [read])
 
 

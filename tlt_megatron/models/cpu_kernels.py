@@ -55,7 +55,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 @intrinsic
-def _pointer(_context, address, offset, kind) -> Any:
+def pointer(_context, address, offset, kind) -> Any:
     """Return a pointer to the value `offset` places after an address."""
     result = types.CPointer(kind)
 
@@ -69,15 +69,15 @@ def _pointer(_context, address, offset, kind) -> Any:
 @part
 def span(address, offset, size, kind):
     """Return `size` values, `offset` places after an address, as an array."""
-    pointer = _pointer(address, offset, kind)  # pyright: ignore[reportCallIssue]
-    return carray(pointer, (size,))
+    start = pointer(address, offset, kind)  # pyright: ignore[reportCallIssue]
+    return carray(start, (size,))
 
 
-def _widen(value: Any) -> Any:
+def widen(value: Any) -> Any:
     """Return a value as a float32, or as the float64 that it is."""
 
 
-def _narrow(value: Any, kind: Any) -> Any:
+def narrow(value: Any, kind: Any) -> Any:
     """Return a wide value in the dtype of `kind`, rounded to the nearest, to even in a tie."""
 
 
@@ -89,14 +89,14 @@ def exp(value: Any) -> Any:
     """Return exp of a wide value below 88."""
 
 
-@overload(_widen, jit_options=_INLINED)
+@overload(widen, jit_options=_INLINED)
 def _widen_of(value):
     if isinstance(value, types.Integer):
         return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
     return lambda value: value
 
 
-@overload(_narrow, jit_options=_INLINED)
+@overload(narrow, jit_options=_INLINED)
 def _narrow_of(value, kind):
     if not isinstance(kind, types.Integer):
         return lambda value, kind: value
@@ -145,7 +145,7 @@ def _scale_of(values, eps, kind):
     """Return 1 / sqrt(mean(x^2) + eps) of an array."""
     total = wide(0, kind)
     for i in range(values.size):
-        total += _widen(values[i]) * _widen(values[i])
+        total += widen(values[i]) * widen(values[i])
     return wide(1, kind) / np.sqrt(total / wide(values.size, kind) + eps)
 
 
@@ -160,16 +160,16 @@ def normalize(x, x_row, addend, addend_row, weight, eps, out, num_rows, size, ki
         if addend:
             addends = span(addend, row * addend_row, size, kind)
             for i in range(size):
-                values[i] = _narrow(_widen(values[i]) + _widen(addends[i]), kind)
+                values[i] = narrow(widen(values[i]) + widen(addends[i]), kind)
         scale = _scale_of(values, eps, kind)
         if weight:
             weights = span(weight, 0, size, kind)
             for i in range(size):
-                unit = _widen(_narrow(_widen(values[i]) * scale, kind))
-                normed[i] = _narrow(unit * _widen(weights[i]), kind)
+                unit = widen(narrow(widen(values[i]) * scale, kind))
+                normed[i] = narrow(unit * widen(weights[i]), kind)
         else:
             for i in range(size):
-                normed[i] = _narrow(_widen(values[i]) * scale, kind)
+                normed[i] = narrow(widen(values[i]) * scale, kind)
 
 
 @compiled
@@ -181,13 +181,13 @@ def differentiate_norm(grad, x, weight, eps, out, sums, num_rows, size, kind):
         found = span(out, row * size, size, kind)
         scale, total = _scale_of(values, eps, kind), wide(0, kind)
         for i in range(size):
-            slope = _widen(grads[i]) * _widen(values[i])
-            total += slope * _widen(weights[i])
+            slope = widen(grads[i]) * widen(values[i])
+            total += slope * widen(weights[i])
             sums[i] += slope * scale
         share = total * scale * scale / wide(size, kind)
         for i in range(size):
-            slope = _widen(grads[i]) * _widen(weights[i])
-            found[i] = _narrow((slope - _widen(values[i]) * share) * scale, kind)
+            slope = widen(grads[i]) * widen(weights[i])
+            found[i] = narrow((slope - widen(values[i]) * share) * scale, kind)
 
 
 @compiled
@@ -205,14 +205,14 @@ def rotate(heads, heads_row, weight, eps, cos, sin, angles_row, shape, kind):
                 weights = span(weight, head * size, size, kind)
                 scale = _scale_of(values, eps, kind)
                 for i in range(size):
-                    unit = _widen(_narrow(_widen(values[i]) * scale, kind))
-                    values[i] = _narrow(unit * _widen(weights[i]), kind)
+                    unit = widen(narrow(widen(values[i]) * scale, kind))
+                    values[i] = narrow(unit * widen(weights[i]), kind)
             others = span(heads, token * heads_row + head * size + half, half, kind)
             for i in range(half):
-                first, second = _widen(values[i]), _widen(others[i])
-                cosine, sine = _widen(cosines[i]), _widen(sines[i])
-                values[i] = _narrow(first * cosine - second * sine, kind)
-                others[i] = _narrow(second * cosine + first * sine, kind)
+                first, second = widen(values[i]), widen(others[i])
+                cosine, sine = widen(cosines[i]), widen(sines[i])
+                values[i] = narrow(first * cosine - second * sine, kind)
+                others[i] = narrow(second * cosine + first * sine, kind)
 
 
 @compiled
@@ -223,10 +223,10 @@ def gate(gate, gate_row, up, up_row, out, num_rows, size, kind):
         ups = span(up, row * up_row, size, kind)
         outs = span(out, row * size, size, kind)
         for i in range(size):
-            value = _widen(gates[i])
+            value = widen(gates[i])
             power = exp(-value if value > wide(-87, kind) else wide(87, kind))
-            silu = _widen(_narrow(value / (wide(1, kind) + power), kind))
-            outs[i] = _narrow(silu * _widen(ups[i]), kind)
+            silu = widen(narrow(value / (wide(1, kind) + power), kind))
+            outs[i] = narrow(silu * widen(ups[i]), kind)
 
 
 @compiled
@@ -238,12 +238,12 @@ def differentiate_gate(grad, halves, out, num_rows, size, kind):
         gates, ups = span(halves, at, size, kind), span(halves, at + size, size, kind)
         to_gates, to_ups = span(out, at, size, kind), span(out, at + size, size, kind)
         for i in range(size):
-            value, slope = _widen(gates[i]), _widen(grads[i])
+            value, slope = widen(gates[i]), widen(grads[i])
             power = exp(-value if value > wide(-87, kind) else wide(87, kind))
             share = one / (one + power)
-            to_ups[i] = _narrow(slope * value * share, kind)
+            to_ups[i] = narrow(slope * value * share, kind)
             rise = share * (one + value * (one - share))
-            to_gates[i] = _narrow(slope * _widen(ups[i]) * rise, kind)
+            to_gates[i] = narrow(slope * widen(ups[i]) * rise, kind)
 
 
 @compiled
@@ -258,7 +258,7 @@ def store(kv, row_size, slots, kv_cache, num_slots, num_heads, size, kind):
 
 
 @intrinsic
-def _prefetch(_context, pointer) -> Any:
+def prefetch(_context, place) -> Any:
     """Have a value brought near, without waiting for it."""
 
     def generate(context, builder, _signature, arguments):
@@ -268,7 +268,7 @@ def _prefetch(_context, pointer) -> Any:
         builder.call(get_or_insert_function(builder.module, signature, "llvm.prefetch.p0"), given)
         return context.get_dummy_value()
 
-    return types.void(pointer), generate
+    return types.void(place), generate
 
 
 @part
@@ -279,7 +279,7 @@ def _four_keys(kv_cache, places, j, first, following, size, kind) -> Any:
     start = first if j + _AHEAD < places.size else following
     later = (start + places[(j + _AHEAD) % places.size]) * size
     for i in range(0, 4 * size, _LINE):
-        _prefetch(_pointer(kv_cache, later + i, kind))  # pyright: ignore[reportCallIssue]
+        prefetch(pointer(kv_cache, later + i, kind))  # pyright: ignore[reportCallIssue]
     return (
         span(kv_cache, (first + places[j]) * size, size, kind),
         span(kv_cache, (first + places[j + 1]) * size, size, kind),
@@ -300,10 +300,10 @@ def _score(queries, kv_cache, places, first, following, scores, kind):
             of_a = of_b = of_c = of_d = wide(0, kind)
             for i in range(size):
                 query = queries[x, i]
-                of_a += query * _widen(a[i])
-                of_b += query * _widen(b[i])
-                of_c += query * _widen(c[i])
-                of_d += query * _widen(d[i])
+                of_a += query * widen(a[i])
+                of_b += query * widen(b[i])
+                of_c += query * widen(c[i])
+                of_d += query * widen(d[i])
             scores[x, j], scores[x, j + 1] = of_a, of_b
             scores[x, j + 2], scores[x, j + 3] = of_c, of_d
 
@@ -319,8 +319,8 @@ def _add_values(weights, kv_cache, places, first, following, sums, kind):
             of_a, of_b = weights[x, j], weights[x, j + 1]
             of_c, of_d = weights[x, j + 2], weights[x, j + 3]
             for i in range(size):
-                pair = of_a * _widen(a[i]) + of_b * _widen(b[i])
-                sums[x, i] += pair + of_c * _widen(c[i]) + of_d * _widen(d[i])
+                pair = of_a * widen(a[i]) + of_b * widen(b[i])
+                sums[x, i] += pair + of_c * widen(c[i]) + of_d * widen(d[i])
 
 
 @intrinsic
@@ -386,7 +386,7 @@ def attend(query, row_size, kv_cache, places, lengths, out, shape, kind):
                 at = token * row_size + (head * repeat + x % repeat) * size
                 source = span(query, at, size, kind)
                 for i in range(size):
-                    queries[x, i] = _widen(source[i]) * scale
+                    queries[x, i] = widen(source[i]) * scale
             keys, values = head * num_slots, (num_kv_heads + head) * num_slots
             _score(queries, kv_cache, own, keys, values, scores, kind)
             for x in range(num_queries * repeat):
@@ -397,4 +397,4 @@ def attend(query, row_size, kv_cache, places, lengths, out, shape, kind):
                 at = ((token * num_kv_heads + head) * repeat + x % repeat) * size
                 target = span(out, at, size, kind)
                 for i in range(size):
-                    target[i] = _narrow(sums[x, i], kind)
+                    target[i] = narrow(sums[x, i], kind)

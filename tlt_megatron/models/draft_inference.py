@@ -19,7 +19,7 @@ from torch import Tensor
 from tlt_megatron.models.arithmetic import Arithmetic, fastest_arithmetic
 from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.draft_model import DraftMixture, DraftModel, FrozenExperts
-from tlt_megatron.models.layers import RotaryTable
+from tlt_megatron.models.layers import DenseLayer, RotaryTable
 from tlt_megatron.models.matrix import Matrix, packs
 from tlt_megatron.models.mlp import DenseMlp, ExpertsMlp
 
@@ -72,7 +72,6 @@ class DraftInference:
         self.dtype = dtype
         self.rotary = RotaryTable(c.rope, c.rotary_dim, dtype, device)
         self._num_rotated = c.num_heads + c.num_kv_heads
-        self._num_fused = self._num_rotated + c.num_kv_heads
         self._head_start = 0 if c.is_eagle3 else c.hidden_size  # EAGLE: a fused row begins with fc
         self._arithmetic = arithmetic or fastest_arithmetic(device)
         self._rms = self._arithmetic.norm(c.rms_norm_eps, dtype, device)
@@ -84,8 +83,9 @@ class DraftInference:
             qk=empty(self._num_rotated, c.head_dim) if c.form.has_qk_norm else None,
             post=empty(c.hidden_size) if is_mixture else None,
         )
-        matrix, d = partial(Matrix.empty, dtype=dtype, device=device), c.hidden_size
-        num_heads = self._num_fused * c.head_dim
+        make, d = self._arithmetic.matrix, c.hidden_size
+        matrix = partial(make.empty, dtype=dtype, device=device)
+        num_heads = (self._num_rotated + c.num_kv_heads) * c.head_dim
         width = d if c.is_mtp else self._head_start + num_heads
         # Token ids of the columns of `logits`, ascending; None: all V.
         self.ids_C: Tensor | None = None
@@ -95,7 +95,7 @@ class DraftInference:
             self.ids_C = torch.arange(num_ids, device=device)
             head = matrix(num_ids, d)
         elif packs(dtype, device) and model.lm_head_VD.nbytes <= _MAX_PACKED_HEAD:
-            head = Matrix(model.lm_head_VD)
+            head = make(model.lm_head_VD)
         self._matrices = _Matrices(
             inputs=matrix(width, 2 * d, has_bias=c.architecture == "eagle"),
             output=matrix(d, c.num_heads * c.head_dim),
@@ -105,20 +105,39 @@ class DraftInference:
             qkv=matrix(num_heads, d, has_bias=c.form.has_qkv_bias) if c.is_mtp else None,
             head=head,
         )
+        self._loop = None
+        if self._arithmetic.layers is not None and not is_mixture:
+            self._loop = self._arithmetic.layers(c, [self._dense_layer()], self._rms)
         self._mixture = None
         if isinstance(model.layer.mlp, DraftMixture):
             self._mixture = self._make_mixture(model.layer.mlp.frozen)
         self.refresh()
 
+    def _dense_layer(self) -> DenseLayer:
+        output, gate_up, down = (
+            matrix.tensors()[0]
+            for matrix in (self._matrices.output, self._matrices.gate_up, self._matrices.down)
+        )
+        return DenseLayer(
+            qkv=None,
+            qkv_bias=None,
+            qk_norm=self._norms.qk,
+            output=output,
+            post_norm=None,
+            gate_up=gate_up,
+            down=down,
+            next_norm=None if self.config.architecture == "eagle" else self._norms.final,
+        )
+
     def _make_mixture(self, frozen: FrozenExperts) -> ExpertsMlp:
         """Return the checkpoint's experts, not copied, beside the trained shared experts."""
-        gate, m = self._arithmetic.gate, self._matrices
+        make, gate, m = self._arithmetic.matrix, self._arithmetic.gate, self._matrices
         return ExpertsMlp(
             config=frozen.config,
-            router=Matrix(frozen.router_ED),
+            router=make(frozen.router_ED),
             bias_E=frozen.bias_E,
             parts=[
-                DenseMlp(Matrix(gate_up), Matrix(down), gate)
+                DenseMlp(make(gate_up), make(down), gate)
                 for gate_up, down in zip(frozen.gate_up_EFD, frozen.down_EDF, strict=True)
             ],
             shared=DenseMlp(m.gate_up, m.down, gate),
@@ -240,10 +259,17 @@ class DraftInference:
         heads = fused[:, start:] if start else fused
         if m.qkv is not None:
             heads = m.qkv(norm(residual_PD))
+        angles = self.rotary.lookup(position_ids_P)
+        if self._loop is not None and self._loop.takes(len(heads), attention):
+            x_PD, normed_PD = residual_PD.clone(), torch.empty_like(hidden_PD)
+            self._loop(x_PD, normed_PD, angles, attention, heads_PA=heads)
+            if c.architecture == "eagle":
+                return x_PD, x_PD
+            return x_PD if c.is_eagle3 else normed_PD, normed_PD
         heads_PAH = self._arithmetic.rotate(
-            heads.view(-1, self._num_fused, c.head_dim),
+            heads.view(len(heads), -1, c.head_dim),
             self._num_rotated,
-            self.rotary.lookup(position_ids_P),
+            angles,
             norm,
             self._norms.qk,
         )

@@ -1,9 +1,10 @@
 """Arithmetic for `rollout.batch_invariant`: a row's bits do not depend on the rows of its pass.
 
-A kernel may add in another order for another number of rows. So matrix products use row tiles of
-tested sizes. Norm, rotation, gate and attention are the loops of `cpu_kernels.py`, a row or query
-at a time. That a row's result is the same at every place of a tile, in tiles of two sizes, and
-beside other queries of attention, is checked on this machine when the model is made.
+A kernel may add in another order for another number of rows. The compiled loops do not: they
+compute a row or query at a time. So a small model runs all passes as `CompiledPass`. Products with
+large matrices are faster by oneDNN, and use row tiles of tested sizes. That a row's result is the
+same at every place of a tile, in tiles of two sizes, and beside other rows and queries, is checked
+on this machine when the model is made.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.attention.tables import AttendTables, TableRead, table_prefill
 from tlt_megatron.models.config import ExpertsConfig, ModelConfig
 from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.layers import DenseLayer, RotaryTable
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.models.mlp import route
 from tlt_megatron.runtime.device import has_numba, has_triton
@@ -56,6 +58,7 @@ def invariant_arithmetic(
         )
     # Imported when needed: the installation may lack numba.
     from tlt_megatron.models.compiled_layer import CompiledTables
+    from tlt_megatron.models.compiled_pass import CompiledPass, is_small
 
     _check_attention(CompiledTables, config, dtype)
     if config.experts is not None:
@@ -63,7 +66,11 @@ def invariant_arithmetic(
         _check_routing(config.experts, dtype)
     # torch's prefill is faster, but its bits depend on the number of queries.
     prefill = partial(table_prefill, CompiledTables)
-    return replace(compiled_arithmetic(), matrix=InvariantMatrix, prefill=prefill)
+    found = replace(compiled_arithmetic(), matrix=InvariantMatrix, prefill=prefill, layers=None)
+    if config.experts is None and is_small(config):
+        found = replace(found, layers=partial(CompiledPass, has_all_rows=True))
+        _check_layers(found, config, dtype)
+    return found
 
 
 # ---- matrix products
@@ -169,6 +176,47 @@ def _check_attention(attend_tables: AttendTables, config: ModelConfig, dtype: to
 
     what = f"{dtype} attention of a query depends on those beside it"
     require_equal([attend(0, 40)], [torch.cat([attend(i, i + 1) for i in range(40)])], what)
+
+
+def _check_layers(arithmetic: Arithmetic, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Raise RuntimeError if a row of a pass through a layer depends on the other rows."""
+    from tlt_megatron.models.compiled_layer import CompiledTables
+    from tlt_megatron.models.compiled_pass import layer_shapes
+
+    one, cpu = replace(config, num_layers=1), torch.device("cpu")
+    cache = KvCache(one, num_pages=5, page_size=64, dtype=dtype, device=cpu)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    cache.kv_LKTH.copy_(random(*cache.kv_LKTH.shape))
+    qkv, output, gate_up, down = (random(*shape) for shape in layer_shapes(one))
+    norm = random(one.hidden_size)
+    layer = DenseLayer(
+        qkv=qkv,
+        qkv_bias=random(len(qkv)),
+        qk_norm=None,
+        output=output,
+        post_norm=norm,
+        gate_up=gate_up,
+        down=down,
+        next_norm=norm,
+    )
+    assert arithmetic.layers is not None
+    layers = arithmetic.layers(one, [layer], arithmetic.norm(one.rms_norm_eps, dtype, cpu))
+    rotary = RotaryTable(one.rope, one.rotary_dim, dtype, cpu)
+    rotary.reserve(100)
+
+    def run(x_PD: Tensor) -> list[Tensor]:
+        x_PD, normed_PD = x_PD.clone(), x_PD.clone()
+        positions_P, slots_P = torch.full((len(x_PD),), 99), 128 + torch.arange(len(x_PD))
+        read = TableRead(torch.arange(100).repeat(len(x_PD), 1), positions_P.unsqueeze(1))
+        attention = CompiledTables(cache, slots_P, [read])
+        layers(x_PD, normed_PD, rotary.lookup(positions_P), attention)
+        return [x_PD, normed_PD]
+
+    _check_rows(run, random(131, one.hidden_size), f"a {dtype} layer")
 
 
 def _check_exp(dtype: torch.dtype) -> None:

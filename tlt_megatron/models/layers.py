@@ -1,15 +1,29 @@
-"""Parts of a decoder layer: norm and rotary embedding."""
+"""Parts of a decoder layer: weights, norm and rotary embedding."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.config import RopeConfig
+
+
+class DenseLayer(NamedTuple):
+    """Weights of a layer for `Arithmetic.layers`. None: there is no such weight."""
+
+    qkv: Tensor | None  # None: the heads are given
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    output: Tensor
+    post_norm: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+    next_norm: Tensor | None  # of the layer after it, or the final norm
 
 
 class RmsNorm:

@@ -83,6 +83,7 @@ class Matrix:
         if self._packed is not None and x.shape[0] >= self._min_rows:
             out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
             return out if addend is None else out.add_(addend)
-        if addend is None:
-            return F.linear(x, self._weight, self._bias)
-        return torch.addmm(addend, x, self._transposed)
+        if addend is not None and self._bias is None:
+            return torch.addmm(addend, x, self._transposed)
+        out = F.linear(x, self._weight, self._bias)
+        return out if addend is None else out.add_(addend)

@@ -19,7 +19,7 @@ from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import dtype_of
-from tlt_megatron.models.layers import RotaryTable
+from tlt_megatron.models.layers import DenseLayer, RotaryTable
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.models.mlp import DenseMlp, ExpertsMlp, Mlp
 
@@ -152,6 +152,27 @@ class Transformer:
             for layer in self.layers
         ]
         self._head = make(self.lm_head, None)
+        self._loop = None
+        if self.arithmetic.layers is not None and self.config.experts is None:
+            self._loop = self.arithmetic.layers(self.config, self._dense_layers(), self._norm)
+
+    def _next_norms(self) -> list[Tensor]:
+        return [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
+
+    def _dense_layers(self) -> list[DenseLayer]:
+        return [
+            DenseLayer(
+                qkv=w.qkv,
+                qkv_bias=w.qkv_bias,
+                qk_norm=w.qk_norm,
+                output=w.output,
+                post_norm=w.post_norm,
+                gate_up=w.gate_up,
+                down=w.down,
+                next_norm=next_norm,
+            )
+            for w, next_norm in zip(self.layers, self._next_norms(), strict=True)
+        ]
 
     def _make_mlp(self, layer: LayerWeights) -> Mlp:
         make, experts = self.arithmetic.matrix, self.config.experts
@@ -193,9 +214,12 @@ class Transformer:
         angles = self.rotary.lookup(position_ids_P)
         x_PD = F.embedding(token_ids_P, self.embedding)
         normed_PD = norm(x_PD, self.layers[0].input_norm)
-        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
-        taps: list[Tensor] = []
-        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+        if self._loop is not None and self._loop.takes(len(x_PD), attention):
+            taps = self._loop(x_PD, normed_PD, angles, attention, tap_layers=tap_layers)
+            return normed_PD, torch.cat((normed_PD, *taps), dim=-1) if taps else normed_PD
+        taps = []
+        pairs = zip(self.layers, self._next_norms(), strict=True)
+        for index, (layer, next_norm) in enumerate(pairs):
             qkv, output, mlp = self._matrices[index]
             heads_PAH = self.arithmetic.rotate(
                 qkv(normed_PD).view(shape), num_rotated, angles, norm, layer.qk_norm

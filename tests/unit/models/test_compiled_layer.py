@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
+from tests.unit.models.test_compiled_pass import passes, policy_of
 from tlt_megatron.mcore.layer_gradients import Gate, Norm
 from tlt_megatron.models import arithmetic
 from tlt_megatron.models.arithmetic import PLAIN, compiled_arithmetic, fastest_arithmetic
-from tlt_megatron.models.attention.lanes import LaneView, causal_bias, drafted_bias
+from tlt_megatron.models.attention.lanes import LaneView, causal, drafted
 from tlt_megatron.models.attention.packed import attend_packed
 from tlt_megatron.models.attention.paged import PrefillSegment
 from tlt_megatron.models.attention.tables import TableRead
@@ -143,8 +144,8 @@ def test_pages_of_unequal_rows_with_shared_prompts(config: ModelConfig, dtype: t
                 slots.append(cache.sequence_slots(row, length + count)[-1])
         attention = kernels.paged(cache)
         attention.rebuild(rows)
-        attention.begin_step(torch.stack(slots), torch.tensor(positions))
-        results.append(attention.attend(1, *heads_of(config, len(rows), dtype)))
+        of_pass = attention.pass_of(torch.stack(slots), torch.tensor(positions))
+        results.append(of_pass.attend(1, *heads_of(config, len(rows), dtype)))
     near(results[1], results[0])
     assert torch.equal(caches[0].kv_LKTH, caches[1].kv_LKTH)
 
@@ -162,8 +163,9 @@ def lane_results(
         cache.mark_written(torch.arange(start, start + count))
     num_queries = ancestors_BRR.shape[1]
     slots_P = (slots_B[:, None] + torch.arange(num_queries)).flatten()
-    bias_BRS = drafted_bias(view, position_B, ancestors_BRR, view.read_length(8 * PAGE))
-    attention = kernels.lanes(view, slots_P, bias_BRS)
+    length, is_chain = view.read_length(8 * PAGE), ancestors_RR is not TREE
+    visible = drafted(view, position_B, ancestors_BRR, length, is_chain=is_chain)
+    attention = kernels.lanes(view, slots_P, visible)
     return attention.attend(0, *heads_of(config, len(slots_P), dtype))
 
 
@@ -182,9 +184,8 @@ def test_a_causal_extension(config: ModelConfig, num_queries: int) -> None:
         cache = filled(config, torch.float32)
         view = LaneView(cache, num_rows=2, lane=16 * PAGE)
         positions_BM = torch.tensor([[3], [20]]) + torch.arange(num_queries)
-        bias_BMS = causal_bias(view, positions_BM, 96)
         slots_P = (view.starts_B[:, None] + positions_BM).flatten()
-        attention = kernels.lanes(view, slots_P, bias_BMS, first_layer=1)
+        attention = kernels.lanes(view, slots_P, causal(view, positions_BM, 96), first_layer=1)
         results.append(attention.attend(0, *heads_of(config, 2 * num_queries, torch.float32)))
     near(results[1], results[0])
 
@@ -255,6 +256,8 @@ def every_loop(config: ModelConfig) -> list[Tensor]:
     results += [norm(x), COMPILED.gate(*x.chunk(2, dim=1))]
     results += [COMPILED.rotate(heads[0].clone(), 2, angles.chunk(2, dim=2), norm, None)]
     results += [lane_results(config, dtype, COMPILED, seen) for seen in (ROOTS, CHAIN, TREE)]
+    results += passes(policy_of({}, dtype, COMPILED), (1,))
+    results.append(COMPILED.matrix(normal(8, 16, dtype=dtype))(normal(3, 16, dtype=dtype)))
     prefill = invariant_arithmetic(config, dtype, CPU).prefill
     results.append(prefill(cache, [segment]).attend(0, *heads))
     query, key, value = (each.requires_grad_() for each in (heads[0], *heads[1].chunk(2, dim=1)))
@@ -283,7 +286,7 @@ def test_bits_do_not_depend_on_whether_loops_are_compiled_or_found(tmp_path: Pat
     for compiled, found in zip(*results, strict=True):
         assert torch.equal(found, compiled)
     # One machine code for each loop, so that prefill, chains and trees add in the same order.
-    assert len(list((tmp_path / "cache").rglob("*.nbc"))) == 9
+    assert len(list((tmp_path / "cache").rglob("*.nbc"))) == 11
 
 
 def test_loops_compile_where_no_folder_can_be_written(tmp_path: Path) -> None:

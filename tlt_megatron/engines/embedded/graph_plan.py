@@ -35,7 +35,7 @@ _KERNEL_BYTES = 64 << 10
 # counted from a bfloat16 model: torch calls that are not views, and fused kernels.
 _LAYER_KERNELS = 11
 _TARGET_KERNELS, _VERIFY_KERNELS = 75, 35
-_DRAFT_KERNELS, _DEPTH_KERNELS, _TREE_KERNELS = 20, 25, 10
+_DRAFT_KERNELS, _DEPTH_KERNELS, _TREE_KERNELS = 20, 20, 15
 _WIDE_BYTES = 4  # bytes per element of softmax's dtype
 
 
@@ -192,7 +192,7 @@ class GraphPlan:
             num_tokens * c.num_heads * (2 * c.head_dim * item_bytes + num_parts * part_bytes)
         )
         mlp = num_tokens * (3 if s is None else 4) * c.ffn_size * item_bytes
-        bias = num_tokens * key.length * item_bytes
+        bias = num_tokens * key.length * (item_bytes + 1)  # and the mask that it is made of
         # Logits, wide logits and their log-probabilities. A draft also has the logits of the roots.
         head = num_sampled * c.vocab_size * (item_bytes + 2 * max(item_bytes, _WIDE_BYTES))
         head += 0 if s is None else key.batch_size * c.vocab_size * item_bytes

@@ -11,6 +11,7 @@ The decode batch calls this class when rows join, leave or need a page.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,8 +21,7 @@ from tlt_megatron.engines.embedded.loose_lanes import LooseLanes
 from tlt_megatron.engines.embedded.model_pair import Models
 from tlt_megatron.engines.embedded.request import Request, longest_of
 from tlt_megatron.engines.embedded.scheduler import Scheduler
-from tlt_megatron.models.attention import Attention
-from tlt_megatron.models.attention.lanes import LaneView, LooseView
+from tlt_megatron.models.attention.lanes import LaneView, LooseView, Visible
 
 _LANE_WASTE = 1.25  # rows move to lanes if these cost at most this factor more
 _LANE_FREE_POSITIONS = 512  # cost of merging pages, in positions of attention
@@ -124,14 +124,14 @@ class KvLayout:
         models, cache = self._models, self._cache
         cache.mark_written(slots_B)
         reason = EagerReason.PAGES
-        attention: Attention = self._paged
         if self._lane:
             reason = EagerReason.OFF
             view = self.view(slots_B, positions_B)
-            bias_B1S = view.committed_bias(view.read_length(longest))
-            attention = models.policy.arithmetic.lanes(view, slots_B, bias_B1S)
+            length = view.read_length(longest)
+            visible = Visible(length, partial(view.committed_bias, length), is_chain=True)
+            attention = models.policy.arithmetic.lanes(view, slots_B, visible)
         else:
-            self._paged.begin_step(slots_B, positions_B)
+            attention = self._paged.pass_of(slots_B, positions_B)
         models.graphs.count_eager(Role.TARGET, reason)
         hidden_BD, features_BF = models.policy.forward(
             token_ids_B, positions_B, attention, cache.tap_layers

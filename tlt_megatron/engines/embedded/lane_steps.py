@@ -24,8 +24,8 @@ from tlt_megatron.engines.embedded.graph_plan import GraphKey
 from tlt_megatron.models.attention.lanes import (
     LaneView,
     LooseView,
-    causal_bias,
-    drafted_bias,
+    causal,
+    drafted,
 )
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
@@ -227,7 +227,8 @@ class LaneSteps:
         back_M = torch.arange(start, end, -1, device=cache.device)
         pairs_BM = (rows.position.unsqueeze(1) - back_M).clamp(min=0)
         slots_P = self._slots(rows, pairs_BM - rows.position.unsqueeze(1))
-        bias_BMS = causal_bias(view, pairs_BM, view.read_length(longest))
+        visible = causal(view, pairs_BM, view.read_length(longest))
+        attention = draft.lanes(view, slots_P, visible, first_layer=self._draft_layer)
         # Features are the final state, then the tapped states. An EAGLE-3 drafter reads only the
         # tapped ones.
         of_drafter = slice(-draft.config.feature_size, None)
@@ -235,7 +236,7 @@ class LaneSteps:
             cache.token_ids_T.index_select(0, slots_P + 1),
             draft.fuse(cache.features_TD.index_select(0, slots_P)[:, of_drafter]),
             pairs_BM.view(-1),
-            draft.lanes(view, slots_P, bias_BMS, first_layer=self._draft_layer),
+            attention,
         )
         shape = view.num_rows, start - end, -1
         return hidden_PD.view(shape)[:, -1], head_PD.view(shape)[:, -1]
@@ -257,17 +258,19 @@ class LaneSteps:
 
         def expand(token_ids_BK: Tensor, parents_BK: Tensor) -> Tensor:
             nonlocal hidden_BKD, seen_BKX, depth
-            parents_BK1 = parents_BK.unsqueeze(2)
-            hidden_BKD = hidden_BKD.gather(1, parents_BK1.expand(-1, -1, size))
-            seen_BKX = seen_BKX.gather(1, parents_BK1.expand(-1, -1, seen_BKX.shape[2]))
+            if topk > 1:  # else the only node of a depth is the parent of the next one
+                parents_BK1 = parents_BK.unsqueeze(2)
+                hidden_BKD = hidden_BKD.gather(1, parents_BK1.expand(-1, -1, size))
+                seen_BKX = seen_BKX.gather(1, parents_BK1.expand(-1, -1, seen_BKX.shape[2]))
             seen_BKX = torch.cat((seen_BKX, self_BKK), dim=2)
             slots_P = self._slots(rows, offsets_K + depth * topk)
-            bias_BKS = drafted_bias(view, rows.position, seen_BKX, length)
+            visible = drafted(view, rows.position, seen_BKX, length, is_chain=topk == 1)
+            attention = draft.lanes(view, slots_P, visible, first_layer=self._draft_layer)
             hidden_PD, head_PD = draft.forward(
                 token_ids_BK.reshape(-1),
                 hidden_BKD.view(-1, size),
                 (rows.position + depth).unsqueeze(1).expand(-1, topk).reshape(-1),
-                draft.lanes(view, slots_P, bias_BKS, first_layer=self._draft_layer),
+                attention,
             )
             hidden_BKD = hidden_PD.view(num_rows, topk, size)
             depth += 1
@@ -287,11 +290,13 @@ class LaneSteps:
         ancestors_BRR, depths_BR = ancestor_mask(tree), tree.row_depths_BR
         num_rows, num_queries = depths_BR.shape
         slots_P = self._slots(rows, torch.arange(num_queries, device=cache.device))
-        bias_BRS = drafted_bias(view, rows.position, ancestors_BRR, view.read_length(longest))
+        length, is_chain = view.read_length(longest), tree.is_chain or num_queries == 1
+        visible = drafted(view, rows.position, ancestors_BRR, length, is_chain=is_chain)
+        attention = model.arithmetic.lanes(view, slots_P, visible)
         hidden_PD, features_PF = model.forward(
             tree.row_token_ids_BR(rows.token).view(-1),
             (rows.position.unsqueeze(1) + depths_BR).view(-1),
-            model.arithmetic.lanes(view, slots_P, bias_BRS),
+            attention,
             cache.tap_layers,
         )
         sampled = self._sample(hidden_PD, batch, tree)

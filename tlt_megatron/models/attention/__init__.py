@@ -23,11 +23,14 @@ class Attention(Protocol):
         ...
 
 
-class PageAttention(Attention, Protocol):
+class PageAttention(Protocol):
     """One query per sequence over pages: call `rebuild` after pages or sequences change."""
 
     def rebuild(self, sequences: Sequence[SequenceKv]) -> None:
         """Plan for these sequences, in batch order."""
 
-    def begin_step(self, slots_B: Tensor, positions_B: Tensor, /) -> None:
-        """Set the slots that the coming pass writes, one per sequence, and their positions."""
+    def pass_of(self, slots_B: Tensor, positions_B: Tensor, /) -> Attention:
+        """Return the attention of a pass that writes these slots, one per sequence, and their
+        positions.
+        """
+        ...

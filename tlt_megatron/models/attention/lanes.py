@@ -7,6 +7,9 @@ chain, a tree and a plain extension each need one kernel call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -93,7 +96,7 @@ class LooseView(LaneView):
 
     def committed_bias(self, length: int) -> Tensor:
         """See `LaneView`. Not a view."""
-        return causal_bias(self, self._positions_B.unsqueeze(1) - 1, length)
+        return _causal_bias(self, self._positions_B.unsqueeze(1) - 1, length)
 
     def attend(self, layer: int, query_BRNH: Tensor, bias: Tensor) -> Tensor:
         """See `LaneView`. Without a fused kernel, keys and values are copied."""
@@ -108,6 +111,14 @@ class LooseView(LaneView):
         return attend_grouped(query_BRNH, keys, values, bias)
 
 
+class Visible(NamedTuple):
+    """Which of the first `length` positions of its lane each query sees."""
+
+    length: int
+    make_bias: Callable[[], Tensor]  # returns [B, R, S]: 0 where a query sees a key, else -inf
+    is_chain: bool = False  # whether a query sees all up to its own slot
+
+
 class LaneTreeAttention:
     """Attention of R queries per row, packed row by row: [B*R]."""
 
@@ -115,15 +126,15 @@ class LaneTreeAttention:
         self,
         view: LaneView,
         slots_P: Tensor,
-        bias_BRS: Tensor,
+        visible: Visible,
         *,
         first_layer: int = 0,
     ) -> None:
-        """`bias_BRS` is 0 where a query sees a key. `first_layer` is the cache's for layer 0."""
+        """`first_layer` is the cache's for layer 0."""
         self._view = view
         self._slots_P = slots_P
         self._first_layer = first_layer
-        self._bias = bias_for_queries(bias_BRS, view.cache.num_heads_per_kv)
+        self._bias = bias_for_queries(visible.make_bias(), view.cache.num_heads_per_kv)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         view, layer = self._view, layer + self._first_layer
@@ -132,23 +143,36 @@ class LaneTreeAttention:
         return view.attend(layer, query_BRNH, self._bias)
 
 
-def causal_bias(view: LaneView, positions_BM: Tensor, length: int) -> Tensor:
-    """Return [B, M, S]: a query at position t sees positions 0..t of its lane."""
+def causal(view: LaneView, positions_BM: Tensor, length: int) -> Visible:
+    """A query at position t sees positions 0..t of its lane."""
+    return Visible(length, lambda: _causal_bias(view, positions_BM, length), is_chain=True)
+
+
+def _causal_bias(view: LaneView, positions_BM: Tensor, length: int) -> Tensor:
     device = view.cache.device
     visible_BMS = torch.arange(length, device=device) <= positions_BM.unsqueeze(2)
     zeros = torch.zeros((), dtype=view.cache.bias_T.dtype, device=device)
     return torch.where(visible_BMS, zeros, -torch.inf)
 
 
-def drafted_bias(
-    view: LaneView, base_positions_B: Tensor, visible_BRX: Tensor, length: int
-) -> Tensor:
-    """Return [B, R, S]: a query sees committed positions, and the marked of X from its base."""
-    num_queries, num_drafted = visible_BRX.shape[1:]
-    bias = view.committed_bias(length).expand(-1, num_queries, -1).contiguous()
-    columns_BX = base_positions_B.unsqueeze(1) + torch.arange(
-        num_drafted, device=base_positions_B.device
-    )
-    drafted = torch.where(visible_BRX, 0.0, -torch.inf).to(bias.dtype)
-    columns = columns_BX.unsqueeze(1).expand(-1, num_queries, -1)
-    return bias.scatter_(2, columns, drafted)
+def drafted(
+    view: LaneView,
+    base_positions_B: Tensor,
+    visible_BRX: Tensor,
+    length: int,
+    *,
+    is_chain: bool = False,
+) -> Visible:
+    """A query sees committed positions, and the marked of X from its base."""
+
+    def make_bias() -> Tensor:
+        num_queries, num_drafted = visible_BRX.shape[1:]
+        bias = view.committed_bias(length).expand(-1, num_queries, -1).contiguous()
+        columns_BX = base_positions_B.unsqueeze(1) + torch.arange(
+            num_drafted, device=base_positions_B.device
+        )
+        shown = torch.where(visible_BRX, 0.0, -torch.inf).to(bias.dtype)
+        columns = columns_BX.unsqueeze(1).expand(-1, num_queries, -1)
+        return bias.scatter_(2, columns, shown)
+
+    return Visible(length, make_bias, is_chain)

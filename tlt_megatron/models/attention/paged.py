@@ -83,7 +83,7 @@ class PagedAttention:
     """One query per sequence over pages: a page is a row of a batched kernel, and lse merges them.
 
     A prompt page serves all siblings at once, so a shared prompt is read from memory once. Call
-    `rebuild` after pages or sequences change, and `begin_step` before each pass.
+    `rebuild` after pages or sequences change, and `pass_of` before each pass.
     """
 
     def __init__(self, cache: KvCache) -> None:
@@ -128,8 +128,9 @@ class PagedAttention:
         bias = cache.bias_T.view(-1, 1, 1, cache.page_size)
         self._response_bias, self._prompt_bias = bias[own], bias[prompts]
 
-    def begin_step(self, slots_B: Tensor, _positions_B: Tensor) -> None:
+    def pass_of(self, slots_B: Tensor, _positions_B: Tensor) -> PagedAttention:
         self._slots_B = slots_B
+        return self
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         cache = self._cache

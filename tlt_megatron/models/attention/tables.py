@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tlt_megatron.models.attention import Attention
-from tlt_megatron.models.attention.lanes import LaneView
+from tlt_megatron.models.attention.lanes import LaneView, Visible
 from tlt_megatron.models.attention.paged import PrefillSegment
 from tlt_megatron.models.kv_cache import KvCache, SequenceKv
 
@@ -67,23 +67,21 @@ class TablePages:
         table_BS = pages_BM.gather(1, places_BS // cache.page_size) * cache.page_size
         self._table_BS = table_BS.add_(places_BS % cache.page_size).to(cache.device)
 
-    def begin_step(self, slots_B: Tensor, positions_B: Tensor) -> None:
+    def pass_of(self, slots_B: Tensor, positions_B: Tensor) -> Attention:
         read = TableRead(self._table_BS, positions_B.unsqueeze(1))
-        self._pass = self._attend(self._cache, slots_B, [read])
-
-    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        return self._pass.attend(layer, query_PNH, kv_PKH)
+        return self._attend(self._cache, slots_B, [read])
 
 
 def table_lanes(
-    attend: AttendTables, view: LaneView, slots_P: Tensor, bias_BRS: Tensor
+    attend: AttendTables, view: LaneView, slots_P: Tensor, visible: Visible
 ) -> Attention:
     """See `lanes.LaneTreeAttention`. Each query has a table of the slots that it sees: they are in
     order, parents first.
 
     Nothing here waits for a GPU, so it can be captured in a graph.
     """
-    columns_S = torch.arange(bias_BRS.shape[2], device=view.cache.device)
+    bias_BRS = visible.make_bias()
+    columns_S = torch.arange(visible.length, device=view.cache.device)
     slots_BRS = (view.starts_B[:, None, None] + columns_S).expand_as(bias_BRS)
     seen_BRS = bias_BRS == 0
     # One more column takes all slots that are not seen.
