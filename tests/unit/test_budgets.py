@@ -18,14 +18,14 @@ from tlt_megatron.config.schema import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 # Lines with a token that is neither a comment nor part of a docstring.
 CODE_LINES = {
-    "tlt_megatron": 28_994,
+    "tlt_megatron": 28_914,
     "tlt_megatron/api": 696,
     "tlt_megatron/config": 2_708,
     "tlt_megatron/data": 1_084,
     "tlt_megatron/drafter": 901,
     "tlt_megatron/engines": 4_200,
     "tlt_megatron/mcore": 2_944,
-    "tlt_megatron/models": 3_766,
+    "tlt_megatron/models": 3_686,
     "tlt_megatron/policy": 1_328,
     "tlt_megatron/rewards": 2_192,
     "tlt_megatron/rollout": 1_566,
@@ -34,7 +34,7 @@ CODE_LINES = {
     "tlt_megatron/spot": 1_037,
     "tlt_megatron/trainer": 2_821,
     "tools": 8_131,
-    "tests": 35_765,
+    "tests": 35_757,
 }
 NUM_SETTINGS = 127
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things

@@ -101,6 +101,7 @@ class CompiledNorm(AddingNorm):
 
     def __init__(self, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(eps, dtype, device)
+        self.dtype = dtype
         self.value = self.eps.numpy()[()]
 
     def add(self, x: Tensor, weight: Tensor | None, addend_PD: Tensor | None = None) -> Tensor:

@@ -1,13 +1,12 @@
-"""A product, and all dense layers of a pass, as one compiled loop each, for few rows on a CPU."""
+"""A product, and all dense layers of a pass, as one compiled loop each, on a CPU."""
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_megatron.models import pass_kernels
@@ -18,108 +17,64 @@ from tlt_megatron.models.cpu_kernels import KINDS
 from tlt_megatron.models.draft_model import DraftConfig
 from tlt_megatron.models.layers import DenseLayer, RmsNorm
 from tlt_megatron.models.matrix import Matrix
-
-_OUTS, _INS = 4, 16  # a loop computes with multiples of so many rows and columns of a matrix
-# Multiplications with all rows up to which it is faster than oneDNN, which costs more per call. One
-# or two rows take as long as the memory, and the loop asks it early.
-_FEW_MULTIPLICATIONS, _FEW_ROWS = 1_500_000, 2
-_SMALL = 200_000  # multiplications of one row
-
-
-def _max_rows(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return the most rows for which the loop is faster with such matrices. 0: it cannot multiply
-    with them.
-    """
-    if any(num_out % _OUTS or num_in % _INS for num_out, num_in in shapes):
-        return 0
-    return max(_FEW_MULTIPLICATIONS * len(shapes) // sum(map(math.prod, shapes)), _FEW_ROWS)
+from tlt_megatron.models.pass_kernels import PANEL
 
 
 class CompiledMatrix(Matrix):
-    """A matrix that multiplies few rows by the loop, which reads the weight where it is."""
+    """A matrix that multiplies by the loop, with any number of rows, each in the same order."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(weight, bias)
-        has_loop = weight.is_contiguous() and weight.dtype in KINDS
-        self._max_rows = _max_rows([tuple(weight.shape)]) if has_loop else 0
+    def refresh(self) -> None:
+        """See `Matrix`. The packed copy is panels, [panels, steps, PANEL], padded with zeros."""
+        num_out, num_in = self._weight.shape
+        num_values = values_of(self._weight.dtype)
+        dense = F.pad(self._weight, (0, -num_in % num_values, 0, -num_out % PANEL)).contiguous()
+        reads = dense.view(torch.int32) if num_values > 1 else dense
+        panels = reads.unflatten(0, (-1, PANEL)).transpose(1, 2)
+        if self._packed is None:
+            self._packed = panels.contiguous()
+        else:
+            self._packed.copy_(panels)
 
-    @classmethod
-    def empty(
-        cls,
-        num_out: int,
-        num_in: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        has_bias: bool = False,
-    ) -> Matrix:
-        """See `Matrix`. The weight is row-major."""
-        bias = torch.zeros(num_out, dtype=dtype, device=device) if has_bias else None
-        return cls(torch.zeros(num_out, num_in, dtype=dtype, device=device), bias)
-
-    def takes(self, num_rows: int) -> bool:
-        """Return whether the loop multiplies so many rows."""
-        return num_rows <= self._max_rows
+    def addresses(self) -> tuple[int, int]:
+        """Return those of the panels, which stay, and of the bias."""
+        assert self._packed is not None
+        return self._packed.data_ptr(), address_of(self._bias)
 
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        (num_out, num_in), num_rows = self._weight.shape, x.shape[0]
-        if not self.takes(num_rows) or (addend is not None and self._bias is not None):
-            return super().__call__(x, addend)
+        num_out, num_in = self._weight.shape
         assert x.shape[1] == num_in  # the loop takes sizes on trust
         assert x.dtype == self._weight.dtype
-        x, out = x.contiguous(), x.new_empty(num_rows, num_out)
-        row = 0 if addend is None else addend.stride(0)
-        added = _address(self._bias if addend is None else addend), row
-        sizes = num_rows, num_out, num_in, KINDS[x.dtype]
-        weight = self._weight.data_ptr()
-        pass_kernels.multiply(x.data_ptr(), weight, *added, out.data_ptr(), *sizes)
-        return out
-
-
-def layer_shapes(sizes: ModelConfig | DraftConfig) -> list[tuple[int, int]]:
-    """Return the rows and columns of the matrices of a layer, the heads' first."""
-    s = sizes
-    queries = s.num_heads * s.head_dim
-    fused = queries + 2 * s.num_kv_heads * s.head_dim
-    hidden, ffn = s.hidden_size, s.ffn_size
-    return [(fused, hidden), (hidden, queries), (2 * ffn, hidden), (hidden, ffn)]
-
-
-def is_small(sizes: ModelConfig | DraftConfig) -> bool:
-    """Return whether the loop is about as fast as oneDNN for passes of any number of rows."""
-    shapes = layer_shapes(sizes)
-    return _max_rows(shapes) > 0 and max(map(math.prod, shapes)) <= _SMALL
+        num_values = values_of(x.dtype)
+        x = F.pad(x, (0, num_in % num_values)) if num_in % num_values else x.contiguous()
+        out, (panels, added) = x.new_empty(x.shape[0], num_out), self.addresses()
+        row = 0
+        if addend is not None and self._bias is None:
+            added, row, addend = addend.data_ptr(), addend.stride(0), None
+        sizes = x.shape[0], num_out, x.shape[1] // num_values, KINDS[x.dtype]
+        pass_kernels.multiply(x.data_ptr(), panels, added, row, out.data_ptr(), *sizes)
+        return out if addend is None else out.add_(addend)
 
 
 class CompiledPass:
-    """The layers of a policy or a drafter. Call `takes`, then the object.
-
-    Weights are read where they are, so they may change.
-    """
+    """The layers of a policy or a drafter. Call `takes`, then the object."""
 
     def __init__(
-        self,
-        sizes: ModelConfig | DraftConfig,
-        layers: Sequence[DenseLayer],
-        norm: RmsNorm,
-        *,
-        has_all_rows: bool = False,
+        self, sizes: ModelConfig | DraftConfig, layers: Sequence[DenseLayer], norm: RmsNorm
     ) -> None:
-        """`has_all_rows`: take passes of any number of rows."""
         assert isinstance(norm, CompiledNorm)
         self._norm, self._layers, s = norm, layers, sizes
+        dtype, queries = norm.dtype, s.num_heads * s.head_dim
+        self._num_fused = queries + 2 * s.num_kv_heads * s.head_dim
+        self._room_size = self._num_fused + queries + 3 * s.ffn_size + s.hidden_size
+        num_values = values_of(dtype)
+        self._is_whole = not any(n % num_values for n in (s.hidden_size, queries, s.ffn_size))
         heads = s.num_heads, s.num_kv_heads, s.head_dim
-        self._shape = s.hidden_size, *heads, s.ffn_size, layers[0].down.itemsize
-        shapes = layer_shapes(s)
-        self._num_fused, num_queries = shapes[0][0], shapes[1][1]
-        self._room_size = self._num_fused + num_queries + 3 * s.ffn_size + s.hidden_size
-        self._addresses = np.array([list(map(_address, layer)) for layer in layers])
-        given = shapes[1:] if layers[0].qkv is None else shapes
-        self._max_rows = sys.maxsize if has_all_rows else _max_rows(given)
+        self._shape = s.hidden_size, *heads, s.ffn_size, dtype.itemsize, num_values
+        self._addresses = np.array([_addresses(layer) for layer in layers])
 
-    def takes(self, num_rows: int, attention: Attention) -> bool:
-        """Return whether a pass of so many rows is faster here."""
-        return num_rows <= self._max_rows and isinstance(attention, CompiledTables)
+    def takes(self, attention: Attention) -> bool:
+        """Return whether the loop computes such a pass."""
+        return self._is_whole and isinstance(attention, CompiledTables)
 
     def __call__(
         self,
@@ -144,7 +99,7 @@ class CompiledPass:
         num_pairs, num_slots, head_dim = caches[0].shape
         # The loop takes sizes on trust.
         assert (num_pairs // 2, head_dim) == self._shape[2:4]
-        assert x_PD.dtype == caches[0].dtype == self._layers[0].down.dtype
+        assert x_PD.dtype == caches[0].dtype == self._norm.dtype
         assert x_PD.is_contiguous()
         assert normed_PD.is_contiguous()
         to_caches = np.array([kv_KTH.data_ptr() for kv_KTH in caches])
@@ -170,5 +125,21 @@ class CompiledPass:
         return list(taps.values())
 
 
-def _address(tensor: Tensor | None) -> int:
+def values_of(dtype: torch.dtype) -> int:
+    """Return the values that the loop reads at once."""
+    return 2 if dtype == torch.bfloat16 else 1
+
+
+def address_of(tensor: Tensor | None) -> int:
+    """Return it. 0: there is no tensor."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _addresses(layer: DenseLayer) -> list[int]:
+    matrices = [layer.qkv, layer.output, layer.gate_up, layer.down]
+    assert all(matrix is None or isinstance(matrix, CompiledMatrix) for matrix in matrices)
+    qkv, output, gate_up, down = (
+        matrix.addresses() if isinstance(matrix, CompiledMatrix) else (0, 0) for matrix in matrices
+    )
+    norms = [address_of(norm) for norm in (layer.qk_norm, layer.post_norm, layer.next_norm)]
+    return [*qkv, norms[0], output[0], norms[1], gate_up[0], down[0], norms[2]]

@@ -114,20 +114,9 @@ class DraftInference:
         self.refresh()
 
     def _dense_layer(self) -> DenseLayer:
-        output, gate_up, down = (
-            matrix.tensors()[0]
-            for matrix in (self._matrices.output, self._matrices.gate_up, self._matrices.down)
-        )
-        return DenseLayer(
-            qkv=None,
-            qkv_bias=None,
-            qk_norm=self._norms.qk,
-            output=output,
-            post_norm=None,
-            gate_up=gate_up,
-            down=down,
-            next_norm=None if self.config.architecture == "eagle" else self._norms.final,
-        )
+        m = self._matrices
+        next_norm = None if self.config.architecture == "eagle" else self._norms.final
+        return DenseLayer(None, self._norms.qk, m.output, None, m.gate_up, m.down, next_norm)
 
     def _make_mixture(self, frozen: FrozenExperts) -> ExpertsMlp:
         """Return the checkpoint's experts, not copied, beside the trained shared experts."""
@@ -260,7 +249,7 @@ class DraftInference:
         if m.qkv is not None:
             heads = m.qkv(norm(residual_PD))
         angles = self.rotary.lookup(position_ids_P)
-        if self._loop is not None and self._loop.takes(len(heads), attention):
+        if self._loop is not None and self._loop.takes(attention):
             x_PD, normed_PD = residual_PD.clone(), torch.empty_like(hidden_PD)
             self._loop(x_PD, normed_PD, angles, attention, heads_PA=heads)
             if c.architecture == "eagle":

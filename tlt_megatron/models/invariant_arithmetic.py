@@ -1,20 +1,17 @@
 """Arithmetic for `rollout.batch_invariant`: a row's bits do not depend on the rows of its pass.
 
-A kernel may add in another order for another number of rows. The compiled loops do not: they
-compute a row or query at a time. So a small model runs all passes as `CompiledPass`. Products with
-large matrices are faster by oneDNN, and use row tiles of tested sizes. That a row's result is the
-same at every place of a tile, in tiles of two sizes, and beside other rows and queries, is checked
-on this machine when the model is made.
+A kernel may add in another order for another number of rows. The compiled loops of a CPU add for
+each row or query in the same order. That a row's result is the same beside other rows and queries
+is checked on this machine when the model is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_megatron.models.arithmetic import Arithmetic, compiled_arithmetic, require_equal
@@ -27,13 +24,6 @@ from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.models.mlp import route
 from tlt_megatron.runtime.device import has_numba, has_triton
 from tlt_megatron.runtime.typed_command import pip_command
-
-_BASE_ROWS = 16  # rows of the reference tile: all other tiles must agree with it
-# Candidate tile sizes. Few rows are common, and each has a tile of its own if the machine allows
-# it.
-_TILE_ROWS = (*range(1, 33), *range(40, 129, 8), 160, 192, 224, 256)
-# Pad to a larger tile if it has at most this many times the rows, else take a smaller one.
-_PADDING_WASTE = 1.5
 
 
 def invariant_arithmetic(
@@ -58,102 +48,16 @@ def invariant_arithmetic(
         )
     # Imported when needed: the installation may lack numba.
     from tlt_megatron.models.compiled_layer import CompiledTables
-    from tlt_megatron.models.compiled_pass import CompiledPass, is_small
 
     _check_attention(CompiledTables, config, dtype)
     if config.experts is not None:
         _check_exp(dtype)
         _check_routing(config.experts, dtype)
     # torch's prefill is faster, but its bits depend on the number of queries.
-    prefill = partial(table_prefill, CompiledTables)
-    found = replace(compiled_arithmetic(), matrix=InvariantMatrix, prefill=prefill, layers=None)
-    if config.experts is None and is_small(config):
-        found = replace(found, layers=partial(CompiledPass, has_all_rows=True))
+    found = replace(compiled_arithmetic(), prefill=partial(table_prefill, CompiledTables))
+    if config.experts is None:
         _check_layers(found, config, dtype)
     return found
-
-
-# ---- matrix products
-
-
-def cancelling(num_rows: int, size: int, seed: int, sign: float) -> Tensor:
-    """Return [num_rows, size] whose second half mirrors the first, times `sign`.
-
-    The product of one with sign +1 and one with -1 is 0 except for rounding. So another order of
-    addition is visible even after rounding to bfloat16.
-    """
-    half = torch.randn(num_rows, size // 2, generator=torch.Generator().manual_seed(seed))
-    middle = torch.zeros(num_rows, size % 2)
-    return torch.cat((half, middle, sign * half.flip(1)), dim=1)
-
-
-class RowTiles:
-    """The row counts with which a kernel may be called, for matrices of one shape and dtype."""
-
-    def __init__(self, num_out: int, num_in: int, dtype: torch.dtype, *, has_bias: bool) -> None:
-        """Test `Matrix` on artificial values. RuntimeError if a row's place matters."""
-        bias = torch.linspace(-1e-6, 1e-6, num_out).to(dtype) if has_bias else None
-        probe = Matrix(cancelling(num_out, num_in, 0, 1.0).to(dtype), bias, min_rows=1)
-        x = cancelling(max(_TILE_ROWS), num_in, 1, -1.0).to(dtype)
-        order = torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(2))
-        expected = torch.cat([probe(tile) for tile in x.split(_BASE_ROWS)])
-        shuffled = torch.cat([probe(tile) for tile in x[order].split(_BASE_ROWS)])
-        what = f"a {dtype} product with a matrix of {num_out}x{num_in}"
-        place = f"{what} depends on a row's place among {_BASE_ROWS} rows"
-        require_equal([shuffled], [expected[order]], place)
-        self.sizes = [
-            size
-            for size in _TILE_ROWS
-            if torch.equal(probe(x[:size]), expected[:size])
-            and torch.equal(probe(x[-size:]), expected[-size:])
-        ]
-        self.cover = cache(self._cover)
-
-    def _cover(self, num_rows: int) -> list[int]:
-        """Return the sizes of tiles that hold `num_rows` rows; the last may hold more."""
-        found, left = [], num_rows
-        while left > 0:
-            larger = [size for size in self.sizes if left <= size <= _PADDING_WASTE * left]
-            smaller = [size for size in self.sizes if size <= left]
-            found.append(min(larger) if larger else max(smaller, default=self.sizes[0]))
-            left -= found[-1]
-        return found
-
-
-@cache
-def _row_tiles(
-    num_out: int, num_in: int, dtype: torch.dtype, has_bias: bool, _num_threads: int
-) -> RowTiles:
-    """Test each kind of matrix once. Kernels divide their work by the number of threads."""
-    return RowTiles(num_out, num_in, dtype, has_bias=has_bias)
-
-
-class InvariantMatrix(Matrix):
-    """`Matrix` that multiplies by row tiles."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """RuntimeError if this machine has no kernel for it; see `RowTiles`."""
-        super().__init__(weight, bias, min_rows=1)
-        kind = *weight.shape, weight.dtype, bias is not None
-        self._tiles = _row_tiles(*kind, torch.get_num_threads())
-
-    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        num_rows = x.shape[0]
-        tiles = self._tiles.cover(num_rows)
-        if tiles == [num_rows]:
-            out = super().__call__(x)
-            return out if addend is None else out.add_(addend)
-        num_padded = sum(tiles) - num_rows
-        if num_padded:
-            x = F.pad(x, (0, 0, 0, num_padded))
-        outs = [super(InvariantMatrix, self).__call__(tile) for tile in x.split(tiles)]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        if num_padded:
-            out = out[:num_rows]
-        return out if addend is None else out.add_(addend)
-
-
-# ---- all else
 
 
 def _check_attention(attend_tables: AttendTables, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -181,26 +85,27 @@ def _check_attention(attend_tables: AttendTables, config: ModelConfig, dtype: to
 def _check_layers(arithmetic: Arithmetic, config: ModelConfig, dtype: torch.dtype) -> None:
     """Raise RuntimeError if a row of a pass through a layer depends on the other rows."""
     from tlt_megatron.models.compiled_layer import CompiledTables
-    from tlt_megatron.models.compiled_pass import layer_shapes
 
-    one, cpu = replace(config, num_layers=1), torch.device("cpu")
+    hidden, ffn = min(config.hidden_size, 512), min(config.ffn_size, 512)
+    one, cpu = replace(config, num_layers=1, hidden_size=hidden, ffn_size=ffn), torch.device("cpu")
     cache = KvCache(one, num_pages=5, page_size=64, dtype=dtype, device=cpu)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
+    def matrix(num_out: int, num_in: int) -> Matrix:
+        return arithmetic.matrix(random(num_out, num_in), random(num_out))
+
     cache.kv_LKTH.copy_(random(*cache.kv_LKTH.shape))
-    qkv, output, gate_up, down = (random(*shape) for shape in layer_shapes(one))
-    norm = random(one.hidden_size)
+    queries, norm = one.num_heads * one.head_dim, random(hidden)
     layer = DenseLayer(
-        qkv=qkv,
-        qkv_bias=random(len(qkv)),
+        qkv=matrix(queries + 2 * one.num_kv_heads * one.head_dim, hidden),
         qk_norm=None,
-        output=output,
+        output=matrix(hidden, queries),
         post_norm=norm,
-        gate_up=gate_up,
-        down=down,
+        gate_up=matrix(2 * ffn, hidden),
+        down=matrix(hidden, ffn),
         next_norm=norm,
     )
     assert arithmetic.layers is not None

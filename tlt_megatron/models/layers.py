@@ -1,4 +1,4 @@
-"""Parts of a decoder layer: weights, norm and rotary embedding."""
+"""Parts of a decoder layer: matrices, norm and rotary embedding."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.config import RopeConfig
+from tlt_megatron.models.matrix import Matrix
 
 
 class DenseLayer(NamedTuple):
-    """Weights of a layer for `Arithmetic.layers`. None: there is no such weight."""
+    """The matrices and norms of a layer for `Arithmetic.layers`. None: there is no such one."""
 
-    qkv: Tensor | None  # None: the heads are given
-    qkv_bias: Tensor | None
+    qkv: Matrix | None  # None: the heads are given
     qk_norm: Tensor | None
-    output: Tensor
+    output: Matrix
     post_norm: Tensor | None
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
     next_norm: Tensor | None  # of the layer after it, or the final norm
 
 

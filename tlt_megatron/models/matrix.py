@@ -1,4 +1,5 @@
-"""A weight matrix that picks the faster kernel for the number of rows.
+"""A weight matrix that picks the faster of torch's kernels for the number of rows. On a CPU with
+compiled loops `compiled_pass.CompiledMatrix` takes its place.
 
 On a CPU, torch's BLAS is fast for one or two rows and slow for the tens of rows of a verify pass.
 oneDNN on a packed copy is the opposite. The choice depends on shapes alone, never on timings, so a
@@ -11,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_megatron.runtime.device import has_loops
+
 _PACK_ROWS = 8  # row count that oneDNN packs for; other row counts run as fast on the result
 # Multiplications above which oneDNN is faster in float32, despite its overhead per call (0.4-0.5
 # million on AVX-512).
@@ -18,7 +21,11 @@ _PACKED_MULTIPLICATIONS = 450_000
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether oneDNN supports a packed matrix of this dtype on this device."""
+    """Return whether a matrix of this dtype has a packed copy on this device."""
+    return has_loops(device) or _is_for_onednn(dtype, device)
+
+
+def _is_for_onednn(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -32,17 +39,14 @@ class Matrix:
     Example: `matrix = Matrix(weight); y_PO = matrix(x_PI)`.
     """
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, min_rows: int | None = None
-    ) -> None:
-        """`min_rows`: fewest rows that use the packed copy. None: where it becomes faster."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight
         self._transposed = weight.t()
         self._bias = bias
         self._packed: Tensor | None = None
         # bfloat16 uses the packed copy from one row on: it has no other fast path for few rows.
-        self._min_rows = 1 if min_rows is None else min_rows
-        if weight.dtype == torch.float32 and min_rows is None:
+        self._min_rows = 1
+        if weight.dtype == torch.float32:
             self._min_rows = max(1, _PACKED_MULTIPLICATIONS // max(weight.numel(), 1))
         self.refresh()
 
@@ -70,7 +74,7 @@ class Matrix:
     @torch.no_grad()
     def refresh(self) -> None:
         """Rewrite the packed copy from the current weight."""
-        if packs(self._weight.dtype, self._weight.device):
+        if _is_for_onednn(self._weight.dtype, self._weight.device):
             dense = self._weight.contiguous()
             self._packed = torch.ops.mkldnn._reorder_linear_weight(dense, _PACK_ROWS)
 

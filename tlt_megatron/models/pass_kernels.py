@@ -1,8 +1,9 @@
-"""Layers of a pass of few rows as one loop, compiled by numba. `compiled_pass.py` calls it.
+"""Products, and all layers of a pass as one loop, compiled by numba. `compiled_pass.py` calls them.
 
 Between two calls from Python lie several microseconds, as many as a product with few rows takes. So
-a pass is one call. Matrices are read where the model keeps them, row by row: a packed copy pays for
-many rows alone. The loops of `cpu_kernels.py` are its parts, so all else has their bits.
+a pass is one call. A matrix lies in panels of `PANEL` of its rows, in which the values of one
+column are side by side: vectors of a panel times one value of x add to the sums of as many outputs.
+A sum is added in the order of the columns, so its bits do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -13,27 +14,18 @@ import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
 from tlt_megatron.models import cpu_kernels
-from tlt_megatron.models.cpu_kernels import (
-    compiled,
-    narrow,
-    part,
-    pointer,
-    prefetch,
-    span,
-    wide,
-    widen,
-)
+from tlt_megatron.models.cpu_kernels import compiled, narrow, part, span, wide, widen
 
-# The sums of a tile are vectors of so many bytes, of four rows of a matrix times those of x. They
-# stay in registers.
-_HAS_AVX512 = llvmlite.binding.get_host_cpu_features().get("avx512f", False)
-_VECTOR_BYTES, _ROWS = (64, 4) if _HAS_AVX512 else (32, 2)
-# Values of a matrix that are asked for early, and those between two requests: a part of a cache
-# line, because the machine drops some requests.
-_AHEAD, _LINE = 2048, 8
+PANEL = 32
+_FEATURES = llvmlite.binding.get_host_cpu_features()
+# The sums of so many rows of x stay in registers.
+_VECTOR_BYTES, _ROWS = (64, 8) if _FEATURES.get("avx512f") else (32, 2)
+# An instruction for pairs of bfloat16, by the name and types of newer LLVM.
+_HAS_PAIRS = bool(_FEATURES.get("avx512bf16")) and llvmlite.binding.llvm_version_info[0] >= 20
 _normalize, _rotate, _gate, _store, _attend = (
     part(loop.py_func)
     for loop in (
@@ -46,124 +38,151 @@ _normalize, _rotate, _gate, _store, _attend = (
 )
 
 
-@intrinsic(prefer_literal=True)
-def _dots(_context, x, weight, size, sums, num_rows, number, kind) -> Any:
-    """Write the products of `num_rows` rows of x with four rows of a matrix. All arguments but the
-    numbers are addresses. x and the sums have the dtype of `number`, and the matrix that of `kind`.
+class _Bfloat(ir.Type):
+    """bfloat16, for which llvmlite has no type."""
 
-    A sum is always added in the same order: vector by vector, then the values of the vector.
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+@intrinsic(prefer_literal=True)
+def _tile(_context, x, panel, depth, sums, num_rows, number, kind) -> Any:
+    """Write the products of `num_rows` rows of x with a panel, [num_rows, PANEL]. x, panel and sums
+    are addresses; the sums have the dtype of `number`, and x and the panel that of `kind`.
+
+    Of bfloat16 a step has the values of two columns, as one integer. `depth` is the number of
+    steps.
     """
-    count = num_rows.literal_value
+    count, is_pairs = num_rows.literal_value, isinstance(kind, types.Integer)
 
     def generate(context, builder, _signature, arguments):
-        x, weight, size, sums, *_ = arguments
-        wide_kind, integer, lane = context.get_data_type(number), ir.IntType(64), ir.IntType(32)
+        x, panel, depth, sums, *_ = arguments
+        integer, lane = ir.IntType(64), ir.IntType(32)
+        value = context.get_data_type(number)
         width = _VECTOR_BYTES // (number.bitwidth // 8)
-        vector, lanes = ir.VectorType(wide_kind, width), ir.VectorType(lane, width)
+        vector, starts = ir.VectorType(value, width), range(0, PANEL, width)
+        read = lane if is_pairs else value
+        reads, align = ir.VectorType(read, width), number.bitwidth // 8
+        signature = ir.FunctionType(vector, [vector, *[ir.VectorType(_Bfloat(), 2 * width)] * 2])
 
-        def load(address, row, step, kind):
-            """Return the vector at a step of a row, as wide values."""
-            value = context.get_data_type(kind)
-            offset = builder.add(builder.mul(integer(row), size), step)
-            place = builder.gep(builder.inttoptr(address, value.as_pointer()), [offset])
-            place = builder.bitcast(place, ir.VectorType(value, width).as_pointer())
-            found = builder.load(place, align=kind.bitwidth // 8)
-            if value == wide_kind:
-                return found
-            upper = builder.shl(builder.zext(found, lanes), ir.Constant(lanes, [16] * width))
-            return builder.bitcast(upper, vector)
+        def load(place):
+            return builder.load(place, align=align)
 
-        entry, body = builder.block, builder.append_basic_block("dots")
+        def splat(one):
+            first = builder.insert_element(ir.Constant(reads, None), one, lane(0))
+            order = ir.Constant(ir.VectorType(lane, width), None)
+            return builder.shuffle_vector(first, first, order)
+
+        def upper(pairs, is_second):
+            """Return the second values of pairs, or the first ones, as float32."""
+            number = 0xFFFF0000 if is_second else 16
+            operand = ir.Constant(reads, [number] * width)
+            found = builder.and_(pairs, operand) if is_second else builder.shl(pairs, operand)
+            return builder.bitcast(found, vector)
+
+        def add_product(total, one, other):
+            if not is_pairs:
+                product = builder.fmul(one, other, flags=("contract",))
+                return builder.fadd(total, product, flags=("contract",))
+            if _HAS_PAIRS:
+                name = "llvm.x86.avx512bf16.dpbf16ps.512"
+                function = get_or_insert_function(builder.module, signature, name)
+                pairs = [builder.bitcast(each, signature.args[1]) for each in (one, other)]
+                return builder.call(function, [total, *pairs])
+            for is_second in (False, True):
+                factors = upper(one, is_second), upper(other, is_second)
+                product = builder.fmul(*factors, flags=("contract",))
+                total = builder.fadd(total, product, flags=("contract",))
+            return total
+
+        entry, body = builder.block, builder.append_basic_block("tile")
+        end = builder.append_basic_block("tile.end")
+        rows, panel = (builder.inttoptr(each, read.as_pointer()) for each in (x, panel))
         builder.branch(body)
         builder.position_at_end(body)
-        step, totals = builder.phi(integer), [builder.phi(vector) for _ in range(4 * count)]
-        columns = [load(weight, row, step, kind) for row in range(4)]
+        step, totals = (
+            builder.phi(integer),
+            [builder.phi(vector) for _ in starts for _ in range(count)],
+        )
+        columns = []
+        for start in starts:
+            place = builder.add(builder.mul(step, integer(PANEL)), integer(start))
+            place = builder.bitcast(builder.gep(panel, [place]), reads.as_pointer())
+            columns.append(load(place))
         after = []
         for row in range(count):
-            values = load(x, row, step, number)
-            for column in columns:
-                product = builder.fmul(values, column, flags=("contract",))
-                after.append(builder.fadd(totals[len(after)], product, flags=("contract",)))
-        following = builder.add(step, integer(width))
+            place = builder.add(builder.mul(integer(row), depth), step)
+            factor = splat(load(builder.gep(rows, [place])))
+            after += [
+                add_product(totals[row * len(columns) + i], factor, column)
+                for i, column in enumerate(columns)
+            ]
+        following = builder.add(step, integer(1))
         zeros = [ir.Constant(vector, None) for _ in totals]
         for phi, first, then in zip(
             [step, *totals], [integer(0), *zeros], [following, *after], strict=True
         ):
             phi.add_incoming(first, entry)
             phi.add_incoming(then, body)
-        end = builder.append_basic_block("dots.end")
-        builder.cbranch(builder.icmp_signed("<", following, size), body, end)
+        builder.cbranch(builder.icmp_signed("<", following, depth), body, end)
         builder.position_at_end(end)
-
-        def pick(first, second, places):
-            order = ir.Constant(ir.VectorType(lane, len(places)), places)
-            return builder.shuffle_vector(first, second, order)
-
-        def halve(total):
-            while total.type.count > 4:
-                places, middle = list(range(total.type.count)), total.type.count // 2
-                parts = pick(total, total, places[:middle]), pick(total, total, places[middle:])
-                total = builder.fadd(*parts)
-            return total
-
-        def join(pair, low, high):
-            first, second = pair
-            return builder.fadd(pick(first, second, low), pick(first, second, high))
-
-        target = builder.inttoptr(sums, ir.VectorType(wide_kind, 4).as_pointer())
-        for row in range(count):
-            a, b, c, d = map(halve, after[4 * row :][:4])
-            pairs = [join(pair, [0, 4, 1, 5], [2, 6, 3, 7]) for pair in ((a, b), (c, d))]
-            four = join(pairs, [0, 1, 4, 5], [2, 3, 6, 7])
-            builder.store(four, builder.gep(target, [integer(row)]), align=number.bitwidth // 8)
+        target = builder.inttoptr(sums, vector.as_pointer())
+        for i, total in enumerate(after):
+            builder.store(total, builder.gep(target, [integer(i)]), align=align)
         return context.get_dummy_value()
 
-    arguments = x, weight, size, sums, num_rows, number, kind
+    arguments = x, panel, depth, sums, num_rows, number, kind
     return types.void(*arguments), generate
 
 
 @part
-def _save(sums, out, place, addend, addend_place, kind):
-    """Write four sums, plus the addend."""
-    values = span(out, place, 4, kind)
+def _save(sums, out, place, addend, addend_place, size, kind):
+    """Write the first sums, plus the addend, whose address may be 0."""
+    values = span(out, place, size, kind)
     if addend:
-        addends = span(addend, addend_place, 4, kind)
-        for i in range(4):
+        addends = span(addend, addend_place, size, kind)
+        for i in range(size):
             values[i] = narrow(sums[i] + widen(addends[i]), kind)
     else:
-        for i in range(4):
+        for i in range(size):
             values[i] = narrow(sums[i], kind)
 
 
 @part
-def _multiply(x, weight, addend, addend_row, out, num_rows, num_out, size, kind):
-    """Write x times each row of a matrix, plus a row of `addend`, whose address may be 0."""
+def _multiply(x, panels, addend, addend_row, out, num_rows, num_out, steps, kind):
+    """Write x times a matrix, plus a row of `addend`, whose address may be 0. A row of x and of a
+    panel is `steps` reads of `_tile`.
+    """
     number = wide(0, kind)
-    rows, sums = np.full((num_rows, size), number), np.full((_ROWS, 4), number)
-    for r in range(num_rows):
-        source = span(x, r * size, size, kind)
-        for i in range(size):
-            rows[r, i] = widen(source[i])
-    rows_at, sums_at = np.int64(rows.ctypes.data), np.int64(sums.ctypes.data)
-    for o in range(0, num_out, 4):
-        at = np.int64(span(weight, o * size, size, kind).ctypes.data)
-        for i in range(o * size + _AHEAD, (o + 4) * size + _AHEAD, _LINE):
-            prefetch(pointer(weight, i, kind))  # pyright: ignore[reportCallIssue]
+    sums = np.full((_ROWS, PANEL), number)
+    to = np.int64(sums.ctypes.data)
+    for o in range(0, num_out, PANEL):
+        panel, size = panels + o * steps * sums.itemsize, min(PANEL, num_out - o)
         r = 0
         while r < num_rows:
-            source, left = rows_at + r * size * rows.itemsize, num_rows - r
+            source, left = x + r * steps * sums.itemsize, num_rows - r
+            # The number of rows of a tile is known to the compiler.
             if left >= _ROWS:
                 done = _ROWS
-                _dots(source, at, size, sums_at, _ROWS, number, kind)
+                _tile(source, panel, steps, to, _ROWS, number, kind)  # pyright: ignore[reportCallIssue]
+            elif left >= 4:
+                done = 4
+                _tile(source, panel, steps, to, 4, number, kind)  # pyright: ignore[reportCallIssue]
             elif left >= 2:
                 done = 2
-                _dots(source, at, size, sums_at, 2, number, kind)
+                _tile(source, panel, steps, to, 2, number, kind)  # pyright: ignore[reportCallIssue]
             else:
                 done = 1
-                _dots(source, at, size, sums_at, 1, number, kind)
-            for row in range(r, r + done):
-                place, addend_place = row * num_out + o, row * addend_row + o
-                _save(sums[row - r], out, place, addend, addend_place, kind)
+                _tile(source, panel, steps, to, 1, number, kind)  # pyright: ignore[reportCallIssue]
+            for i in range(done):
+                place, addend_place = (r + i) * num_out + o, (r + i) * addend_row + o
+                _save(sums[i], out, place, addend, addend_place, size, kind)
             r += done
 
 
@@ -180,7 +199,7 @@ def run_layers(rows, weights, caches, taps, read, angles, heads_row, eps, shape,
     x, normed, heads, rooms = rows
     slots, places, lengths, num_slots = read
     cos, sin, angles_row, half = angles
-    hidden, num_heads, num_kv_heads, size, ffn, item = shape
+    hidden, num_heads, num_kv_heads, size, ffn, item, values = shape
     num_rows, num_pairs = slots.size, 2 * num_kv_heads
     num_fused, width = (num_heads + num_pairs) * size, num_heads * size
     context = rooms + num_rows * num_fused * item
@@ -188,20 +207,22 @@ def run_layers(rows, weights, caches, taps, read, angles, heads_row, eps, shape,
     gated = halves + num_rows * 2 * ffn * item
     out = gated + num_rows * ffn * item
     kv, up = heads + width * item, halves + ffn * item
+    # Steps of a row of each width.
+    hidden_steps, width_steps, ffn_steps = hidden // values, width // values, ffn // values
     turned = num_rows, num_heads + num_kv_heads, size, half
     grouped = num_kv_heads, num_heads // num_kv_heads, size, num_slots
     for layer in range(weights.shape[0]):
         qkv, qkv_bias, qk_norm, output, post_norm, gate_up, down, next_norm = weights[layer]
         if qkv:
-            _multiply(normed, qkv, qkv_bias, 0, heads, num_rows, num_fused, hidden, kind)
+            _multiply(normed, qkv, qkv_bias, 0, heads, num_rows, num_fused, hidden_steps, kind)
         _rotate(heads, heads_row, qk_norm, eps, cos, sin, angles_row, turned, kind)
         _store(kv, heads_row, slots, caches[layer], num_slots, num_pairs, size, kind)
         _attend(heads, heads_row, caches[layer], places, lengths, context, grouped, kind)
-        _multiply(context, output, 0, 0, out, num_rows, hidden, width, kind)
+        _multiply(context, output, 0, 0, out, num_rows, hidden, width_steps, kind)
         _normalize(out, hidden, x, hidden, post_norm, eps, normed, num_rows, hidden, kind)
-        _multiply(normed, gate_up, 0, 0, halves, num_rows, 2 * ffn, hidden, kind)
+        _multiply(normed, gate_up, 0, 0, halves, num_rows, 2 * ffn, hidden_steps, kind)
         _gate(halves, 2 * ffn, up, 2 * ffn, gated, num_rows, ffn, kind)
-        _multiply(gated, down, 0, 0, x, num_rows, hidden, ffn, kind)
+        _multiply(gated, down, 0, 0, x, num_rows, hidden, ffn_steps, kind)
         _normalize(x, hidden, out, hidden, next_norm, eps, normed, num_rows, hidden, kind)
         if taps[layer]:
             stream = span(x, 0, num_rows * hidden, kind)

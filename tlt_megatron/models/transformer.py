@@ -160,19 +160,13 @@ class Transformer:
         return [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
 
     def _dense_layers(self) -> list[DenseLayer]:
-        return [
-            DenseLayer(
-                qkv=w.qkv,
-                qkv_bias=w.qkv_bias,
-                qk_norm=w.qk_norm,
-                output=w.output,
-                post_norm=w.post_norm,
-                gate_up=w.gate_up,
-                down=w.down,
-                next_norm=next_norm,
-            )
-            for w, next_norm in zip(self.layers, self._next_norms(), strict=True)
-        ]
+        found = []
+        norms = zip(self.layers, self._next_norms(), strict=True)
+        for (qkv, output, mlp), (layer, next_norm) in zip(self._matrices, norms, strict=True):
+            assert isinstance(mlp, DenseMlp)
+            attention = qkv, layer.qk_norm, output
+            found.append(DenseLayer(*attention, layer.post_norm, mlp.gate_up, mlp.down, next_norm))
+        return found
 
     def _make_mlp(self, layer: LayerWeights) -> Mlp:
         make, experts = self.arithmetic.matrix, self.config.experts
@@ -214,7 +208,7 @@ class Transformer:
         angles = self.rotary.lookup(position_ids_P)
         x_PD = F.embedding(token_ids_P, self.embedding)
         normed_PD = norm(x_PD, self.layers[0].input_norm)
-        if self._loop is not None and self._loop.takes(len(x_PD), attention):
+        if self._loop is not None and self._loop.takes(attention):
             taps = self._loop(x_PD, normed_PD, angles, attention, tap_layers=tap_layers)
             return normed_PD, torch.cat((normed_PD, *taps), dim=-1) if taps else normed_PD
         taps = []
