@@ -64,6 +64,8 @@ class Arithmetic:
     lanes: Callable[..., Attention] = LaneTreeAttention
     # None, or what runs all layers of a pass of few rows at once: see `CompiledPass`
     layers: Callable[..., Any] | None = None
+    # None, or what drafts all nodes of chains at once: see `CompiledChains`
+    chains: Callable[..., Any] | None = None
     has_loose_lanes: bool = True  # whether `lanes` takes a `LooseView`
 
 
@@ -91,6 +93,7 @@ def compiled_arithmetic() -> Arithmetic:
     """Return the loops of a CPU."""
     # Imported when needed: the installation may lack numba.
     from tlt_megatron.models import compiled_layer
+    from tlt_megatron.models.compiled_chain import CompiledChains
     from tlt_megatron.models.compiled_pass import CompiledMatrix, CompiledPass
 
     return Arithmetic(
@@ -101,6 +104,7 @@ def compiled_arithmetic() -> Arithmetic:
         paged=partial(TablePages, compiled_layer.CompiledTables),
         lanes=compiled_layer.compiled_lanes,
         layers=CompiledPass,
+        chains=CompiledChains,
     )
 
 

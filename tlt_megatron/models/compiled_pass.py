@@ -27,13 +27,18 @@ class CompiledMatrix(Matrix):
         """See `Matrix`. The packed copy is panels, [panels, steps, PANEL], padded with zeros."""
         num_out, num_in = self._weight.shape
         num_values = values_of(self._weight.dtype)
-        dense = F.pad(self._weight, (0, -num_in % num_values, 0, -num_out % PANEL)).contiguous()
+        pads, dense = (0, -num_in % num_values, 0, -num_out % PANEL), self._weight
+        dense = (F.pad(dense, pads) if any(pads) else dense).contiguous()
         reads = dense.view(torch.int32) if num_values > 1 else dense
         panels = reads.unflatten(0, (-1, PANEL)).transpose(1, 2)
         if self._packed is None:
             self._packed = panels.contiguous()
         else:
             self._packed.copy_(panels)
+
+    @property
+    def num_out(self) -> int:
+        return self._weight.shape[0]
 
     def addresses(self) -> tuple[int, int]:
         """Return those of the panels, which stay, and of the bias."""
@@ -62,15 +67,15 @@ class CompiledPass:
         self, sizes: ModelConfig | DraftConfig, layers: Sequence[DenseLayer], norm: RmsNorm
     ) -> None:
         assert isinstance(norm, CompiledNorm)
-        self._norm, self._layers, s = norm, layers, sizes
+        self._dtype, self.eps, self._layers, s = norm.dtype, norm.value, layers, sizes
         dtype, queries = norm.dtype, s.num_heads * s.head_dim
         self._num_fused = queries + 2 * s.num_kv_heads * s.head_dim
-        self._room_size = self._num_fused + queries + 3 * s.ffn_size + s.hidden_size
+        self.room_size = self._num_fused + queries + 3 * s.ffn_size + s.hidden_size
         num_values = values_of(dtype)
         self._is_whole = not any(n % num_values for n in (s.hidden_size, queries, s.ffn_size))
         heads = s.num_heads, s.num_kv_heads, s.head_dim
-        self._shape = s.hidden_size, *heads, s.ffn_size, dtype.itemsize, num_values
-        self._addresses = np.array([_addresses(layer) for layer in layers])
+        self.shape = s.hidden_size, *heads, s.ffn_size, dtype.itemsize, num_values
+        self.addresses = np.array([_addresses(layer) for layer in layers])
 
     def takes(self, attention: Attention) -> bool:
         """Return whether the loop computes such a pass."""
@@ -98,8 +103,8 @@ class CompiledPass:
         caches = attention.caches(num_layers)
         num_pairs, num_slots, head_dim = caches[0].shape
         # The loop takes sizes on trust.
-        assert (num_pairs // 2, head_dim) == self._shape[2:4]
-        assert x_PD.dtype == caches[0].dtype == self._norm.dtype
+        assert (num_pairs // 2, head_dim) == self.shape[2:4]
+        assert x_PD.dtype == caches[0].dtype == self._dtype
         assert x_PD.is_contiguous()
         assert normed_PD.is_contiguous()
         to_caches = np.array([kv_KTH.data_ptr() for kv_KTH in caches])
@@ -108,7 +113,7 @@ class CompiledPass:
         for slots, places, lengths in attention.parts():
             part = slice(start, start + len(slots))
             x, normed, (cos, sin) = x_PD[part], normed_PD[part], (each[part] for each in angles)
-            rooms = x.new_empty(len(x) * self._room_size)
+            rooms = x.new_empty(len(x) * self.room_size)
             heads, heads_row = rooms, self._num_fused
             if heads_PA is not None:
                 heads, heads_row = heads_PA[part], heads_PA.stride(0)
@@ -118,8 +123,8 @@ class CompiledPass:
             addresses = x.data_ptr(), normed.data_ptr(), heads.data_ptr(), rooms.data_ptr()
             read = slots, places, lengths, num_slots
             rotation = cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[2] // 2
-            sizes = heads_row, self._norm.value, self._shape, KINDS[x.dtype]
-            weights = self._addresses, to_caches, to_taps
+            sizes = heads_row, self.eps, self.shape, KINDS[x.dtype]
+            weights = self.addresses, to_caches, to_taps
             pass_kernels.run_layers(addresses, *weights, read, rotation, *sizes)
             start = part.stop
         return list(taps.values())

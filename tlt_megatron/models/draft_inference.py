@@ -72,7 +72,6 @@ class DraftInference:
         self.dtype = dtype
         self.rotary = RotaryTable(c.rope, c.rotary_dim, dtype, device)
         self._num_rotated = c.num_heads + c.num_kv_heads
-        self._head_start = 0 if c.is_eagle3 else c.hidden_size  # EAGLE: a fused row begins with fc
         self._arithmetic = arithmetic or fastest_arithmetic(device)
         self._rms = self._arithmetic.norm(c.rms_norm_eps, dtype, device)
         empty = partial(torch.empty, dtype=dtype, device=device)
@@ -86,7 +85,7 @@ class DraftInference:
         make, d = self._arithmetic.matrix, c.hidden_size
         matrix = partial(make.empty, dtype=dtype, device=device)
         num_heads = (self._num_rotated + c.num_kv_heads) * c.head_dim
-        width = d if c.is_mtp else self._head_start + num_heads
+        width = d if c.is_mtp else c.head_start + num_heads
         # Token ids of the columns of `logits`, ascending; None: all V.
         self.ids_C: Tensor | None = None
         head = None
@@ -108,6 +107,12 @@ class DraftInference:
         self._loop = None
         if self._arithmetic.layers is not None and not is_mixture:
             self._loop = self._arithmetic.layers(c, [self._dense_layer()], self._rms)
+        # Drafts all nodes of chains at once, if this drafter and its arithmetic can.
+        self.draft_chains = None
+        is_plain = not c.is_mtp and not c.norm_before_residual and self._matrices.head is not None
+        if self._loop is not None and self._arithmetic.chains is not None and is_plain:
+            parts = self._loop, self._matrices.inputs, self._matrices.head, model.embedding_VD
+            self.draft_chains = self._arithmetic.chains(c, *parts, self.rotary)
         self._mixture = None
         if isinstance(model.layer.mlp, DraftMixture):
             self._mixture = self._make_mixture(model.layer.mlp.frozen)
@@ -234,7 +239,7 @@ class DraftInference:
         self, token_ids_P: Tensor, hidden_PD: Tensor, position_ids_P: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
         """See `DraftModel.forward`."""
-        c, norm, start, m = self.config, self._rms, self._head_start, self._matrices
+        c, norm, start, m = self.config, self._rms, self.config.head_start, self._matrices
         embedded_PD = self._model.embedding_VD.index_select(0, token_ids_P).to(self.dtype)
         if c.form.has_zero_first:
             embedded_PD = embedded_PD.masked_fill((position_ids_P == 0).unsqueeze(1), 0)

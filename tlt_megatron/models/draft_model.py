@@ -88,6 +88,11 @@ class DraftConfig:
         return self.architecture == "eagle3"
 
     @property
+    def head_start(self) -> int:
+        """Return the columns of fc, which the first matrix computes before the heads."""
+        return 0 if self.is_eagle3 else self.hidden_size
+
+    @property
     def is_mtp(self) -> bool:
         """Return whether it is the checkpoint's own layer."""
         return self.architecture == MTP

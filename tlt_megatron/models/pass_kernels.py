@@ -189,6 +189,13 @@ def _multiply(x, panels, addend, addend_row, out, num_rows, num_out, steps, kind
 multiply = compiled(_multiply.py_func)
 
 
+@part
+def _copy(source, source_at, target, target_at, size, kind):
+    values, copies = span(source, source_at, size, kind), span(target, target_at, size, kind)
+    for i in range(size):
+        copies[i] = values[i]
+
+
 @compiled
 def run_layers(rows, weights, caches, taps, read, angles, heads_row, eps, shape, kind):
     """Run rows through layers. See `compiled_pass.CompiledPass`.
@@ -225,7 +232,51 @@ def run_layers(rows, weights, caches, taps, read, angles, heads_row, eps, shape,
         _multiply(gated, down, 0, 0, x, num_rows, hidden, ffn_steps, kind)
         _normalize(x, hidden, out, hidden, next_norm, eps, normed, num_rows, hidden, kind)
         if taps[layer]:
-            stream = span(x, 0, num_rows * hidden, kind)
-            kept = span(taps[layer], 0, num_rows * hidden, kind)
-            for i in range(num_rows * hidden):
-                kept[i] = stream[i]
+            _copy(x, 0, taps[layer], 0, num_rows * hidden, kind)
+
+
+@compiled
+def draft_chains(tokens, rows, matrices, layer, read, table, scores, sizes, eps, shape, kind):
+    """Write the likeliest token of each depth to `tokens` [rows, depths]. See
+    `compiled_chain.CompiledChains`.
+    """
+    logits, hidden, inputs, fused, x, normed, angles, rooms = rows
+    embedding, in_panels, in_bias, head_panels = matrices
+    weights, caches, taps = layer
+    slots, places, lengths, num_slots = read
+    angle_table, positions, half = table
+    offsets, scale = scores
+    num_ids, in_width, start, has_norms = sizes
+    width, item, num_values = shape[0], shape[5], shape[6]
+    num_rows, depth = tokens.shape
+    for d in range(depth):
+        for b in range(num_rows):
+            of_row, best, most = span(logits, b * num_ids, num_ids, kind), 0, -np.inf
+            for i in range(num_ids):
+                score = widen(of_row[i]) * wide(scale, kind) + offsets[b, d, i]
+                if score > most:
+                    best, most = i, score
+            tokens[b, d] = best
+        if d + 1 == depth:
+            break
+        for b in range(num_rows):
+            _copy(embedding, tokens[b, d] * width, inputs, 2 * b * width, width, kind)
+            _copy(hidden, b * width, inputs, (2 * b + 1) * width, width, kind)
+            place = (positions[b] + d) * 4 * half
+            _copy(angle_table, place, angles, b * 4 * half, 4 * half, kind)
+        if has_norms:
+            _normalize(inputs, width, 0, 0, 0, eps, inputs, 2 * num_rows, width, kind)
+        steps = 2 * width // num_values
+        _multiply(inputs, in_panels, in_bias, 0, fused, num_rows, in_width, steps, kind)
+        for b in range(num_rows):
+            if start:
+                _copy(fused, b * in_width, x, b * width, width, kind)
+            else:
+                _copy(hidden, b * width, x, b * width, width, kind)
+        states = x, normed, fused + start * item, rooms
+        turns = angles, angles + 2 * half * item, 4 * half, half
+        keys = slots + d, places, lengths + d, num_slots
+        run_layers(states, weights, caches, taps, keys, turns, in_width, eps, shape, kind)
+        _copy(x, 0, hidden, 0, num_rows * width, kind)
+        steps, heads = width // num_values, normed if has_norms else x
+        _multiply(heads, head_panels, 0, 0, logits, num_rows, num_ids, steps, kind)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +76,7 @@ class Transformer:
         self.layers = [self._allocate_layer(number) for number in range(config.num_layers)]
         # qkv, output and MLP of each layer. The first pass after a load makes them.
         self._matrices: list[tuple[Matrix, Matrix, Mlp]] = []
+        self._loop: Any = None  # see `Arithmetic.layers`
         self.rotary = RotaryTable(config.rope, config.rotary_dim, dtype, device)
         self._norm = arithmetic.norm(config.rms_norm_eps, dtype, device)
 
@@ -132,7 +134,7 @@ class Transformer:
         expected = self._shapes[name]
         if tensor.shape != expected:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {expected}")
-        self._matrices = []
+        self._matrices, self._loop = [], None  # frees the packed copies before there are others
         view.copy_(tensor)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -152,7 +154,6 @@ class Transformer:
             for layer in self.layers
         ]
         self._head = make(self.lm_head, None)
-        self._loop = None
         if self.arithmetic.layers is not None and self.config.experts is None:
             self._loop = self.arithmetic.layers(self.config, self._dense_layers(), self._norm)
 

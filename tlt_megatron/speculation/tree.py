@@ -44,6 +44,12 @@ num_steps - 1 times.
 """
 
 
+DraftChains = Callable[[Tensor, Tensor, float], Tensor]
+"""(root_logits_BV, offsets_BDV, scale) -> token_ids_BD: the token with the largest draft logit *
+scale + offset at each of D depths, after that of the depth before.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftTree:
     """Drafted tokens of B requests. Parents precede their children.
@@ -222,8 +228,10 @@ class TreeGrower:
         noise_keys: tuple[Tensor, Tensor],
         noise_BDV: Tensor | None = None,
         ids_V: Tensor | None = None,
+        draft_chains: DraftChains | None = None,
     ) -> DraftTree:
-        """Grow one tree per request.
+        """Grow one tree per request. `draft_chains` takes the place of `expand` for a chain whose
+        noise is there.
 
         `root_logits_BV` are the draft logits after the root. `params` are those of the target.
         `noise_keys` are the seeds and positions [B] of depth 1. If the noise is there already,
@@ -236,7 +244,10 @@ class TreeGrower:
         if noise_BDV is not None:
             dtype = torch.promote_types(root_logits_BV.dtype, torch.float32)
             noise_BDV = noise_BDV[:, : self.strategy.num_steps]
-            offsets = (noise_BDV * (scale * params.temperature)).to(dtype).unbind(1)
+            offsets_BDV = (noise_BDV * (scale * params.temperature)).to(dtype)
+            if draft_chains is not None and self.strategy.topk == 1 and not params.is_cut:
+                return chain_tree(draft_chains(root_logits_BV, offsets_BDV, 1 / _DRAFT_ERROR))
+            offsets = offsets_BDV.unbind(1)
         scoring = _Scoring(
             scale=scale, params=params, keys=noise_keys, offsets=offsets, ids_V=ids_V
         )

@@ -34,6 +34,7 @@ from tlt_megatron.speculation.sampling import Sampled, kept_ids, sample, sample_
 from tlt_megatron.speculation.tree import (
     ROOT,
     UNUSED,
+    DraftChains,
     DraftTree,
     Expand,
     TreeGrower,
@@ -215,6 +216,7 @@ class LaneSteps:
             noise_keys=(rows.seed, rows.count + 1),
             noise_BDV=batch.noise_BSV,
             ids_V=self._draft.ids_C,
+            draft_chains=self._chains_from(batch, hidden_BD, longest),
         )
 
     def extend(self, batch: LaneBatch, start: int, end: int, longest: int) -> tuple[Tensor, Tensor]:
@@ -277,6 +279,17 @@ class LaneSteps:
             return draft.logits(head_PD).view(num_rows, topk, -1)
 
         return expand
+
+    def _chains_from(self, batch: LaneBatch, hidden_BD: Tensor, longest: int) -> DraftChains | None:
+        """Return the drafter's passes over all nodes of chains in one, if it has them."""
+        draft, view, rows = self._draft, batch.view, batch.rows
+        if draft is None or draft.draft_chains is None:
+            return None
+        visible = causal(view, rows.position.unsqueeze(1), view.read_length(longest))
+        attention = draft.lanes(view, rows.slot, visible, first_layer=self._draft_layer)
+        if not draft.draft_chains.takes(attention):
+            return None
+        return partial(draft.draft_chains, hidden_BD, rows.position, attention)
 
     # ---- TARGET
 
