@@ -190,4 +190,5 @@ def test_chat_answers_each_line(finished: Path, address: str) -> None:
             assert "no chat template" in done.stderr.splitlines()[-1]
         else:
             assert done.returncode == 0, done.stderr
-            assert done.stdout.count("tokens/s, accept length") == 2
+            # Without an accept length if the selector decoded the answer plainly.
+            assert done.stdout.count(" tokens/s") == 2

@@ -1,4 +1,4 @@
-"""Profiles a rank that decodes while the next core rests, trains the drafter, or only adds.
+"""Times a rank that decodes while the next core rests, trains the drafter, or only adds.
 
     python -m tools.bench beside
 
@@ -6,8 +6,6 @@ One process decodes the same requests in every round, with a chain and plain. A 
 the work of a neighbour, and is frozen while another neighbour has its turn: `training` trains the
 drafter on packed responses, as an idle rank does. `adding` adds numbers, which takes no memory. The
 ratios are CPU seconds over those beside a resting core, taken within a round.
-
-The parts are operators of torch's profiler. The rest is all else, the profiler included.
 """
 
 from __future__ import annotations
@@ -18,13 +16,12 @@ import dataclasses
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.synchronize import Event
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.config.strategy import SpeculationStrategy
@@ -35,9 +32,7 @@ from tools.commands.load_engine import LoadedPolicy
 from tools.print_tables import print_table
 
 RESTING, TRAINING, ADDING = "resting", "training", "adding"
-_PROFILED_ROUNDS = 2
 _PR_SET_PDEATHSIG = 1
-_PARTS = {"matrices": ("linear", "mm"), "attention": ("attention",)}  # in the names of operators
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -50,12 +45,12 @@ def add_options(add: Callable[..., object]) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """Measure and print two tables. Return the values of the JSON."""
+    """Measure and print a table. Return the values of the JSON."""
     policy = LoadedPolicy(options.model, max_new_tokens=options.num_tokens)
     drafter = policy.load_drafter(options.drafter)
     prompts = policy.prompts(options.prompts)
     params = policy.params(options.num_tokens, seed=1)
-    slower, parts, rows = {}, {}, []
+    slower, rows = {}, []
     with neighbours(options) as pids:
         for size in options.batch_sizes:
             batch = [
@@ -73,16 +68,9 @@ def run(options: argparse.Namespace) -> dict[str, object]:
                 found = {each: ratios(seconds[each], seconds[RESTING]) for each in pids}
                 slower[f"{name}/{size}"] = found
                 rows.append([str(size), name, *(told(found[each]) for each in pids)])
-                parts[f"{name}/{size}"] = _parts(runs)
     columns = ("batch", "decoding", *pids)
     print_table("CPU seconds over those beside a resting core", columns, rows)
-    shown = [
-        [key, part, *(by_neighbour[each][part] for each in pids)]
-        for key, by_neighbour in parts.items()
-        for part in by_neighbour[RESTING]
-    ]
-    print_table("CPU seconds by part, under the profiler", ("", "part", *pids), shown)
-    return {"seconds_over_resting": slower, "seconds_by_part": parts}
+    return {"seconds_over_resting": slower}
 
 
 def _beside(pid: int, decode: Callable[[], object]) -> None:
@@ -92,24 +80,6 @@ def _beside(pid: int, decode: Callable[[], object]) -> None:
     decode()
     if pid:
         os.kill(pid, signal.SIGSTOP)
-
-
-def _parts(runs: Mapping[str, Callable[[], None]]) -> dict[str, dict[str, float]]:
-    """Return CPU seconds by neighbour and part, summed over rounds."""
-    found = {name: dict.fromkeys([*_PARTS, "rest"], 0.0) for name in runs}
-    for _ in range(_PROFILED_ROUNDS):
-        for name, decode in runs.items():
-            with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                found[name]["rest"] += cpu_seconds(decode)
-            for event in profiler.key_averages():
-                seconds = event.self_cpu_time_total / 1e6
-                part = next(
-                    (p for p, names in _PARTS.items() if any(n in event.key for n in names)), ""
-                )
-                if part:
-                    found[name][part] += seconds
-                    found[name]["rest"] -= seconds
-    return found
 
 
 @contextmanager

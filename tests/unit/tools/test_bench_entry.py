@@ -68,8 +68,6 @@ def test_the_benchmarks_of_a_language_model_measure_any_policy_folder(tmp_path: 
     pair = ("--model", model, "--drafter", drafter, "--prompts", str(tmp_path / "eval.jsonl"))
     result = measured("beside", *pair, *short)
     assert set(result["seconds_over_resting"]) == {"plain/2", "2_1_2/2"}
-    for by_neighbour in result["seconds_by_part"].values():
-        assert all(parts["matrices"] > 0 for parts in by_neighbour.values())
 
 
 def test_a_measure_that_is_missing_is_null_in_the_json(tmp_path: Path) -> None:
