@@ -23,7 +23,7 @@ from tests.unit.engines.conftest import checksum, speculate
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.models.attention.kernels import attend_in_chunks
-from tlt_megatron.models.attention.lanes import LaneView
+from tlt_megatron.models.attention.lanes import LaneView, Visible
 from tlt_megatron.models.attention.ordered_kernel import OrderedAttention, attend_ordered
 from tlt_megatron.models.attention.tables import table_lanes
 from tlt_megatron.models.kv_cache import KvCache
@@ -118,7 +118,8 @@ def test_a_tree_node_reads_its_path_in_order() -> None:
     for path in ([10, 13, 17], [10, 11, 12]):
         bias = torch.full((1, 1, 32), -torch.inf, dtype=torch.bfloat16)
         bias[..., [*range(10), *path]] = 0.0
-        attention = table_lanes(OrderedAttention, view, torch.tensor(path[-1:]), bias)
+        visible = Visible(32, lambda bias=bias: bias)
+        attention = table_lanes(OrderedAttention, view, torch.tensor(path[-1:]), visible)
         outs.append(attention.attend(0, query, own))
         cache.layers[0][:, 11] = cache.layers[0][:, 13]
     assert torch.equal(*outs)
