@@ -30,7 +30,7 @@ _UNKNOWN = 0.3  # acceptance of an unknown drafter: too low to rely on
 _HYSTERESIS = 0.02  # relative gain in tokens per second that a change of strategy needs
 _PROBE_SHARE = 0.005  # share of the time that probes of one kind may lose
 _REST = (2.0, 500.0)  # fewest and most passes between two probes of a kind
-_REST_GROWTH = 3.0  # largest growth of the rest from one probe to the next
+_REST_GROWTH = 3.0  # of the rest, at most, with a probe; a new drafter takes it back
 
 
 @dataclass
@@ -76,6 +76,7 @@ class _Kind:
     strategies: Sequence[SpeculationStrategy]  # the cheapest first, which is the one to probe
     acceptance: _Acceptance = field(default_factory=_Acceptance)
     widths: dict[str, float] = field(default_factory=dict)  # widths of trees that ran: see `rates`
+    expected: dict[SpeculationStrategy, float] = field(default_factory=dict)  # `tokens` as of now
     ran_at: int = 0
     rest: float = _REST[0]  # passes from `ran_at` to the next probe
 
@@ -91,7 +92,10 @@ class _Kind:
 
     def tokens(self, strategy: SpeculationStrategy) -> float:
         """Return the expected tokens of a request in one pass, the bonus token included."""
-        return 1.0 + sum(itertools.accumulate(self.rates(strategy), operator.mul))
+        if strategy not in self.expected:
+            accepted = itertools.accumulate(self.rates(strategy), operator.mul)
+            self.expected[strategy] = 1.0 + sum(accepted)
+        return self.expected[strategy]
 
     def observe(
         self,
@@ -108,10 +112,7 @@ class _Kind:
             surprise = (sum(accepted_by_depth) - expected) / _WIDTH_TOKENS
             self.widths[str(strategy)] = min(max(width * math.exp(surprise), 1.0), 8.0)
         self.acceptance.observe(tried, first_by_depth or accepted_by_depth)
-
-    def ran(self, now: int) -> None:
-        """Note a pass that was no probe."""
-        self.ran_at, self.rest = now, _REST[0]
+        self.expected.clear()
 
     def probed(self, now: int, lost: float) -> None:
         """Note a probe that lost `lost` passes. The next one waits until that is a small share of
@@ -179,7 +180,7 @@ class CostModelSelector:
             lost = seconds / usual_s - tokens / self._tokens(self._current)
             kind.probed(self._num_observed, lost)
         else:
-            kind.ran(self._num_observed)
+            kind.ran_at = self._num_observed
         # A pass of the learned drafter after others, or with new requests, includes its reading of
         # their tokens: an upper bound of its seconds.
         last, last_size = self._last
@@ -194,10 +195,10 @@ class CostModelSelector:
         return self._kind_of[strategy].tokens(strategy)
 
     def drafter_changed(self) -> None:
-        """Probe the learned drafter at once if it does not run."""
+        """Probe the learned drafter sooner if it does not run."""
         for kind in self._kinds:
             if kind.strategies[0].is_learned and self._current not in kind.strategies:
-                kind.rest = 0.0
+                kind.rest /= _REST_GROWTH
 
     def _identity(self) -> dict[str, Any]:
         return {"kind": "cost_model", "version": 5, "strategies": [*map(str, self._kind_of)]}
@@ -238,5 +239,6 @@ class CostModelSelector:
         self._cost.load_state_dict(state["cost"])
         for kind, saved in zip(self._kinds, kinds, strict=True):
             kind.acceptance, kind.widths, kind.ran_at, kind.rest = saved
+            kind.expected.clear()
         self._current, self._last, self._num_observed = current, last, num_observed
         self._probe = None

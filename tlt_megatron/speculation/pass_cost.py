@@ -14,7 +14,9 @@ from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.saved_files import amount
 
 _WINDOW = 9  # passes of a median: it survives 4 disturbed ones
-_STALE = 300  # passes after which a median is forgotten: machine and context lengths change
+# Passes after which a median is forgotten: machine and context lengths change. Each time it waits
+# three times as long, so that what is slow costs less and less.
+_STALE, _STALE_GROWTH = 300, 3
 _Place = tuple[SpeculationStrategy, int]  # strategy and octave of the batch size
 
 
@@ -27,7 +29,9 @@ class PassCost:
 
     def __init__(self) -> None:
         self._latest: dict[_Place, deque[float]] = {}  # seconds over `_units`
+        self._medians: dict[_Place, float] = {}  # of `_latest`
         self._seen_at: dict[_Place, int] = {}  # number of the latest pass
+        self._lifetimes: dict[_Place, int] = {}  # passes, of medians that were forgotten before
         self._num_passes = 0
 
     def observe(self, strategy: SpeculationStrategy, batch_size: int, seconds: float) -> None:
@@ -36,18 +40,20 @@ class PassCost:
         place = strategy, _octave(batch_size)
         latest = self._latest.setdefault(place, deque(maxlen=_WINDOW))
         latest.append(seconds / _units(strategy, batch_size))
+        self._medians[place] = statistics.median_low(latest)
         self._seen_at[place] = self._num_passes
         for other, seen_at in list(self._seen_at.items()):
-            if self._num_passes - seen_at > _STALE:
-                del self._latest[other], self._seen_at[other]
+            lifetime = self._lifetimes.get(other, _STALE)
+            if self._num_passes - seen_at > lifetime:
+                self._lifetimes[other] = lifetime * _STALE_GROWTH
+                del self._latest[other], self._medians[other], self._seen_at[other]
 
     def seconds(self, strategy: SpeculationStrategy, batch_size: int) -> float:
         """Return the estimate. Before the first pass it is in units of a plain pass."""
         place = strategy, _octave(batch_size)
-        if self._latest and place not in self._latest:
-            place = min(self._latest, key=lambda other: _distance(place, other))
-        median = statistics.median_low(self._latest.get(place, (1.0,)))
-        return median * _units(strategy, batch_size)
+        if self._medians and place not in self._medians:
+            place = min(self._medians, key=lambda other: _distance(place, other))
+        return self._medians.get(place, 1.0) * _units(strategy, batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the table as values that JSON can hold."""
@@ -55,7 +61,8 @@ class PassCost:
             [str(place[0]), place[1], list(latest), self._seen_at[place]]
             for place, latest in self._latest.items()
         ]
-        return {"num_passes": self._num_passes, "table": table}
+        lifetimes = [[str(place[0]), place[1], n] for place, n in self._lifetimes.items()]
+        return {"num_passes": self._num_passes, "table": table, "lifetimes": lifetimes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
@@ -66,7 +73,13 @@ class PassCost:
             all_seen_at[place] = int(amount(seen_at))
             if not all_latest[place]:
                 raise ValueError(f"table: {text} has no pass")
+        lifetimes = {
+            (SpeculationStrategy.parse(text), int(amount(octave))): int(amount(passes))
+            for text, octave, passes in state.get("lifetimes", ())  # older checkpoints have none
+        }
         self._num_passes, self._latest, self._seen_at = num_passes, all_latest, all_seen_at
+        self._medians = {place: statistics.median_low(x) for place, x in all_latest.items()}
+        self._lifetimes = lifetimes
 
 
 def _octave(batch_size: int) -> int:

@@ -134,17 +134,45 @@ def decode(selector: CostModelSelector, num_steps: int, *, num_accepted: int) ->
 
 def test_a_new_drafter_is_not_judged_by_its_first_pass() -> None:
     """The first pass reads the prompts, so it is slow, and drafts the beginnings of responses,
-    which are hard.
+    which are hard. Each training brings a new drafter, so one of them is soon found to be good.
     """
     selector = CostModelSelector([CHAIN])
-    decode(selector, 300, num_accepted=0)
+    decode(selector, 1200, num_accepted=0)
     for _ in range(3):
         while any(decode(selector, 10, num_accepted=0)):
             pass
-        selector.drafter_changed()
-        assert selector.choose(4).strategy == CHAIN
         selector.observe(CHAIN, 4, [0, 0, 0, 0], 0.040)
-        assert all(decode(selector, 60, num_accepted=4)[-10:])
+        for _ in range(6):
+            selector.drafter_changed()
+            drafted = decode(selector, 60, num_accepted=4)
+        assert all(drafted[-10:])
+
+
+class ComputeBoundDecoding(SyntheticDecoding):
+    """A CPU with a small policy: a pass costs in proportion to its rows, so nothing beats plain
+    decoding by more than 2 %. Measured with the quickstart's policy.
+    """
+
+    def seconds(self, strategy: SpeculationStrategy, batch_size: int, num_unread: int = 0) -> float:
+        seconds = 3.3e-4 + 7.5e-5 * batch_size * strategy.num_rows
+        if not strategy.is_off:
+            seconds += 5e-4 + strategy.num_steps * (4e-5 + 1.8e-5 * batch_size)
+        return seconds + (1e-5 * num_unread if strategy.is_learned else 0.0)
+
+
+@pytest.mark.parametrize(("quality", "share"), [(0.05, 0.95), (0.55, 0.94), (0.9, 0.95)])
+def test_steps_that_do_not_need_a_drafter_hardly_pay_for_it(quality: float, share: float) -> None:
+    """Each step has few passes and begins with a new drafter, as while one learns."""
+    scores = []
+    for seed in range(4):
+        chains = [SpeculationStrategy.parse(text) for text in ("2_1_2", "4_1_4", "8_1_8")]
+        world = ComputeBoundDecoding(seed=seed, quality=quality, arms=chains)
+        selector = CostModelSelector(chains)
+        for number in range(30):
+            selector.drafter_changed()
+            lengths = long_tailed_lengths(32, seed=number)
+            scores.append(run_rollout(selector, world, lengths, seed=number).of_plain)
+    assert fmean(scores) > share
 
 
 def test_a_straggler_does_not_keep_new_requests_from_drafting() -> None:
@@ -155,7 +183,7 @@ def test_a_straggler_does_not_keep_new_requests_from_drafting() -> None:
         world, selector = SyntheticDecoding(seed=seed, quality=0.85), CostModelSelector(ARMS)
         run_selector(selector, world, [8] * 300)
         world.quality = 0.0
-        assert run_selector(selector, world, [1] * 300).chosen[200:].count(OFF) > 70
+        assert run_selector(selector, world, [1] * 300).chosen[200:].count(OFF) > 60
         world.quality = 0.85
         assert run_selector(selector, world, [8] * 12).chosen.count(OFF) <= 3  # probes
 
