@@ -30,7 +30,7 @@ _UNKNOWN = 0.3  # acceptance of an unknown drafter: too low to rely on
 _HYSTERESIS = 0.02  # relative gain in tokens per second that a change of strategy needs
 _PROBE_SHARE = 0.005  # share of the time that probes of one kind may lose
 _REST = (2.0, 500.0)  # fewest and most passes between two probes of a kind
-_REST_GROWTH = 3.0  # of the rest, at most, with a probe; a new drafter takes it back
+_REST_GROWTH = 3.0  # largest growth of the rest with a probe; a new drafter takes it back
 
 
 @dataclass

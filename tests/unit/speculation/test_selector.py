@@ -43,6 +43,7 @@ def test_a_restored_selector_repeats_every_choice() -> None:
             counts = accepted_by_depth(accepted, strategy.depth)
             for each in (selector, restored):
                 each.observe(strategy, size, counts, seconds, counts[: strategy.num_steps])
+        assert restored.state_dict() == selector.state_dict()
 
 
 @pytest.mark.parametrize("index", range(3))
