@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.speculation.sampling import gumbel_noise, sample
-from tlt_megatron.speculation.tree import DraftTree, TreeGrower, ancestor_mask
+from tlt_megatron.speculation.tree import DraftTree, TreeGrower
 from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed
 from tlt_megatron.types import SamplingParams
 
@@ -80,7 +80,6 @@ def verify(
     return verify_noise_keyed(
         tree,
         samples_BR,
-        ancestors_BRR=ancestor_mask(tree),
         stop_token_ids=torch.tensor(stops, dtype=torch.int64),
         max_commit_B=torch.full((len(samples_BR),), 99) if limits_B is None else limits_B,
     )

@@ -18,23 +18,23 @@ from tlt_megatron.config.schema import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 # Lines with a token that is neither a comment nor part of a docstring.
 CODE_LINES = {
-    "tlt_megatron": 29_069,
+    "tlt_megatron": 29_106,
     "tlt_megatron/api": 696,
     "tlt_megatron/config": 2_708,
     "tlt_megatron/data": 1_084,
     "tlt_megatron/drafter": 901,
-    "tlt_megatron/engines": 4_211,
+    "tlt_megatron/engines": 4_218,
     "tlt_megatron/mcore": 2_944,
-    "tlt_megatron/models": 3_807,
+    "tlt_megatron/models": 3_836,
     "tlt_megatron/policy": 1_328,
     "tlt_megatron/rewards": 2_192,
     "tlt_megatron/rollout": 1_566,
     "tlt_megatron/runtime": 1_870,
-    "tlt_megatron/speculation": 1_208,
+    "tlt_megatron/speculation": 1_209,
     "tlt_megatron/spot": 1_037,
     "tlt_megatron/trainer": 2_821,
     "tools": 8_106,
-    "tests": 35_851,
+    "tests": 35_852,
 }
 NUM_SETTINGS = 127
 MAX_ATTRIBUTES = 15  # a class that holds more owns two things

@@ -19,7 +19,7 @@ from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.models.attention.packed import BranchAttention, UnrolledAttention
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.speculation.sampling import request_seed
-from tlt_megatron.speculation.tree import UNUSED, Expand, TreeGrower, ancestor_mask, deepest_path
+from tlt_megatron.speculation.tree import UNUSED, Expand, TreeGrower, deepest_path
 from tlt_megatron.types import DraftSequence, SamplingParams
 
 _NODES_AT_ONCE = 512  # drafted nodes whose vocabulary-sized scores exist at once
@@ -129,7 +129,7 @@ class Replay:
         is_over_RS = steps_S >= self._room_P.to(device)[roots_R].unsqueeze(1)
         path_RS = path_RS.masked_fill(is_over_RS, UNUSED - 1)
         is_match_RQ = path_RS.gather(1, tree.depths_BQ - 1) == tree.token_ids_BQ
-        return deepest_path(tree, is_match_RQ, ancestor_mask(tree))[0].cpu()
+        return deepest_path(tree, is_match_RQ)[0].cpu()
 
 
 class _Drafts(NamedTuple):

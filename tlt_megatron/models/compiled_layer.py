@@ -68,9 +68,10 @@ class CompiledTables:
             start += lengths_XQ.size
         return out_PN
 
-    def caches(self, num_layers: int) -> list[Tensor]:
-        """Return the KV of the layers."""
-        return self._cache.layers[self._first_layer :][:num_layers]
+    def cache(self) -> tuple[int, int, int]:
+        """Return the address of the first layer's KV, the bytes of a layer, and the slots."""
+        kv_LKTH, first = self._cache.kv_LKTH, self._cache.layers[self._first_layer]
+        return first.data_ptr(), first.nbytes, kv_LKTH.shape[2]
 
     def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yield the slots of consecutive tokens, the places of their rows' keys, and how many each

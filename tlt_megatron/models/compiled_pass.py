@@ -15,7 +15,7 @@ from tlt_megatron.models.compiled_layer import CompiledNorm, CompiledTables
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.cpu_kernels import KINDS
 from tlt_megatron.models.draft_model import DraftConfig
-from tlt_megatron.models.layers import DenseLayer, RmsNorm
+from tlt_megatron.models.layers import DenseLayer, RmsNorm, RotaryTable
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.models.pass_kernels import PANEL
 
@@ -64,70 +64,81 @@ class CompiledPass:
     """The layers of a policy or a drafter. Call `takes`, then the object."""
 
     def __init__(
-        self, sizes: ModelConfig | DraftConfig, layers: Sequence[DenseLayer], norm: RmsNorm
+        self,
+        sizes: ModelConfig | DraftConfig,
+        layers: Sequence[DenseLayer],
+        norm: RmsNorm,
+        rotary: RotaryTable,
+        first_norm: Tensor | None = None,
     ) -> None:
+        """`first_norm` normalizes the rows that no `heads_PA` are given for."""
         assert isinstance(norm, CompiledNorm)
         self._dtype, self.eps, self._layers, s = norm.dtype, norm.value, layers, sizes
+        self._rotary, self._first_norm = rotary, address_of(first_norm)
         dtype, queries = norm.dtype, s.num_heads * s.head_dim
         self._num_fused = queries + 2 * s.num_kv_heads * s.head_dim
-        self.room_size = self._num_fused + queries + 3 * s.ffn_size + s.hidden_size
+        num_angles = rotary.table_SH2.shape[1]
+        self.room_size = num_angles + self._num_fused + queries + 3 * s.ffn_size + s.hidden_size
         num_values = values_of(dtype)
         self._is_whole = not any(n % num_values for n in (s.hidden_size, queries, s.ffn_size))
         heads = s.num_heads, s.num_kv_heads, s.head_dim
         self.shape = s.hidden_size, *heads, s.ffn_size, dtype.itemsize, num_values
         self.addresses = np.array([_addresses(layer) for layer in layers])
+        self._no_taps = np.zeros(len(layers), np.int64)
 
     def takes(self, attention: Attention) -> bool:
         """Return whether the loop computes such a pass."""
         return self._is_whole and isinstance(attention, CompiledTables)
 
+    def table(self) -> tuple[int, int]:
+        """Return the address of the rotary table, and half of the values that turn."""
+        table_SH2 = self._rotary.table_SH2
+        assert table_SH2.dtype == self._dtype  # the loop takes it on trust
+        return table_SH2.data_ptr(), table_SH2.shape[1] // 4
+
     def __call__(
         self,
         x_PD: Tensor,
-        normed_PD: Tensor,
-        angles: tuple[Tensor, Tensor],
+        position_ids_P: Tensor,
         attention: Attention,
         *,
         heads_PA: Tensor | None = None,
         tap_layers: Collection[int] = (),
     ) -> list[Tensor]:
-        """Run the layers. Return the residual stream after each of `tap_layers`, ascending.
+        """Run the layers. Return the norm of the result, then the residual stream after each of
+        `tap_layers`, ascending.
 
-        `x_PD` becomes the residual stream after the last layer, and `normed_PD` its norm. At the
-        start `normed_PD` is the norm of x, unless the `heads_PA` of a layer without qkv are given,
-        which are changed.
+        `x_PD` becomes the residual stream after the last layer. The `heads_PA` of a layer without
+        qkv are changed.
         """
         assert isinstance(attention, CompiledTables)
-        num_layers = len(self._layers)
-        taps = {layer: torch.empty_like(x_PD) for layer in sorted(tap_layers)}
-        caches = attention.caches(num_layers)
-        num_pairs, num_slots, head_dim = caches[0].shape
+        cache, row_bytes = attention.cache(), self.shape[0] * self._dtype.itemsize
         # The loop takes sizes on trust.
-        assert (num_pairs // 2, head_dim) == self.shape[2:4]
-        assert x_PD.dtype == caches[0].dtype == self._dtype
+        num_kv_heads, head_dim = self.shape[2:4]
+        assert cache[1] == 2 * num_kv_heads * cache[2] * head_dim * self._dtype.itemsize
+        assert x_PD.dtype == self._dtype
         assert x_PD.is_contiguous()
-        assert normed_PD.is_contiguous()
-        to_caches = np.array([kv_KTH.data_ptr() for kv_KTH in caches])
-        start = 0
+        normed_PD = torch.empty_like(x_PD)
+        taps = {layer: torch.empty_like(x_PD) for layer in sorted(tap_layers)}
+        to_taps = self._no_taps.copy() if taps else self._no_taps
+        table, half = self.table()
+        positions_P, start = position_ids_P.numpy(), 0
         # A part sees no later one.
         for slots, places, lengths in attention.parts():
-            part = slice(start, start + len(slots))
-            x, normed, (cos, sin) = x_PD[part], normed_PD[part], (each[part] for each in angles)
-            rooms = x.new_empty(len(x) * self.room_size)
-            heads, heads_row = rooms, self._num_fused
+            part, at = slice(start, start + len(slots)), start * row_bytes
+            rooms = x_PD.new_empty(len(slots) * self.room_size)
+            heads, heads_row = 0, self._num_fused
             if heads_PA is not None:
-                heads, heads_row = heads_PA[part], heads_PA.stride(0)
-            to_taps = np.zeros(num_layers, np.int64)
-            for layer, tap in taps.items():
-                to_taps[layer] = tap[part].data_ptr()
-            addresses = x.data_ptr(), normed.data_ptr(), heads.data_ptr(), rooms.data_ptr()
-            read = slots, places, lengths, num_slots
-            rotation = cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[2] // 2
-            sizes = heads_row, self.eps, self.shape, KINDS[x.dtype]
-            weights = self.addresses, to_caches, to_taps
-            pass_kernels.run_layers(addresses, *weights, read, rotation, *sizes)
+                heads, heads_row = heads_PA[part].data_ptr(), heads_PA.stride(0)
+            for layer, tap_PD in taps.items():
+                to_taps[layer] = tap_PD.data_ptr() + at
+            rows = x_PD.data_ptr() + at, normed_PD.data_ptr() + at, heads, rooms.data_ptr()
+            weights = self._first_norm, self.addresses, to_taps
+            keys, turns = (slots, places, lengths, *cache), (table, positions_P[part], half)
+            sizes = heads_row, self.eps, self.shape, KINDS[x_PD.dtype]
+            pass_kernels.run_layers(rows, *weights, keys, turns, *sizes)
             start = part.stop
-        return list(taps.values())
+        return [normed_PD, *taps.values()]
 
 
 def values_of(dtype: torch.dtype) -> int:

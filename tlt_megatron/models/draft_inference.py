@@ -106,13 +106,14 @@ class DraftInference:
         )
         self._loop = None
         if self._arithmetic.layers is not None and not is_mixture:
-            self._loop = self._arithmetic.layers(c, [self._dense_layer()], self._rms)
+            layer = [self._dense_layer()]
+            self._loop = self._arithmetic.layers(c, layer, self._rms, self.rotary)
         # Drafts all nodes of chains at once, if this drafter and its arithmetic can.
         self.draft_chains = None
         is_plain = not c.is_mtp and not c.norm_before_residual and self._matrices.head is not None
         if self._loop is not None and self._arithmetic.chains is not None and is_plain:
             parts = self._loop, self._matrices.inputs, self._matrices.head, model.embedding_VD
-            self.draft_chains = self._arithmetic.chains(c, *parts, self.rotary)
+            self.draft_chains = self._arithmetic.chains(c, *parts)
         self._mixture = None
         if isinstance(model.layer.mlp, DraftMixture):
             self._mixture = self._make_mixture(model.layer.mlp.frozen)
@@ -253,17 +254,16 @@ class DraftInference:
         heads = fused[:, start:] if start else fused
         if m.qkv is not None:
             heads = m.qkv(norm(residual_PD))
-        angles = self.rotary.lookup(position_ids_P)
         if self._loop is not None and self._loop.takes(attention):
-            x_PD, normed_PD = residual_PD.clone(), torch.empty_like(hidden_PD)
-            self._loop(x_PD, normed_PD, angles, attention, heads_PA=heads)
+            x_PD = residual_PD.clone()
+            (normed_PD,) = self._loop(x_PD, position_ids_P, attention, heads_PA=heads)
             if c.architecture == "eagle":
                 return x_PD, x_PD
             return x_PD if c.is_eagle3 else normed_PD, normed_PD
         heads_PAH = self._arithmetic.rotate(
             heads.view(len(heads), -1, c.head_dim),
             self._num_rotated,
-            angles,
+            self.rotary.lookup(position_ids_P),
             norm,
             self._norms.qk,
         )

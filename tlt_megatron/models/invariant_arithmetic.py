@@ -108,18 +108,18 @@ def _check_layers(arithmetic: Arithmetic, config: ModelConfig, dtype: torch.dtyp
         down=matrix(hidden, ffn),
         next_norm=norm,
     )
-    assert arithmetic.layers is not None
-    layers = arithmetic.layers(one, [layer], arithmetic.norm(one.rms_norm_eps, dtype, cpu))
     rotary = RotaryTable(one.rope, one.rotary_dim, dtype, cpu)
     rotary.reserve(100)
+    assert arithmetic.layers is not None
+    rms = arithmetic.norm(one.rms_norm_eps, dtype, cpu)
+    layers = arithmetic.layers(one, [layer], rms, rotary, norm)
 
     def run(x_PD: Tensor) -> list[Tensor]:
-        x_PD, normed_PD = x_PD.clone(), x_PD.clone()
+        x_PD = x_PD.clone()
         positions_P, slots_P = torch.full((len(x_PD),), 99), 128 + torch.arange(len(x_PD))
         read = TableRead(torch.arange(100).repeat(len(x_PD), 1), positions_P.unsqueeze(1))
         attention = CompiledTables(cache, slots_P, [read])
-        layers(x_PD, normed_PD, rotary.lookup(positions_P), attention)
-        return [x_PD, normed_PD]
+        return [x_PD, *layers(x_PD, positions_P, attention)]
 
     _check_rows(run, random(131, one.hidden_size), f"a {dtype} layer")
 

@@ -197,19 +197,23 @@ def _copy(source, source_at, target, target_at, size, kind):
 
 
 @compiled
-def run_layers(rows, weights, caches, taps, read, angles, heads_row, eps, shape, kind):
+def run_layers(rows, first_norm, weights, taps, read, turns, heads_row, eps, shape, kind):
     """Run rows through layers. See `compiled_pass.CompiledPass`.
 
-    Each layer has a row of `weights`, addresses in the order of `DenseLayer`, its KV in `caches`,
-    and in `taps` the address that its residual stream is copied to, or 0.
+    Each layer has a row of `weights`, addresses in the order of `DenseLayer`, and in `taps` the
+    address that its residual stream is copied to, or 0. Without the address `first_norm`, rows are
+    normalized already.
     """
     x, normed, heads, rooms = rows
-    slots, places, lengths, num_slots = read
-    cos, sin, angles_row, half = angles
+    slots, places, lengths, cache, cache_bytes, num_slots = read
+    table, positions, half = turns
     hidden, num_heads, num_kv_heads, size, ffn, item, values = shape
     num_rows, num_pairs = slots.size, 2 * num_kv_heads
     num_fused, width = (num_heads + num_pairs) * size, num_heads * size
-    context = rooms + num_rows * num_fused * item
+    cos, sin = rooms, rooms + 2 * half * item
+    projected = rooms + num_rows * 4 * half * item
+    heads = heads or projected
+    context = projected + num_rows * num_fused * item
     halves = context + num_rows * width * item
     gated = halves + num_rows * 2 * ffn * item
     out = gated + num_rows * ffn * item
@@ -218,13 +222,17 @@ def run_layers(rows, weights, caches, taps, read, angles, heads_row, eps, shape,
     hidden_steps, width_steps, ffn_steps = hidden // values, width // values, ffn // values
     turned = num_rows, num_heads + num_kv_heads, size, half
     grouped = num_kv_heads, num_heads // num_kv_heads, size, num_slots
+    for p in range(num_rows):
+        _copy(table, positions[p] * 4 * half, cos, p * 4 * half, 4 * half, kind)
+    if first_norm:
+        _normalize(x, hidden, 0, 0, first_norm, eps, normed, num_rows, hidden, kind)
     for layer in range(weights.shape[0]):
         qkv, qkv_bias, qk_norm, output, post_norm, gate_up, down, next_norm = weights[layer]
         if qkv:
             _multiply(normed, qkv, qkv_bias, 0, heads, num_rows, num_fused, hidden_steps, kind)
-        _rotate(heads, heads_row, qk_norm, eps, cos, sin, angles_row, turned, kind)
-        _store(kv, heads_row, slots, caches[layer], num_slots, num_pairs, size, kind)
-        _attend(heads, heads_row, caches[layer], places, lengths, context, grouped, kind)
+        _rotate(heads, heads_row, qk_norm, eps, cos, sin, 4 * half, turned, kind)
+        _store(kv, heads_row, slots, cache, num_slots, num_pairs, size, kind)
+        _attend(heads, heads_row, cache, places, lengths, context, grouped, kind)
         _multiply(context, output, 0, 0, out, num_rows, hidden, width_steps, kind)
         _normalize(out, hidden, x, hidden, post_norm, eps, normed, num_rows, hidden, kind)
         _multiply(normed, gate_up, 0, 0, halves, num_rows, 2 * ffn, hidden_steps, kind)
@@ -233,50 +241,68 @@ def run_layers(rows, weights, caches, taps, read, angles, heads_row, eps, shape,
         _normalize(x, hidden, out, hidden, next_norm, eps, normed, num_rows, hidden, kind)
         if taps[layer]:
             _copy(x, 0, taps[layer], 0, num_rows * hidden, kind)
+        cache += cache_bytes
+
+
+@part
+def _run_pairs(tokens, hidden, rows, matrices, weights, read, turns, sizes, eps, shape, kind):
+    """Run the pairs of tokens and hidden states through the drafter's layer, to x and normed."""
+    inputs, fused, x, normed, rooms = rows
+    embedding, in_panels, in_bias, _ = matrices
+    _, in_width, start, has_norms = sizes
+    width, num_rows = shape[0], tokens.size
+    for p in range(num_rows):
+        _copy(embedding, tokens[p] * width, inputs, 2 * p * width, width, kind)
+        _copy(hidden, p * width, inputs, (2 * p + 1) * width, width, kind)
+    if has_norms:
+        _normalize(inputs, width, 0, 0, 0, eps, inputs, 2 * num_rows, width, kind)
+    steps = 2 * width // shape[6]
+    _multiply(inputs, in_panels, in_bias, 0, fused, num_rows, in_width, steps, kind)
+    for p in range(num_rows):
+        if start:
+            _copy(fused, p * in_width, x, p * width, width, kind)
+        else:
+            _copy(hidden, p * width, x, p * width, width, kind)
+    states, taps = (x, normed, fused + start * shape[5], rooms), np.zeros(1, np.int64)
+    run_layers(states, np.int64(0), weights, taps, read, turns, in_width, eps, shape, kind)
 
 
 @compiled
-def draft_chains(tokens, rows, matrices, layer, read, table, scores, sizes, eps, shape, kind):
-    """Write the likeliest token of each depth to `tokens` [rows, depths]. See
-    `compiled_chain.CompiledChains`.
+def draft_chains(
+    tokens, pairs, rows, matrices, weights, read, table, scores, sizes, eps, shape, kind
+):
+    """Compute the last pairs of each row, and write the likeliest token of each depth to `tokens`
+    [rows, depths]. See `compiled_chain.CompiledChains`.
     """
-    logits, hidden, inputs, fused, x, normed, angles, rooms = rows
-    embedding, in_panels, in_bias, head_panels = matrices
-    weights, caches, taps = layer
-    slots, places, lengths, num_slots = read
-    angle_table, positions, half = table
+    new, hidden, positions = pairs
+    logits, newest, rooms = rows
+    slots, places, lengths, cache, cache_bytes, num_slots = read
     offsets, scale = scores
-    num_ids, in_width, start, has_norms = sizes
-    width, item, num_values = shape[0], shape[5], shape[6]
+    num_ids, width = sizes[0], shape[0]
+    steps, heads = width // shape[6], rooms[3] if sizes[3] else rooms[2]
     num_rows, depth = tokens.shape
+    # Of the pair after the newest one of each row.
+    next_slots, next_new = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
+    next_positions = np.empty(num_rows, np.int64)
+    next_lengths = np.empty((num_rows, 1), np.int64)
     for d in range(depth):
+        count, turns = new.size // num_rows, (table[0], positions, table[1])
+        keys = slots, places, lengths, cache, cache_bytes, num_slots
+        _run_pairs(new, hidden, rooms, matrices, weights, keys, turns, sizes, eps, shape, kind)
+        hidden = newest
+        for b in range(num_rows):
+            last = (b + 1) * count - 1
+            _copy(rooms[2], last * width, hidden, b * width, width, kind)
+            _copy(heads, last * width, heads, b * width, width, kind)
+        _multiply(heads, matrices[3], 0, 0, logits, num_rows, num_ids, steps, kind)
         for b in range(num_rows):
             of_row, best, most = span(logits, b * num_ids, num_ids, kind), 0, -np.inf
             for i in range(num_ids):
                 score = widen(of_row[i]) * wide(scale, kind) + offsets[b, d, i]
                 if score > most:
                     best, most = i, score
-            tokens[b, d] = best
-        if d + 1 == depth:
-            break
-        for b in range(num_rows):
-            _copy(embedding, tokens[b, d] * width, inputs, 2 * b * width, width, kind)
-            _copy(hidden, b * width, inputs, (2 * b + 1) * width, width, kind)
-            place = (positions[b] + d) * 4 * half
-            _copy(angle_table, place, angles, b * 4 * half, 4 * half, kind)
-        if has_norms:
-            _normalize(inputs, width, 0, 0, 0, eps, inputs, 2 * num_rows, width, kind)
-        steps = 2 * width // num_values
-        _multiply(inputs, in_panels, in_bias, 0, fused, num_rows, in_width, steps, kind)
-        for b in range(num_rows):
-            if start:
-                _copy(fused, b * in_width, x, b * width, width, kind)
-            else:
-                _copy(hidden, b * width, x, b * width, width, kind)
-        states = x, normed, fused + start * item, rooms
-        turns = angles, angles + 2 * half * item, 4 * half, half
-        keys = slots + d, places, lengths + d, num_slots
-        run_layers(states, weights, caches, taps, keys, turns, in_width, eps, shape, kind)
-        _copy(x, 0, hidden, 0, num_rows * width, kind)
-        steps, heads = width // num_values, normed if has_norms else x
-        _multiply(heads, head_panels, 0, 0, logits, num_rows, num_ids, steps, kind)
+            last = (b + 1) * count - 1
+            tokens[b, d] = next_new[b] = best
+            next_positions[b], next_slots[b] = positions[last] + 1, slots[last] + 1
+            next_lengths[b, 0] = lengths[b, count - 1] + 1
+        new, positions, slots, lengths = next_new, next_positions, next_slots, next_lengths

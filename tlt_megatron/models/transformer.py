@@ -155,7 +155,10 @@ class Transformer:
         ]
         self._head = make(self.lm_head, None)
         if self.arithmetic.layers is not None and self.config.experts is None:
-            self._loop = self.arithmetic.layers(self.config, self._dense_layers(), self._norm)
+            first_norm, dense = self.layers[0].input_norm, self._dense_layers()
+            self._loop = self.arithmetic.layers(
+                self.config, dense, self._norm, self.rotary, first_norm
+            )
 
     def _next_norms(self) -> list[Tensor]:
         return [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
@@ -206,12 +209,12 @@ class Transformer:
         c, norm = self.config, self._norm
         num_rotated = c.num_heads + c.num_kv_heads
         shape = token_ids_P.shape[0], num_rotated + c.num_kv_heads, c.head_dim
-        angles = self.rotary.lookup(position_ids_P)
         x_PD = F.embedding(token_ids_P, self.embedding)
-        normed_PD = norm(x_PD, self.layers[0].input_norm)
         if self._loop is not None and self._loop.takes(attention):
-            taps = self._loop(x_PD, normed_PD, angles, attention, tap_layers=tap_layers)
-            return normed_PD, torch.cat((normed_PD, *taps), dim=-1) if taps else normed_PD
+            states = self._loop(x_PD, position_ids_P, attention, tap_layers=tap_layers)
+            return states[0], torch.cat(states, dim=-1) if tap_layers else states[0]
+        angles = self.rotary.lookup(position_ids_P)
+        normed_PD = norm(x_PD, self.layers[0].input_norm)
         taps = []
         pairs = zip(self.layers, self._next_norms(), strict=True)
         for index, (layer, next_norm) in enumerate(pairs):

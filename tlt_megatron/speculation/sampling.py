@@ -166,13 +166,16 @@ class NoiseWindow:
         """
         if self._block_BAV is not None:
             # Passes that ask for no noise move the rows on too.
-            offsets_B1 = (positions_B - self._first_B).unsqueeze(1)
-            if int(offsets_B1.max()) + length <= self._block_BAV.shape[1]:
-                rows_B1 = torch.arange(len(seeds_B), device=seeds_B.device).unsqueeze(1)
-                steps = torch.arange(length, device=seeds_B.device)
-                return self._block_BAV[rows_B1, offsets_B1 + steps]
+            offsets_B = positions_B - self._first_B
+            if int(offsets_B.max()) + length <= self._block_BAV.shape[1]:
+                starts_B1 = (offsets_B + self._starts_B).unsqueeze(1)
+                places_BS = starts_B1 + torch.arange(length, device=seeds_B.device)
+                found_PV = self._block_BAV.flatten(0, 1).index_select(0, places_BS.view(-1))
+                return found_PV.view(len(seeds_B), length, -1)
         self._block_BAV = self._block_from(seeds_B, positions_B, length)
+        num_rows, ahead, _ = self._block_BAV.shape
         self._first_B = positions_B.clone()
+        self._starts_B = torch.arange(0, num_rows * ahead, ahead, device=seeds_B.device)
         return self._block_BAV[:, :length]
 
     def _block_from(self, seeds_B: Tensor, positions_B: Tensor, length: int) -> Tensor:

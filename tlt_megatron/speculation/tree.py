@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ UNUSED = -1  # as a token: a node that is never accepted
 # The error of draft logits: a child's estimate is softmax((logits + temperature * noise) / error).
 # If the error were Gumbel noise of this scale, the softmax would be the exact posterior.
 _DRAFT_ERROR = 0.7
+SCALE = 1.0 / _DRAFT_ERROR  # of draft logits
 
 # Subtracted from a candidate's log score per depth, in float64. A child then never ties with its
 # parent, so the best Q candidates always include their own ancestors.
@@ -44,13 +46,7 @@ num_steps - 1 times.
 """
 
 
-DraftChains = Callable[[Tensor, Tensor, float], Tensor]
-"""(root_logits_BV, offsets_BDV, scale) -> token_ids_BD: the token with the largest draft logit *
-scale + offset at each of D depths, after that of the depth before.
-"""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DraftTree:
     """Drafted tokens of B requests. Parents precede their children.
 
@@ -75,12 +71,39 @@ class DraftTree:
         """Return R."""
         return self.token_ids_BQ.shape[1] + 1
 
-    @property
+    @cached_property
     def row_depths_BR(self) -> Tensor:
         """Return the depth of each verify row. A row's position is the root's position plus its
         depth.
         """
+        if self.is_chain:
+            rows_R = torch.arange(self.num_rows, device=self.depths_BQ.device)
+            return rows_R.expand(len(self.depths_BQ), -1)
         return torch.nn.functional.pad(self.depths_BQ, (1, 0))
+
+    @cached_property
+    def ancestors_BRR(self) -> Tensor:
+        """Return whether a row sees another: itself and its ancestors, root included. UNUSED nodes
+        are treated like others.
+        """
+        batch_size, num_nodes = self.parents_BQ.shape
+        num_rows, device = num_nodes + 1, self.parents_BQ.device
+        if self.is_chain:
+            ones_RR = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device)
+            return ones_RR.tril().expand(batch_size, -1, -1)
+        rows_R = torch.arange(num_rows, device=device)
+        parent_rows_BR = torch.nn.functional.pad(self.parents_BQ + 1, (1, 0))
+        reach_BRR = (parent_rows_BR.unsqueeze(2) == rows_R).float()
+        reach_BRR += torch.eye(num_rows, device=device)
+        # reach ^ n counts the paths of at most n edges up. Squaring doubles n, and counts stay
+        # below 2 ^ (2 depth).
+        for _ in range((self.depth - 1).bit_length()):
+            reach_BRR = reach_BRR @ reach_BRR
+        return reach_BRR > 0
+
+    def along(self, rows_BS: Tensor, values_BR: Tensor) -> Tensor:
+        """Return the values of these rows. A chain has no other order than that of its rows."""
+        return values_BR if self.is_chain else values_BR.gather(1, rows_BS)
 
     def row_token_ids_BR(self, root_ids_B: Tensor) -> Tensor:
         """Return the verify pass's input: the root's token first. UNUSED nodes get token 0; their
@@ -92,49 +115,27 @@ class DraftTree:
 def chain_tree(token_ids_BQ: Tensor) -> DraftTree:
     """Return a tree with one branch. Trailing UNUSED tokens end it early."""
     num_nodes = token_ids_BQ.shape[1]
-    nodes_BQ = torch.arange(num_nodes, device=token_ids_BQ.device).expand_as(token_ids_BQ)
+    rows_R = torch.arange(num_nodes + 1, device=token_ids_BQ.device)
     return DraftTree(
         token_ids_BQ=token_ids_BQ,
-        parents_BQ=nodes_BQ - 1,
-        depths_BQ=nodes_BQ + 1,
+        parents_BQ=(rows_R[:-1] - 1).expand_as(token_ids_BQ),
+        depths_BQ=rows_R[1:].expand_as(token_ids_BQ),
         depth=num_nodes,
         is_chain=True,
     )
 
 
-def ancestor_mask(tree: DraftTree) -> Tensor:
-    """Return [B, R, R] bool: row r sees itself and its ancestors, root included. UNUSED nodes are
-    treated like others.
-    """
-    batch_size, num_nodes = tree.parents_BQ.shape
-    num_rows, device = num_nodes + 1, tree.parents_BQ.device
-    if tree.is_chain:
-        ones_RR = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device)
-        return ones_RR.tril().expand(batch_size, -1, -1)
-    rows_R = torch.arange(num_rows, device=device)
-    parent_rows_BR = torch.nn.functional.pad(tree.parents_BQ + 1, (1, 0))
-    reach_BRR = (parent_rows_BR.unsqueeze(2) == rows_R).float()
-    reach_BRR += torch.eye(num_rows, device=device)
-    # reach ^ n counts the paths of at most n edges up. Squaring doubles n, and counts stay below 2
-    # ^ (2 depth).
-    for _ in range((tree.depth - 1).bit_length()):
-        reach_BRR = reach_BRR @ reach_BRR
-    return reach_BRR > 0
-
-
-def deepest_path(
-    tree: DraftTree, is_match_BQ: Tensor, ancestors_BRR: Tensor
-) -> tuple[Tensor, Tensor]:
+def deepest_path(tree: DraftTree, is_match_BQ: Tensor) -> tuple[Tensor, Tensor]:
     """Return the longest path from the root over matching nodes: its length [B] and its rows [B,
     S], root first.
 
-    Rows after its end are 0. `ancestors_BRR` is `ancestor_mask(tree)`.
+    Rows after its end are any. Row s of a chain is s.
     """
     num_slots = tree.depth + 1
     if tree.is_chain:
-        length_B = is_match_BQ.cumprod(dim=1).sum(dim=1)
-        slots_S = torch.arange(num_slots, device=length_B.device)
-        return length_B, slots_S * (slots_S <= length_B.unsqueeze(1))
+        slots_S = torch.arange(num_slots, device=is_match_BQ.device)
+        return is_match_BQ.cumprod(dim=1).sum(dim=1), slots_S.expand(len(is_match_BQ), -1)
+    ancestors_BRR = tree.ancestors_BRR
     has_mismatch_BR = (ancestors_BRR[:, :, 1:] & ~is_match_BQ.unsqueeze(1)).any(dim=2)
     depths_BR = tree.row_depths_BR
     length_B, last_row_B = (depths_BR * ~has_mismatch_BR).max(dim=1)
@@ -217,7 +218,15 @@ class TreeGrower:
         # First candidate of each expanded depth, plus 1: index 0 of `node_of_BM` is the root.
         starts = [1] + [1 + topk + d * topk**2 for d in range(max(steps - 2, 0))]
         self._beam_starts_E1 = torch.tensor(starts, device=device).unsqueeze(1)
-        self._one = torch.ones((), dtype=torch.float64, device=device)
+        self._scale = torch.full((), SCALE, dtype=torch.float64, device=device)
+
+    def offsets(self, noise_BDV: Tensor, params: SamplingParams, dtype: torch.dtype) -> Tensor:
+        """Return the addends of `SCALE` times the draft logits of this dtype: the noise of their
+        depths.
+        """
+        noise_BDV = noise_BDV[:, : self.strategy.num_steps]
+        wide = torch.promote_types(dtype, torch.float32)
+        return (noise_BDV * (self._scale * params.temperature)).to(wide)
 
     def grow(
         self,
@@ -228,10 +237,8 @@ class TreeGrower:
         noise_keys: tuple[Tensor, Tensor],
         noise_BDV: Tensor | None = None,
         ids_V: Tensor | None = None,
-        draft_chains: DraftChains | None = None,
     ) -> DraftTree:
-        """Grow one tree per request. `draft_chains` takes the place of `expand` for a chain whose
-        noise is there.
+        """Grow one tree per request.
 
         `root_logits_BV` are the draft logits after the root. `params` are those of the target.
         `noise_keys` are the seeds and positions [B] of depth 1. If the noise is there already,
@@ -239,17 +246,11 @@ class TreeGrower:
         token is not read. `ids_V` are the token ids of the columns of logits and `noise_BDV`; None:
         0 to V - 1.
         """
-        scale = self._one / _DRAFT_ERROR
         offsets = None
         if noise_BDV is not None:
-            dtype = torch.promote_types(root_logits_BV.dtype, torch.float32)
-            noise_BDV = noise_BDV[:, : self.strategy.num_steps]
-            offsets_BDV = (noise_BDV * (scale * params.temperature)).to(dtype)
-            if draft_chains is not None and self.strategy.topk == 1 and not params.is_cut:
-                return chain_tree(draft_chains(root_logits_BV, offsets_BDV, 1 / _DRAFT_ERROR))
-            offsets = offsets_BDV.unbind(1)
+            offsets = self.offsets(noise_BDV, params, root_logits_BV.dtype).unbind(1)
         scoring = _Scoring(
-            scale=scale, params=params, keys=noise_keys, offsets=offsets, ids_V=ids_V
+            scale=self._scale, params=params, keys=noise_keys, offsets=offsets, ids_V=ids_V
         )
         if self.strategy.topk == 1:
             return self._grow_chain(root_logits_BV, expand, scoring)

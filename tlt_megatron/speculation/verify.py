@@ -30,7 +30,7 @@ class Verdict:
     """
 
     num_accepted_B: Tensor  # int64, drafted tokens on the path, before stops and limits
-    path_BS: Tensor  # int64, rows of the root and the accepted nodes, in order; padded with 0
+    path_BS: Tensor  # int64, rows of the root and the accepted nodes, in order, then any
     # int64, accepted tokens, then the bonus token; UNUSED after num_committed
     committed_tokens_BS: Tensor
     num_committed_B: Tensor  # int64, tokens to append, in [1, S]: the accept length of this pass
@@ -41,7 +41,6 @@ def verify_noise_keyed(
     tree: DraftTree,
     target_samples_BR: Tensor,
     *,
-    ancestors_BRR: Tensor,
     stop_token_ids: Tensor,
     max_commit_B: Tensor,
 ) -> Verdict:
@@ -49,14 +48,13 @@ def verify_noise_keyed(
 
     `target_samples_BR` is `sampling.sample` of the target's logits at every row, with the position
     of the token that follows the row. A node is accepted iff it and all its ancestors equal the
-    sample at their parent's row. `ancestors_BRR` is `ancestor_mask(tree)`. `stop_token_ids` is
-    int64 on the same device and may be empty. `max_commit_B` >= 1 limits the tokens that each
-    request may still commit.
+    sample at their parent's row. `stop_token_ids` is int64 on the same device and may be empty.
+    `max_commit_B` >= 1 limits the tokens that each request may still commit.
     """
-    sampled_BQ = target_samples_BR.gather(1, tree.parents_BQ + 1)
+    sampled_BQ = tree.along(tree.parents_BQ + 1, target_samples_BR[:, :-1])
     is_match_BQ = sampled_BQ == tree.token_ids_BQ  # False for UNUSED: no sample is negative
-    num_accepted_B, path_BS = deepest_path(tree, is_match_BQ, ancestors_BRR)
-    tokens_BS = target_samples_BR.gather(1, path_BS)
+    num_accepted_B, path_BS = deepest_path(tree, is_match_BQ)
+    tokens_BS = tree.along(path_BS, target_samples_BR)
     # The first stop token and the limit cut what is committed.
     slots_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     num_committed_B = torch.minimum(num_accepted_B + 1, max_commit_B)

@@ -232,14 +232,16 @@ class Tally(TorchDispatchMode):
     "num_rows, batch_size, length", [(1, 64, 512), (5, 64, 512), (17, 8, 16384), (49, 1, 512)]
 )
 @pytest.mark.parametrize("vocab_size", [64, 151_936])
+@pytest.mark.parametrize("is_chain", [False, True])
 def test_estimate_is_what_a_dry_run_takes(
-    num_rows: int, batch_size: int, length: int, has_qk_norm: bool, vocab_size: int
+    is_chain: bool, num_rows: int, batch_size: int, length: int, has_qk_norm: bool, vocab_size: int
 ) -> None:
     model_config = dataclasses.replace(
         QWEN_7B, num_layers=3, has_qk_norm=has_qk_norm, vocab_size=vocab_size
     )
-    depth = min(num_rows - 1, 6)
-    key = GraphKey(num_rows=num_rows, batch_size=batch_size, length=length, depth=depth)
+    depth = num_rows - 1 if is_chain else min(num_rows - 1, 6)
+    shape = {"num_rows": num_rows, "batch_size": batch_size, "length": length}
+    key = GraphKey(depth=depth, is_chain=is_chain, **shape)
     check_estimate(model_config, key)
 
 

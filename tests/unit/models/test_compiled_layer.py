@@ -164,7 +164,7 @@ def lane_results(
     num_queries = ancestors_BRR.shape[1]
     slots_P = (slots_B[:, None] + torch.arange(num_queries)).flatten()
     length, is_chain = view.read_length(8 * PAGE), ancestors_RR is not TREE
-    visible = drafted(view, position_B, ancestors_BRR, length, is_chain=is_chain)
+    visible = drafted(view, position_B, lambda: ancestors_BRR, length, is_chain=is_chain)
     attention = kernels.lanes(view, slots_P, visible)
     return attention.attend(0, *heads_of(config, len(slots_P), dtype))
 

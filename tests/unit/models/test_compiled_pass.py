@@ -97,7 +97,7 @@ def num_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     run = pass_kernels.run_layers
 
     def counted(*arguments: Any) -> None:
-        found.append(len(arguments[4][0]))
+        found.append(len(arguments[4][0]))  # slots
         run(*arguments)
 
     monkeypatch.setattr(pass_kernels, "run_layers", counted)

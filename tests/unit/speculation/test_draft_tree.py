@@ -20,7 +20,6 @@ from tlt_megatron.speculation.tree import (
     UNUSED,
     DraftTree,
     TreeGrower,
-    ancestor_mask,
     chain_tree,
 )
 from tlt_megatron.types import SamplingParams
@@ -144,7 +143,7 @@ def test_ancestor_mask_equals_the_walk_along_parents() -> None:
     generator = random.Random(0)
     trees = [random_tree(generator, 3, generator.randrange(1, 14), 5) for _ in range(60)]
     for tree in (*trees, chain_tree(torch.tensor([[3, 1, 2], [4, 4, UNUSED]]))):
-        mask_BRR = ancestor_mask(tree)
+        mask_BRR = tree.ancestors_BRR
         for row, parents in enumerate(tree.parents_BQ.tolist()):
             for node in range(-1, len(parents)):
                 ancestors, here = {node}, node

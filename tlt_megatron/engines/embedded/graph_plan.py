@@ -34,7 +34,7 @@ _KERNEL_BYTES = 64 << 10
 # adds some outside its depths, some for a depth beside its layer, and more for a tree. They were
 # counted from a bfloat16 model: torch calls that are not views, and fused kernels.
 _LAYER_KERNELS = 11
-_TARGET_KERNELS, _VERIFY_KERNELS = 75, 35
+_TARGET_KERNELS, _VERIFY_KERNELS, _PATH_KERNELS = 60, 11, 32
 _DRAFT_KERNELS, _DEPTH_KERNELS, _TREE_KERNELS = 20, 20, 15
 _WIDE_BYTES = 4  # bytes per element of softmax's dtype
 
@@ -174,7 +174,8 @@ class GraphPlan:
         c, item_bytes, num_tokens, s = self._model, self._item_bytes, key.num_tokens, key.strategy
         num_sampled = num_tokens
         num_kernels = c.num_layers * _LAYER_KERNELS + _TARGET_KERNELS
-        num_kernels += _VERIFY_KERNELS * (key.num_rows > 1)
+        if key.num_rows > 1:
+            num_kernels += _VERIFY_KERNELS + _PATH_KERNELS * (not key.is_chain)
         if s is not None:
             num_sampled = key.batch_size * s.topk
             num_tokens = max(num_tokens, num_sampled)

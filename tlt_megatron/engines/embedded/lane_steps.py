@@ -21,24 +21,19 @@ from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphKey
-from tlt_megatron.models.attention.lanes import (
-    LaneView,
-    LooseView,
-    causal,
-    drafted,
-)
+from tlt_megatron.models.attention import Attention
+from tlt_megatron.models.attention.lanes import LaneView, LooseView, causal, drafted
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.sampling import Sampled, kept_ids, sample, sample_each
 from tlt_megatron.speculation.tree import (
     ROOT,
+    SCALE,
     UNUSED,
-    DraftChains,
     DraftTree,
     Expand,
     TreeGrower,
-    ancestor_mask,
     chain_tree,
 )
 from tlt_megatron.speculation.verify import Verdict, first_on_path, verify_noise_keyed
@@ -205,43 +200,52 @@ class LaneSteps:
 
         `longest` counts positions of a row, those that growth writes included.
         """
-        assert self._draft is not None
-        rows = batch.rows
+        draft, rows, grower = self._draft, batch.rows, self._grower(strategy)
+        assert draft is not None
         self._write_roots(rows)
-        hidden_BD, head_BD = self.extend(batch, num_unseen, 0, longest)
-        return self._grower(strategy).grow(
-            self._draft.logits(head_BD),
+        pairs, noise_BSV = self._pairs(batch, num_unseen, 0, longest), batch.noise_BSV
+        chains = draft.draft_chains if strategy.topk == 1 and not self.params.is_cut else None
+        if noise_BSV is not None and chains is not None and chains.takes(pairs[-1]):
+            offsets_BDV = grower.offsets(noise_BSV, self.params, draft.dtype)
+            return chain_tree(chains(*pairs, offsets_BDV, SCALE))
+        hidden_BD, head_BD = (
+            state_PD.view(len(rows.slot), num_unseen, -1)[:, -1]
+            for state_PD in draft.forward(*pairs)
+        )
+        del pairs  # frees the mask of their attention
+        return grower.grow(
+            draft.logits(head_BD),
             self._expand_from(batch, hidden_BD, strategy, longest),
             self.params,
             noise_keys=(rows.seed, rows.count + 1),
-            noise_BDV=batch.noise_BSV,
-            ids_V=self._draft.ids_C,
-            draft_chains=self._chains_from(batch, hidden_BD, longest),
+            noise_BDV=noise_BSV,
+            ids_V=draft.ids_C,
         )
 
-    def extend(self, batch: LaneBatch, start: int, end: int, longest: int) -> tuple[Tensor, Tensor]:
-        """Compute the pairs from `start` positions before the root to `end` before it.
+    def extend(self, batch: LaneBatch, start: int, end: int, longest: int) -> None:
+        """Compute the pairs from `start` positions before the root to `end` before it."""
+        assert self._draft is not None
+        self._draft.forward(*self._pairs(batch, start, end, longest))
 
-        Return (hidden, head input), [B, D] each, of the newest.
-        """
+    def _pairs(
+        self, batch: LaneBatch, start: int, end: int, longest: int
+    ) -> tuple[Tensor, Tensor, Tensor, Attention]:
+        """Return the inputs of `DraftInference.forward` for these pairs."""
         cache, draft, view, rows = self.cache, self._draft, batch.view, batch.rows
         assert draft is not None
         back_M = torch.arange(start, end, -1, device=cache.device)
-        pairs_BM = (rows.position.unsqueeze(1) - back_M).clamp(min=0)
+        pairs_BM = (rows.position.unsqueeze(1) - back_M).clamp_(min=0)
         slots_P = self._slots(rows, pairs_BM - rows.position.unsqueeze(1))
         visible = causal(view, pairs_BM, view.read_length(longest))
-        attention = draft.lanes(view, slots_P, visible, first_layer=self._draft_layer)
         # Features are the final state, then the tapped states. An EAGLE-3 drafter reads only the
         # tapped ones.
         of_drafter = slice(-draft.config.feature_size, None)
-        hidden_PD, head_PD = draft.forward(
+        return (
             cache.token_ids_T.index_select(0, slots_P + 1),
             draft.fuse(cache.features_TD.index_select(0, slots_P)[:, of_drafter]),
             pairs_BM.view(-1),
-            attention,
+            draft.lanes(view, slots_P, visible, first_layer=self._draft_layer),
         )
-        shape = view.num_rows, start - end, -1
-        return hidden_PD.view(shape)[:, -1], head_PD.view(shape)[:, -1]
 
     def _expand_from(
         self, batch: LaneBatch, hidden_BD: Tensor, strategy: SpeculationStrategy, longest: int
@@ -266,7 +270,8 @@ class LaneSteps:
                 seen_BKX = seen_BKX.gather(1, parents_BK1.expand(-1, -1, seen_BKX.shape[2]))
             seen_BKX = torch.cat((seen_BKX, self_BKK), dim=2)
             slots_P = self._slots(rows, offsets_K + depth * topk)
-            visible = drafted(view, rows.position, seen_BKX, length, is_chain=topk == 1)
+            now_BKX = seen_BKX
+            visible = drafted(view, rows.position, lambda: now_BKX, length, is_chain=topk == 1)
             attention = draft.lanes(view, slots_P, visible, first_layer=self._draft_layer)
             hidden_PD, head_PD = draft.forward(
                 token_ids_BK.reshape(-1),
@@ -280,17 +285,6 @@ class LaneSteps:
 
         return expand
 
-    def _chains_from(self, batch: LaneBatch, hidden_BD: Tensor, longest: int) -> DraftChains | None:
-        """Return the drafter's passes over all nodes of chains in one, if it has them."""
-        draft, view, rows = self._draft, batch.view, batch.rows
-        if draft is None or draft.draft_chains is None:
-            return None
-        visible = causal(view, rows.position.unsqueeze(1), view.read_length(longest))
-        attention = draft.lanes(view, rows.slot, visible, first_layer=self._draft_layer)
-        if not draft.draft_chains.takes(attention):
-            return None
-        return partial(draft.draft_chains, hidden_BD, rows.position, attention)
-
     # ---- TARGET
 
     def target(self, batch: LaneBatch, tree: DraftTree, longest: int) -> Committed:
@@ -300,11 +294,13 @@ class LaneSteps:
         """
         model, cache, view, rows = self._model, self.cache, batch.view, batch.rows
         self._write_roots(rows)
-        ancestors_BRR, depths_BR = ancestor_mask(tree), tree.row_depths_BR
+        depths_BR = tree.row_depths_BR
         num_rows, num_queries = depths_BR.shape
         slots_P = self._slots(rows, torch.arange(num_queries, device=cache.device))
-        length, is_chain = view.read_length(longest), tree.is_chain or num_queries == 1
-        visible = drafted(view, rows.position, ancestors_BRR, length, is_chain=is_chain)
+        length = view.read_length(longest)
+        visible = drafted(
+            view, rows.position, lambda: tree.ancestors_BRR, length, is_chain=tree.is_chain
+        )
         attention = model.arithmetic.lanes(view, slots_P, visible)
         hidden_PD, features_PF = model.forward(
             tree.row_token_ids_BR(rows.token).view(-1),
@@ -317,17 +313,20 @@ class LaneSteps:
         verdict = verify_noise_keyed(
             tree,
             sampled.token_ids_B.view(num_rows, num_queries),
-            ancestors_BRR=ancestors_BRR,
             stop_token_ids=self._stop_ids,
             max_commit_B=rooms_B,
         )
-        self._settle(rows, tree, verdict, features_PF)
-        path_BS, tokens_BS = verdict.path_BS, verdict.committed_tokens_BS
+        self._settle(slots_P.view(num_rows, -1), tree, verdict, features_PF)
+        tokens_BS = verdict.committed_tokens_BS
         last_B1 = verdict.num_committed_B.unsqueeze(1) - 1
+        logprobs_BR, policy_logprobs_BR = (
+            of_node_P.view(num_rows, -1)
+            for of_node_P in (sampled.logprobs_B, sampled.policy_logprobs_B)
+        )
         return Committed(
             tokens_BS=tokens_BS,
-            logprobs_BS=sampled.logprobs_B.view(num_rows, -1).gather(1, path_BS),
-            policy_logprobs_BS=sampled.policy_logprobs_B.view(num_rows, -1).gather(1, path_BS),
+            logprobs_BS=tree.along(verdict.path_BS, logprobs_BR),
+            policy_logprobs_BS=tree.along(verdict.path_BS, policy_logprobs_BR),
             root_B=tokens_BS.gather(1, last_B1).squeeze(1),
             report_BX=_report(tree, verdict, rooms_B, sampled.kept),
         )
@@ -355,22 +354,26 @@ class LaneSteps:
             return sample_each(logits_PV, seeds_P, positions_P, each)
         return sample(logits_PV, seeds_P, positions_P, self.params, noise_BV=noise_PV)
 
-    def _settle(self, rows: Rows, tree: DraftTree, verdict: Verdict, features_PF: Tensor) -> None:
+    def _settle(
+        self, slots_BR: Tensor, tree: DraftTree, verdict: Verdict, features_PF: Tensor
+    ) -> None:
         """Move the committed path to consecutive positions and make it visible."""
         cache, path_BS = self.cache, verdict.path_BS
         num_rows, num_slots = path_BS.shape
-        steps_S = torch.arange(num_slots, device=path_BS.device)
-        target_P = self._slots(rows, steps_S)
+        target_P, nodes_P = slots_BR[:, :num_slots].reshape(-1), None
         if not tree.is_chain:
-            cache.move_kv(self._slots(rows, path_BS), target_P)
-        firsts_B = torch.arange(num_rows, device=path_BS.device) * tree.num_rows
-        rows_P = (path_BS + firsts_B.unsqueeze(1)).view(-1)
+            cache.move_kv(slots_BR.gather(1, path_BS).view(-1), target_P)
+            firsts_B = torch.arange(num_rows, device=path_BS.device) * tree.num_rows
+            nodes_P = (path_BS + firsts_B.unsqueeze(1)).view(-1)
         if cache.has_routes:
-            routes_PR = self._model.routes().index_select(0, rows_P)
+            routes_PR = self._model.routes()
+            routes_PR = routes_PR if nodes_P is None else routes_PR.index_select(0, nodes_P)
             cache.routes_TR.index_copy_(0, target_P, routes_PR)
         if cache.has_features:
-            cache.features_TD.index_copy_(0, target_P, features_PF.index_select(0, rows_P))
+            moved_PF = features_PF if nodes_P is None else features_PF.index_select(0, nodes_P)
+            cache.features_TD.index_copy_(0, target_P, moved_PF)
             cache.token_ids_T.index_copy_(0, target_P + 1, verdict.committed_tokens_BS.view(-1))
+        steps_S = torch.arange(num_slots, device=path_BS.device)
         is_committed_BS = steps_S < verdict.num_committed_B.unsqueeze(1)
         bias_BS = torch.where(is_committed_BS, 0.0, -torch.inf).to(cache.bias_T.dtype)
         cache.bias_T.index_copy_(0, target_P, bias_BS.view(-1))

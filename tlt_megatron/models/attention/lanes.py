@@ -158,14 +158,17 @@ def _causal_bias(view: LaneView, positions_BM: Tensor, length: int) -> Tensor:
 def drafted(
     view: LaneView,
     base_positions_B: Tensor,
-    visible_BRX: Tensor,
+    make_visible: Callable[[], Tensor],
     length: int,
     *,
     is_chain: bool = False,
 ) -> Visible:
-    """A query sees committed positions, and the marked of X from its base."""
+    """A query sees committed positions, and the marked of X from its base. `make_visible` returns
+    the marks, [B, R, X].
+    """
 
     def make_bias() -> Tensor:
+        visible_BRX = make_visible()
         num_queries, num_drafted = visible_BRX.shape[1:]
         bias = view.committed_bias(length).expand(-1, num_queries, -1).contiguous()
         columns_BX = base_positions_B.unsqueeze(1) + torch.arange(
