@@ -51,18 +51,18 @@ class _Bfloat(ir.Type):
         return hash("bfloat")
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def _tile(_context, x, panel, depth, sums, num_rows, number, kind) -> Any:
-    """Write the products of `num_rows` rows of x with a panel, [num_rows, PANEL]. x, panel and sums
-    are addresses; the sums have the dtype of `number`, and x and the panel that of `kind`.
+    """Write the products of at most `_ROWS` rows of x with a panel, [num_rows, PANEL]. x, panel and
+    sums are addresses; the sums have the dtype of `number`, and x and the panel that of `kind`.
 
     Of bfloat16 a step has the values of two columns, as one integer. `depth` is the number of
     steps.
     """
-    count, is_pairs = num_rows.literal_value, isinstance(kind, types.Integer)
+    is_pairs = isinstance(kind, types.Integer)
 
     def generate(context, builder, _signature, arguments):
-        x, panel, depth, sums, *_ = arguments
+        x, panel, depth, sums, num_rows, *_ = arguments
         integer, lane = ir.IntType(64), ir.IntType(32)
         value = context.get_data_type(number)
         width = _VECTOR_BYTES // (number.bitwidth // 8)
@@ -101,40 +101,51 @@ def _tile(_context, x, panel, depth, sums, num_rows, number, kind) -> Any:
                 total = builder.fadd(total, product, flags=("contract",))
             return total
 
-        entry, body = builder.block, builder.append_basic_block("tile")
-        end = builder.append_basic_block("tile.end")
         rows, panel = (builder.inttoptr(each, read.as_pointer()) for each in (x, panel))
-        builder.branch(body)
-        builder.position_at_end(body)
-        step, totals = (
-            builder.phi(integer),
-            [builder.phi(vector) for _ in starts for _ in range(count)],
-        )
-        columns = []
-        for start in starts:
-            place = builder.add(builder.mul(step, integer(PANEL)), integer(start))
-            place = builder.bitcast(builder.gep(panel, [place]), reads.as_pointer())
-            columns.append(load(place))
-        after = []
-        for row in range(count):
-            place = builder.add(builder.mul(integer(row), depth), step)
-            factor = splat(load(builder.gep(rows, [place])))
-            after += [
-                add_product(totals[row * len(columns) + i], factor, column)
-                for i, column in enumerate(columns)
-            ]
-        following = builder.add(step, integer(1))
-        zeros = [ir.Constant(vector, None) for _ in totals]
-        for phi, first, then in zip(
-            [step, *totals], [integer(0), *zeros], [following, *after], strict=True
-        ):
-            phi.add_incoming(first, entry)
-            phi.add_incoming(then, body)
-        builder.cbranch(builder.icmp_signed("<", following, depth), body, end)
-        builder.position_at_end(end)
         target = builder.inttoptr(sums, vector.as_pointer())
-        for i, total in enumerate(after):
-            builder.store(total, builder.gep(target, [integer(i)]), align=align)
+        end = builder.append_basic_block("tile.end")
+
+        def write(count, entry):
+            """Write the products of `count` rows: the loop of a number that the compiler knows."""
+            body, after = (builder.append_basic_block(f"tile.{count}") for _ in range(2))
+            builder.position_at_end(entry)
+            builder.branch(body)
+            builder.position_at_end(body)
+            step = builder.phi(integer)
+            totals = [builder.phi(vector) for _ in starts for _ in range(count)]
+            columns = []
+            for start in starts:
+                place = builder.add(builder.mul(step, integer(PANEL)), integer(start))
+                place = builder.bitcast(builder.gep(panel, [place]), reads.as_pointer())
+                columns.append(load(place))
+            added = []
+            for row in range(count):
+                place = builder.add(builder.mul(integer(row), depth), step)
+                factor = splat(load(builder.gep(rows, [place])))
+                added += [
+                    add_product(totals[row * len(columns) + i], factor, column)
+                    for i, column in enumerate(columns)
+                ]
+            following = builder.add(step, integer(1))
+            zeros = [ir.Constant(vector, None) for _ in totals]
+            for phi, first, then in zip(
+                [step, *totals], [integer(0), *zeros], [following, *added], strict=True
+            ):
+                phi.add_incoming(first, entry)
+                phi.add_incoming(then, body)
+            builder.cbranch(builder.icmp_signed("<", following, depth), body, after)
+            builder.position_at_end(after)
+            for i, total in enumerate(added):
+                builder.store(total, builder.gep(target, [integer(i)]), align=align)
+            builder.branch(end)
+
+        entries = [builder.append_basic_block("tile.entry") for _ in range(_ROWS)]
+        switch = builder.switch(num_rows, entries[-1])
+        for count, entry in enumerate(entries, 1):
+            if count < _ROWS:
+                switch.add_case(integer(count), entry)
+            write(count, entry)
+        builder.position_at_end(end)
         return context.get_dummy_value()
 
     arguments = x, panel, depth, sums, num_rows, number, kind
@@ -164,26 +175,12 @@ def _multiply(x, panels, addend, addend_row, out, num_rows, num_out, steps, kind
     to = np.int64(sums.ctypes.data)
     for o in range(0, num_out, PANEL):
         panel, size = panels + o * steps * sums.itemsize, min(PANEL, num_out - o)
-        r = 0
-        while r < num_rows:
-            source, left = x + r * steps * sums.itemsize, num_rows - r
-            # The number of rows of a tile is known to the compiler.
-            if left >= _ROWS:
-                done = _ROWS
-                _tile(source, panel, steps, to, _ROWS, number, kind)  # pyright: ignore[reportCallIssue]
-            elif left >= 4:
-                done = 4
-                _tile(source, panel, steps, to, 4, number, kind)  # pyright: ignore[reportCallIssue]
-            elif left >= 2:
-                done = 2
-                _tile(source, panel, steps, to, 2, number, kind)  # pyright: ignore[reportCallIssue]
-            else:
-                done = 1
-                _tile(source, panel, steps, to, 1, number, kind)  # pyright: ignore[reportCallIssue]
-            for i in range(done):
+        for r in range(0, num_rows, _ROWS):
+            count, source = min(_ROWS, num_rows - r), x + r * steps * sums.itemsize
+            _tile(source, panel, steps, to, count, number, kind)  # pyright: ignore[reportCallIssue]
+            for i in range(count):
                 place, addend_place = (r + i) * num_out + o, (r + i) * addend_row + o
                 _save(sums[i], out, place, addend, addend_place, size, kind)
-            r += done
 
 
 multiply = compiled(_multiply.py_func)
