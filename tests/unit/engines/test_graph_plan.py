@@ -169,8 +169,9 @@ def _bytes_alone(plan: GraphPlan, strategy: SpeculationStrategy) -> int:
     """Bytes if drafting and verifying are captured together at every batch size, in memory of
     their own.
     """
+    rows = {"num_rows": strategy.num_rows, "depth": strategy.depth, "is_chain": strategy.is_chain}
     keys = [
-        GraphKey(num_rows=strategy.num_rows, depth=strategy.depth, batch_size=size, length=length)
+        GraphKey(batch_size=size, length=length, **rows)
         for size in plan.batch_sizes
         for length in plan.lengths
     ]

@@ -29,7 +29,7 @@ from tlt_megatron.models.transformer import Transformer
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2}
 DTYPES = list(TOLERANCE)
-LANE = 64
+LANE = 128
 ONE_BY_ONE = replace(compiled_arithmetic(), layers=None, matrix=Matrix)
 
 
@@ -123,11 +123,11 @@ def policy_of(changes: dict[str, Any], dtype: torch.dtype, arithmetic: Arithmeti
 
 
 def passes(model: Transformer, taps: tuple[int, ...]) -> list[Tensor]:
-    """Return the states of passes of one and several queries a row, and the KV after them."""
+    """Return the states of passes of one, several and many queries a row, and the KV after them."""
     cache = KvCache(model.config, num_pages=2, page_size=LANE, dtype=model.dtype, device=CPU)
     cache.kv_LKTH.copy_(normal(*cache.kv_LKTH.shape, dtype=model.dtype, seed=1))
     view, found = LaneView(cache, num_rows=2, lane=LANE), []
-    for num_queries in (1, 4, 3):
+    for num_queries in (1, 4, 3, 70):
         positions_BM = torch.tensor([[5], [30]]) + torch.arange(num_queries)
         slots_P = (view.starts_B[:, None] + positions_BM).flatten()
         attention = model.arithmetic.lanes(view, slots_P, causal(view, positions_BM, LANE))
@@ -142,7 +142,7 @@ def test_a_policy(changes: dict[str, Any], dtype: torch.dtype, num_rows: list[in
     for arithmetic in (compiled_arithmetic(), ONE_BY_ONE):
         model = policy_of(changes, dtype, arithmetic)
         results.append(passes(model, (2, 0)))
-    assert num_rows == [2, 8, 6]
+    assert num_rows == [2, 8, 6, 64, 6, 64, 6]  # many queries are several parts
     for pair in zip(*results, strict=True):
         near(*pair)
 
