@@ -64,7 +64,7 @@ class Arithmetic:
     lanes: Callable[..., Attention] = LaneTreeAttention
     # None, or what runs all layers of a pass of few rows at once: see `CompiledPass`
     layers: Callable[..., Any] | None = None
-    # None, or what drafts all nodes of chains at once: see `CompiledChains`
+    # None, or what computes new pairs and the chains after them at once: see `CompiledChains`
     chains: Callable[..., Any] | None = None
     has_loose_lanes: bool = True  # whether `lanes` takes a `LooseView`
 

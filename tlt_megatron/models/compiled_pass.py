@@ -73,7 +73,8 @@ class CompiledPass:
     ) -> None:
         """`first_norm` normalizes the rows that no `heads_PA` are given for."""
         assert isinstance(norm, CompiledNorm)
-        self._dtype, self.eps, self._layers, s = norm.dtype, norm.value, layers, sizes
+        self._dtype, self.eps, s = norm.dtype, norm.value, sizes
+        self._kept = layers, first_norm  # the loop has their addresses
         self._rotary, self._first_norm = rotary, address_of(first_norm)
         dtype, queries = norm.dtype, s.num_heads * s.head_dim
         self._num_fused = queries + 2 * s.num_kv_heads * s.head_dim
